@@ -3,7 +3,7 @@
 #
 # **What travels when eight ranks add up their numbers?**
 #
-# Prerequisites: a reading knowledge of Python. You need no GPU and no knowledge of parallel programs. Time: 15
+# Prerequisites: a reading knowledge of Python. You need no GPU and no knowledge of parallel programs. Time: 20
 # minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/00_first_look.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/00_first_look.ipynb)
@@ -33,8 +33,8 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # `ring_shift(x, "ring")` sends `x` to the next rank and returns what the previous rank sent.
 #
 # Run the cell, then press play. The number in a box is the sum that this rank has so far, and a number on a line is on
-# its way. The marks under each number in the table show whose numbers are in it. You can also click on the picture and
-# use the arrow keys. Hover over anything to see its contents.
+# its way. The marks under each number in the table show whose numbers are in it.
+# Hover over anything to see its contents.
 
 # %% tags=["opening-picture"]
 import numpy as np
@@ -119,13 +119,14 @@ print(len(messages(in_jax.trace)), "messages, the same in both frameworks")
 # - Send in the other direction: `tt.ring_shift(total, "ring", -1)`.
 # - Leave out one hop: `tt.axis_size("ring") - 2`. Which number is missing on which rank?
 #
-# <details><summary>Answer</summary>
+# <details><summary>What there is to discover</summary>
 #
-# On rank $i$ the number of rank $i + 1$ is missing, because it would be the last to arrive.
+# Five ranks need only four steps, so each sends 16 bytes. The direction changes nothing but the route. With one hop too
+# few, the number of the next rank is missing on every rank, because it would be the last to arrive.
 #
 # </details>
 #
-# You can also break it. When a rank fails, tplab names it at once and stops the others, and the notebook keeps working:
+# When a rank fails, tplab names it at once and stops the others, and the notebook keeps working:
 
 # %%
 from tplab.errors import RankError
@@ -139,6 +140,29 @@ try:
     tt.run(loses_its_number, Mesh(ring=8), np.arange(8), in_specs=P("ring"))
 except RankError as error:
     print(f"rank {error.rank} raised: {error.__cause__}")
+
+# %% [markdown]
+# ## A bug to repair
+#
+# A colleague needs one variable less. The new program runs, and it is right on two ranks, but not on eight:
+
+# %%
+def total_of_ring(x):  # x [1]: this rank's own number
+    for _ in range(tt.axis_size("ring") - 1):
+        x = x + tt.ring_shift(x, "ring")
+    return x
+
+for ranks in (2, 8):
+    out = tt.run(total_of_ring, Mesh(ring=ranks), numbers[:ranks], in_specs=P("ring"))
+    print(f"{ranks} ranks: {out.per_rank[0].item()} instead of {numbers[:ranks].sum()}")
+
+# %% [markdown]
+# The check below says what is wrong. Repair the program, run its cell, and then run the check.
+
+# %%
+from tplab.exercises.first_look import check_total
+
+check_total(total_of_ring)
 
 # %% [markdown]
 # ## Cut it into pieces
@@ -174,6 +198,45 @@ print(f"and {pieces.trace.bytes_sent(rank=0)} bytes in pieces")
 animate(pieces.trace)
 
 # %% [markdown]
+# tplab has all of this in one call, `all_reduce`, which also sends 56 bytes:
+
+# %%
+def add_up_in_one_call(x):
+    return tt.all_reduce(x, "ring")
+
+one_call = tt.run(add_up_in_one_call, Mesh(ring=8), tables, in_specs=P("ring"))
+same = all(torch.equal(a, b) for a, b in zip(one_call.per_rank, pieces.per_rank))
+print("the same sums:", same, "with", one_call.trace.bytes_sent(rank=0), "bytes")
+
+# %% [markdown]
+# ## What it costs
+#
+# With $R$ ranks and tensors of $n$ bytes, each rank sends $(R - 1)\,n$ bytes in whole tensors, and
+# $2\,\frac{R - 1}{R}\,n$ bytes in pieces.
+#
+# **Predict.** Are pieces always faster? Here are both ways on eight H100s, with eight numbers and with as many as a
+# matrix of a seven-billion-parameter model has. The times are modelled from the data sheet. (On torch's `meta` device,
+# tensors have shapes but no numbers.)
+
+# %%
+for size in (8, 4096 * 4096):
+    tensors = torch.empty(8 * size, device="meta")
+    for program in (add_up, add_up_in_pieces):
+        options = {"in_specs": P("ring"), "cluster": "h100"}
+        trace = tt.run(program, Mesh(ring=8), tensors, **options).trace
+        sent, time = trace.bytes_sent(rank=0), trace.makespan * 1e6
+        print(f"{program.__name__:<16} sends {sent:>11,} bytes in {time:5,.0f} µs")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# No. Each step takes some microseconds before the first byte arrives: 5 µs for a launch, in this model, and the latency
+# of the link. With eight numbers that is nearly all of the time, so seven steps are faster than fourteen. With a large
+# tensor the bytes decide: in pieces, it takes less than a third of the time.
+#
+# </details>
+
+# %% [markdown]
 # ## Your turn
 #
 # Every rank should end up with the *largest* number in the ring, passed on with `ring_shift`, one hop at a time.
@@ -207,8 +270,8 @@ check_largest(largest)
 #
 # - You write one rank's program; `run` runs it on every rank of a mesh, in torch or in JAX.
 # - A rank sees only its own tensors. Whatever it learns about the others was sent, and the trace has every message.
-# - An all-reduce adds up a tensor over all ranks. How they do it decides the cost: 224 bytes per rank, or 56, for the
-#   same result.
+# - An all-reduce adds up a tensor over all ranks. In pieces, each of eight ranks sends a quarter of the bytes: 56 instead
+#   of 224, for the same result.
 #
 # Next: [01 Split a layer](01_split_a_layer.ipynb), where ranks share one matmul. [02 Collectives](02_collectives.ipynb)
 # explains why 56 bytes are the least that the busiest rank can send.

@@ -9,8 +9,8 @@
 #
 # ![Four ranks, each with its own term of Z. The terms are added up around a ring, and the sums are passed on.](images/01_split_a_layer.png)
 #
-# *Two layers split over four ranks. Each rank has computed one term of the result, Z. In the all-reduce, each entry is
-# added up on its way around the ring, and then the finished sums travel on.*
+# *Two layers split over four ranks. Each rank has computed one term of the result, Z. The all-reduce adds up each entry
+# on its way around the ring, and then passes on the sums.*
 
 # %%
 import subprocess
@@ -31,7 +31,7 @@ from tplab.widgets import animate, matrices, shards, timeline
 # %% [markdown]
 # ## By hand: two ways to split a matrix
 #
-# A layer is a matmul, `Y = X A`. Two ranks will share the work, and neither should have to hold all of `A`.
+# A layer is a matmul, `Y = X A`. Two ranks will share it, and neither should hold all of `A`.
 
 # %%
 X = np.array([[1.0, 2], [3, 4]])
@@ -80,7 +80,7 @@ shards(Mesh(tp=4), x=((8, 16), P(None, "tp")), a=((16, 12), P("tp", None)))
 # <details><summary>Answer</summary>
 #
 # No. `relu(3 - 4)` is 0, but `relu(3) + relu(-4)` is 3. A function that is not linear must see the finished sum. When
-# `A` is split by columns, every entry is finished, and each rank can apply `relu` to its own columns.
+# `A` is split by columns, every entry is finished.
 #
 # </details>
 #
@@ -102,7 +102,7 @@ matrices({"rank 0: Z_0": Z_0, "rank 1: Z_1": Z_1, "Z_0 + Z_1": Z_0 + Z_1, "Z": Z
 # %% [markdown]
 # ## Build it
 #
-# Here is one rank's program, with the shapes of what *one rank* holds. `in_specs` says how the arguments are split.
+# Here is one rank's program, with the shapes of what it holds. `in_specs` says how the arguments are split.
 # `out_specs=P()` says that all ranks return the same tensor, and `run` checks it.
 
 # %%
@@ -132,8 +132,7 @@ out = tt.run(mlp_on_a_ring, Mesh(tp=4), X, A, B, in_specs=SPECS, out_specs=P())
 animate(out.trace)
 
 # %% [markdown]
-# What if you forget the all-reduce? Then each rank returns its own term, `out_specs=P()` is no longer true, and `run` raises
-# an error:
+# What if you forget the all-reduce? Then each rank returns its own term, and `run` raises an error:
 
 # %%
 from tplab.errors import ReplicationError
@@ -147,13 +146,10 @@ except ReplicationError as error:
     print(error)
 
 # %% [markdown]
-# In a deeper network the next activation must see the finished sum. So each column-row pair needs an all-reduce of its
-# own.
-#
 # ## Backward
 #
 # Take the loss $\sum (Z - T)^2$ with a target $T$, and $Y = \tanh U$ with $U = XA$. (Unlike relu, tanh is smooth. Its
-# derivative is $1 - Y^2$.) The chain rule works backward from the loss ($\circ$ multiplies entry by entry):
+# derivative is $1 - Y^2$.) The chain rule gives ($\circ$ multiplies entry by entry):
 #
 # $$dZ = 2\,(Z - T) \qquad dB = Y^\top dZ \qquad dU = (dZ\, B^\top) \circ (1 - Y^2)$$
 # $$dA = X^\top dU \qquad dX = dU\, A^\top$$
@@ -240,7 +236,8 @@ in_torch = tt.run(step, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 for name, grad in zip(("dX", "dA", "dB"), in_torch.value):
     is_right = np.allclose(grad, grads[name], rtol=0, atol=1e-12)
     print(name, "right" if is_right else "wrong")
-animate(in_torch.trace)
+for event in in_torch.trace.select(rank=0, kind="collective").events:
+    print(f"{event.phase}: {event.op}, {list(event.shape)}")
 
 # %% [markdown]
 # If you forget $f$, no error is raised, and `dA` and `dB` are still right. But the *previous* layer receives only a
@@ -280,7 +277,8 @@ for name, grad in zip(("dX", "dA", "dB"), in_jax.value):
 # %% [markdown]
 # JAX's types record along which axes a value may differ from rank to rank. `x` is the same on all ranks, and `a` is
 # not. Where the two meet, JAX converts `x` to a value that may differ. This conversion is $f$: its backward pass is an
-# all-reduce. So JAX does the same two as torch. `collectives_in` lists them in the program that XLA compiled:
+# all-reduce. So JAX runs the same two all-reduces as torch. `collectives_in` lists them in the program that XLA
+# compiled:
 
 # %%
 tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
@@ -295,8 +293,8 @@ tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 # - sends $2\frac{R-1}{R}ND$ elements forward (`Z`), and the same number backward (`dX`).
 #
 # With a `cluster`, times are **modelled**, so they are the same on every machine. In `"h100"` they come from the data
-# sheet: peak rates, plus 5 µs for each launch, and for a message its latency. That is a bound, which real GPUs do not
-# reach. `"h100-measured"` is a **forecast** from what others have measured. Here are four ranks of a node:
+# sheet: peak rates, plus 5 µs for each launch and the latency of each message. Real GPUs do not reach this bound.
+# `"h100-measured"` is a **forecast** from what others have measured. Here are four ranks of a node:
 
 # %%
 from tplab.cost import find
@@ -320,11 +318,11 @@ for name in ("h100", "h100-measured"):
 timeline(on_h100)
 
 # %% [markdown]
-# The authors of aiconfigurator measured NCCL's all-reduce of just these 4 MiB on four H100s: 42.2 µs, while the data
-# sheet promises 25.4.
+# The authors of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) measured NCCL's all-reduce of these 4 MiB
+# on four H100s: 42.2 µs, while the data sheet promises 25.4.
 #
-# The all-reduce begins after the last matmul, when nothing is left to compute. So every rank waits: the all-reduce is
-# **exposed**. [Lab 08](08_overlap.ipynb) shows how to hide it.
+# The all-reduce begins when nothing is left to compute. It is **exposed**: every rank waits for it. [Lab
+# 08](08_overlap.ipynb) shows how to hide it.
 #
 # Now the computing is **measured** on your machine, and only the messages are modelled:
 
@@ -333,6 +331,8 @@ tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured")  # to warm up
 timeline(tt.run(mlp, Mesh(tp=4), *large, **options, clock="measured").trace)
 
 # %% [markdown]
+# Real computing never takes exactly the same time on all ranks, and the all-reduce has to wait for the slowest.
+#
 # When are eight ranks worth having? Change the hidden width. Then set `TOKENS` to 256 and run the cell again.
 
 # %%
@@ -372,21 +372,20 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# A wider hidden layer makes the computing longer, but not the all-reduce, so eight ranks gain more. With 256 tokens they
-# lose up to a width of 4,096, because latencies and launches take most of the time. With many tokens, only $F$ and the
-# hardware matter. By its data sheet, an H100 does 2,198 bfloat16 operations in the time that it takes to send one byte.
-# With 2 bytes per element, all-reduce and matmuls then take the same time at $F = (R - 1) \cdot 2198$, about 15,000 on
-# eight ranks. Surprisingly, the forecast agrees, although every part of it is slower: real matmuls miss the data sheet
-# by about as much as real messages do.
+# A wider hidden layer makes the computing longer, but not the all-reduce, so eight ranks gain more. With 256 tokens
+# they are slower than one up to a width of 4,096, because latencies and launches take most of the time. With many
+# tokens, only $F$ and the hardware matter. By its data sheet, an H100 does 2,198 bfloat16 operations in the time that
+# it takes to send one byte. With 2 bytes per element, all-reduce and matmuls then take the same time at $F = (R - 1)
+# \cdot 2198$, about 15,000 on eight ranks. Surprisingly, the forecast agrees: real matmuls miss the data sheet by about
+# as much as real messages do.
 #
 # </details>
 
 # %% [markdown]
 # ## A bug to repair
 #
-# This backward pass follows a [well-known tutorial](https://www.mishalaskin.com/posts/tensor_parallel). It runs, it
-# agrees with the unsplit version of itself, and it is wrong. (`all_gather` gives every rank all columns of `y`. `dX` is
-# left out, and you may leave it out as well.)
+# This backward pass follows a [well-known tutorial](https://www.mishalaskin.com/posts/tensor_parallel). It runs, and it
+# is wrong. (`all_gather` gives every rank all columns of `y`. You may leave out `dX`, as it does.)
 
 # %%
 def backward(x, a, b, target):  # x [N, D]   a [D, F/tp]   b [F/tp, K]   target [N, K]
@@ -400,7 +399,8 @@ def backward(x, a, b, target):  # x [N, D]   a [D, F/tp]   b [F/tp, K]   target 
 specs = (*SPECS, P())
 split = tt.run(backward, Mesh(tp=2), X, A, B, T, in_specs=specs, out_specs=SPECS[1:])
 unsplit = tt.run(backward, Mesh(tp=1), X, A, B, T, in_specs=specs, out_specs=SPECS[1:])
-print(all(torch.allclose(one, other) for one, other in zip(split.value, unsplit.value)))
+same = all(torch.allclose(one, other) for one, other in zip(split.value, unsplit.value))
+print("the same gradients on one rank and on two:", same)
 
 # %% [markdown]
 # Both have the same mistake, so they agree. The check nudges every weight and watches the loss. Fix `backward` above,
@@ -415,8 +415,7 @@ check_backward(backward)
 # ## Your turn
 #
 # **A bias, added once.** Write a row-parallel layer in torch, `x @ w + bias`. Each rank holds some rows of `w`, all of
-# `x` and all of the bias. The layer will be trained, so the check also compares the gradients of `w` and of the bias, on
-# every rank.
+# `x` and all of the bias. The check also compares the gradients of `w` and of the bias, on every rank.
 
 # %%
 def row_linear(x, w, bias):  # x [N, D]   w [D/tp, K]   bias [K]   ->   [N, K]
@@ -434,7 +433,7 @@ check_row_linear(row_linear)
 # $$Z = (\mathrm{silu}(X A) \circ X G)\, B$$
 #
 # Split it over `tp`, in torch, with as few messages as you can. (`torch.nn.functional.silu` is the activation.) The
-# check compares all gradients here as well.
+# check compares all gradients.
 
 # %%
 def gated(x, a, g, b):  # x [N, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [N, D]
@@ -455,9 +454,9 @@ check_gated(gated)
 # | $f$, `copy_to` | `copy_to_tensor_model_parallel_region` | done by `DTensor` | done by JAX's types |
 # | $g$, `reduce_from` | `reduce_from_tensor_model_parallel_region` | done by `DTensor` | `lax.psum` |
 #
-# Neither $f$ nor $g$ is in torch.distributed. `dist.all_reduce` works in place, and autograd goes past it as if it were
-# not there. The all-reduce of `torch.distributed.nn.functional` adds up *again* in the backward pass: as $g$, it makes
-# every gradient before it $R$ times too large, and no error is raised.
+# Neither $f$ nor $g$ is in torch.distributed. Autograd ignores `dist.all_reduce`, which works in place. The all-reduce
+# of `torch.distributed.nn.functional` adds up *again* in the backward pass: as $g$, it makes every gradient before it
+# $R$ times too large.
 #
 # ## To take away
 #
@@ -468,7 +467,7 @@ check_gated(gated)
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053) ($f$, $g$, columns then rows).
 # Misha Laskin, [Sharding Large Models with Tensor Parallelism](https://www.mishalaskin.com/posts/tensor_parallel)
-# (the 2 × 2 example).
+# (the 2 × 2 example). The measured all-reduce is from aiconfigurator, commit 095f58a, Apache-2.0.
 #
 # Next: [02 Collectives](02_collectives.ipynb), and what each of them costs.
 

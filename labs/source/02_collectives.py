@@ -3,8 +3,7 @@
 #
 # **What does each collective cost, and why is the ring hard to beat?**
 #
-# Prerequisites: [lab 00](00_first_look.ipynb). Time: one hour, and as much again for all
-# six puzzles.
+# Prerequisites: [lab 00](00_first_look.ipynb). Time: one hour, and as much again for all six puzzles.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/02_collectives.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/02_collectives.ipynb)
 #
@@ -54,8 +53,8 @@ matrices({"before, one row per rank": table, **after})
 # %%
 rows = table.ravel()  # cut into four, one row per rank
 for name, expected in after.items():
-    collective = getattr(tt, name)
-    out = tt.run(partial(collective, axis="tp"), Mesh(tp=4), rows, in_specs=P("tp"))
+    collective = partial(getattr(tt, name), axis="tp")
+    out = tt.run(collective, Mesh(tp=4), rows, in_specs=P("tp"))
     print(name, "as above:", np.array_equal(np.stack(out.per_rank), expected))
 
 def in_two_steps(x):
@@ -95,7 +94,7 @@ for rank, arrived in enumerate(out.per_rank):
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
 # third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
-# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around. Find the other three before you run the cell.
+# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around. Find the other three first.
 
 # %%
 def add_on(parts):  # R parts, in the order in which a passing sum collects them
@@ -170,13 +169,13 @@ print("the same sums:", torch.equal(wheel.value, ring.value))
 # %%
 for name, out in (("star", wheel), ("ring", ring)):
     sent = [out.trace.bytes_sent(rank=rank) for rank in range(4)]
-    print(f"{name}: {sent}, in total {sum(sent)}")
+    print(f"{name}: {sent} bytes, in total {sum(sent)}")
 animate(wheel.trace)
 
 # %% [markdown]
-# So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on a slow network. In the star,
-# rank 0 receives three tensors at once, and then sends three, one after another, while the others wait. (If tensors
-# could not arrive side by side, it would be slower still.)
+# So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
+# data sheets. In the star, rank 0 receives three tensors at once, and then sends three, one after another, while the
+# others wait.
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -187,8 +186,8 @@ timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
 # Can any method manage with fewer than 96 bytes? Follow one piece. Before the first rank can know its sum, every other
-# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. For each
-# piece, here is how many ranks' numbers each of its messages contains:
+# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line below
+# is a piece, and says how many ranks' numbers each of its messages contains:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -202,12 +201,10 @@ for piece in range(4):
 #
 # So some rank must send at least that much, and in the ring no rank sends more.
 #
-# This fraction is in every benchmark. If an all-reduce takes $t$ seconds, its **algorithm bandwidth** is $n / t$. Its
-# **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: what every link of a ring must have carried. It can be compared
-# with the link's own speed, whatever $R$ is. For an all-gather or a reduce-scatter, the factor is $\frac{R-1}{R}$, and
-# $n$ is the whole tensor.
-
-# %% [markdown]
+# If an all-reduce takes $t$ seconds, its **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: the rate at which every
+# link of a ring must have sent. You can compare it with the link's own speed, whatever $R$ is. For an all-gather or a
+# reduce-scatter, the factor is $\frac{R-1}{R}$, and $n$ is the whole tensor.
+#
 # ## What it costs
 #
 # Two collectives are left: the all-to-all, and the **broadcast**, which copies one rank's tensor to all ranks. Every
@@ -255,16 +252,15 @@ built = {
     "all_to_all": (trade, "ring"),
     "broadcast": (tree, "tree"),
 }
-nvlink, lines = cost.find("h100").inner_link, []
+print("Bytes that rank 0 sends, where a rank's input takes 480:")
 for name, (program, algorithm) in built.items():
     line = f"{name:<15}"
     for R in (2, 3, 5, 8):
         trace = tt.run(program, Mesh(tp=R), torch.ones(R, 120), in_specs=P("tp")).trace
-        formula = cost.collective(name, 120 * 4, R, nvlink, algorithm).bytes
+        formula = cost.collective(name, 120 * 4, R, "h100", algorithm).bytes
         assert trace.bytes_sent(rank=0) == formula
         line += f"  {R} ranks: {formula:>5,.0f}"
-    lines.append(line)
-print("\n".join(lines))
+    print(line)
 
 # %% [markdown]
 # ## Few hops or few bytes?
@@ -284,8 +280,7 @@ def doubling(x):  # R a power of two
 eight = np.arange(64, dtype="float32").reshape(8, 8)
 out = tt.run(doubling, Mesh(tp=8), eight, in_specs=P("tp"), out_specs=P())
 print("right:", np.array_equal(out.value[0], eight.sum(0)))
-sent = out.trace.bytes_sent(rank=0)
-print("rank 0 sends", sent, "bytes; in the ring", 2 * 7 * 32 // 8)
+print(out.trace.bytes_sent(rank=0), "bytes sent by rank 0; in a ring", 2 * 7 * 32 // 8)
 for event in out.trace.select(rank=0, kind="send").events:
     news = f"the sum of ranks {list(event.contributors)}"
     print(f"hop {event.step + 1}: rank 0 sends {news} to rank {event.peer}")
@@ -302,57 +297,47 @@ animate(out.trace)
 #
 # </details>
 #
-# In this **modelled** picture a message takes its latency plus bytes over bandwidth, from data sheets. The lines are
-# formulas, and the circles are runs. The diamonds are NCCL on eight real H100s.
+# In this **modelled** picture a message takes its latency plus bytes over bandwidth. Bandwidths are from data sheets,
+# NVLink's latency is from NCCL's source, and Ethernet's is assumed. The lines are formulas, the circles are runs, and the
+# diamonds are NCCL on eight real H100s.
 
 # %%
-from tplab.cost.measured import collectives
+from tplab.cost.measured import collective_times
 
 BUILT = {"ring": my_all_reduce, "recursive_doubling": doubling}
-WAYS = (*BUILT, "halving_doubling")
-CLUSTERS = {
-    "H100 node, NVLink": cost.find("h100"),
-    "1 Gb Ethernet": cost.find("ethernet"),
-}
 
 def as_run(way, nbytes, cluster):
-    x = torch.ones(8, nbytes // 4)
-    trace = tt.run(BUILT[way], Mesh(tp=8), x, in_specs=P("tp"), cluster=cluster).trace
-    return trace.makespan - trace.busy().max()
+    x, where = torch.ones(8, nbytes // 4), {"in_specs": P("tp"), "cluster": cluster}
+    trace = tt.run(BUILT[way], Mesh(tp=8), x, **where).trace
+    return trace.makespan - trace.busy().max()  # without the additions
 
-def by_formula(way, nbytes, cluster):
-    return cost.collective("all_reduce", nbytes, 8, cluster.inner_link, way).seconds
-
-nbytes = 2.0 ** np.arange(8, 30.1, 0.25)
+sizes = 2.0 ** np.arange(8, 30.1, 0.25)
 lines, floor, dots, meet = {}, {}, {}, {}
-for title, cluster in CLUSTERS.items():
-    link = cluster.inner_link
-    lines[title] = {way: [by_formula(way, n, cluster) for n in nbytes] for way in WAYS}
-    floor[title] = [cost.lower_bound("all_reduce", n, 8, link).seconds for n in nbytes]
-    sizes = (2**10, 2**15, 2**20)
-    dots[title] = [(n, as_run(way, n, cluster)) for n in sizes for way in BUILT]
-    meet[title] = (14 - 3) / (3 - 2 * 7 / 8) * link.latency * link.bandwidth
+networks = {"H100 node, NVLink": "h100", "1 Gb Ethernet": "ethernet"}
+for title, cluster in networks.items():
+    link = cost.find(cluster).inner_link
+    lines[title] = {way: [cost.collective("all_reduce", n, 8, link, way).seconds
+                          for n in sizes] for way in (*BUILT, "halving_doubling")}
+    floor[title] = [cost.lower_bound("all_reduce", n, 8, link).seconds for n in sizes]
+    dots[title] = [(n, as_run(way, n, cluster)) for n in (2**10, 2**15, 2**20)
+                   for way in BUILT]
+    meet[title] = (14 - 3) / (3 - 14 / 8) * link.latency * link.bandwidth
     print(f"{title}: equal at {meet[title] / 1024:,.0f} KiB")
 
-def of_eight(op, gpu):  # bytes of the whole tensor, and seconds
-    found = [row for row in collectives() if row[:3] == (gpu, op, 8)]
-    return [(row.bytes, row.seconds) for row in found]
-
 curves(
-    nbytes, lines, floor=floor, dots=dots, crossings=meet,
-    measured={"H100 node, NVLink": of_eight("all_reduce", "h100")}, by="aiconfigurator",
+    sizes, lines, floor=floor, dots=dots, crossings=meet, by="aiconfigurator",
+    measured={"H100 node, NVLink": collective_times("h100", "all_reduce", 8)},
     title="All-reduce over eight ranks", about="modelled, data sheet; NCCL measured",
     sentence="Recursive doubling is faster for small tensors, the ring for large ones.",
 )
 
 # %% [markdown]
 # The third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few
-# hops *and* few bytes. Then why use rings at all? That curve assumes that any two ranks can talk at full speed, as
-# through NVIDIA's switch. Where ranks are wired as a ring or a torus, messages to ranks four places away share links. A
-# ring sends to neighbours only.
+# hops *and* few bytes. But it assumes that any two ranks can talk at full speed, as through NVIDIA's switch. Where ranks are
+# wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
 #
-# For small tensors NCCL is faster than our ring: its protocol LL has short hops, and pays with half of the bandwidth or
-# more. Between many nodes it takes **trees**, whose hops grow with the logarithm of $R$.
+# For small tensors NCCL is faster than our ring: its low-latency protocol, LL, has shorter hops, but at most half of
+# the bandwidth.
 #
 # **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
 # bandwidth, the speed of the links. Do they?
@@ -360,20 +345,19 @@ curves(
 # %%
 for gpu in ("a100", "h100"):
     for op, laps in (("all_gather", 1), ("all_reduce", 2)):
-        bus = max(laps * 7 / 8 * n / seconds for n, seconds in of_eight(op, gpu))
+        bus = max(laps * 7 / 8 * n / t for n, t in collective_times(gpu, op, 8))
         print(f"eight {gpu.upper()}s, {op}: at most {bus / 1e9:.0f} GB/s")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# On A100s they nearly do. On H100s the all-reduce is a quarter *faster* than its own second half, although no link is.
-# NVIDIA's newer switches can add (**NVLS**, or SHARP): each rank sends its tensor once and receives the sum once, about
-# $n$ bytes instead of $2\frac{R-1}{R}n$. The lower bound holds for ranks that only talk to each other, and a switch that
-# adds is one more participant. Bus bandwidth still counts as if there were a ring, so it can exceed what a link carries.
+# On A100s they nearly do. On H100s the all-reduce is a quarter *faster* than the all-gather, its own second half, on
+# the same links. NVIDIA's newer switches can add (**NVLS**, or SHARP): each rank sends its tensor once and receives the
+# sum once, about $n$ bytes instead of $2\frac{R-1}{R}n$. The lower bound holds for ranks that only talk to each other,
+# and a switch that adds is one more participant.
 #
 # </details>
-
-# %% [markdown]
+#
 # ## The same in JAX
 #
 # A JAX program can contain the same loop:
@@ -400,7 +384,7 @@ print(in_jax.trace.bytes_sent(rank=2), "bytes sent by rank 2")
 
 # %% [markdown]
 # Two things differ. **A rank does not know its index while Python runs**, because Python runs once, for all ranks. You
-# can index an *array* with `axis_index`, but no Python list and no `if` can use it.
+# can index an *array* with `axis_index`, but not a Python list.
 #
 # **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX's types cannot prove that what came
 # around a ring is the same on every rank:
@@ -418,8 +402,8 @@ except ReplicationError as error:
 #
 # In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in ours, rank $i$ ends with
 # the sum of piece $i$. In [Baidu's](https://github.com/baidu-research/baidu-allreduce), it ends with piece $i + 1$.
-# This program has the first half of one and the second half of the other. Ones are added up correctly, all ranks agree,
-# and total and norm are right.
+# This program has the first half of one and the second half of the other. All ranks agree, and the result's total and norm
+# are right.
 
 # %%
 def sum_up(x):
@@ -432,7 +416,7 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check uses other numbers, with one piece per row. Fix `sum_up` above, run its cell, then run this one.
+# The check uses other numbers, with one piece per row. Every rank must send equally much. Fix `sum_up` above, run its cell, then run this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up
@@ -443,7 +427,7 @@ check_sum_up(sum_up)
 # ## Your turn: six puzzles
 #
 # Each puzzle has two budgets: rounds, and the bytes that a rank may send. In a round, a rank may send one message and
-# receive one (in puzzle 3, one in each direction). A piece is three numbers of 4 bytes. Use only `ring_shift`,
+# receive one, and in puzzle 3, one in each direction. A piece is three numbers of 4 bytes. Use only `ring_shift`,
 # `ppermute` and, in puzzle 3, `start`.
 
 # %%
@@ -453,8 +437,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}")
 
 # %% [markdown]
-# Your program is also tried on other numbers of ranks. (If it is in JAX, call `check_puzzle(1, puzzle_1, "jax")`.) Here
-# is an answer to puzzle 1 that is right but too slow:
+# Your program is also tried on other numbers of ranks. If it is in JAX, call `check_puzzle(1, puzzle_1, "jax")`. Here is an
+# answer to puzzle 1 that is right but too slow:
 
 # %%
 def puzzle_1(x):
@@ -494,8 +478,8 @@ check_puzzle(3, puzzle_3)
 # | `ring_shift`, `ppermute` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `start`, `wait` | `async_op=True`, `work.wait()` | XLA decides |
 #
-# `dist.all_reduce` is in place, and autograd goes past it; that of `torch.distributed.nn.functional` adds up again in the
-# backward pass ([lab 01](01_split_a_layer.ipynb)). NCCL chooses between ring, tree and NVLS, unless you set `NCCL_ALGO`.
+# `dist.all_reduce` works in place, and autograd does not see it. NCCL chooses between ring, tree and NVLS, unless you set
+# `NCCL_ALGO`.
 #
 # ## To take away
 #

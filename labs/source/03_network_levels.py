@@ -86,9 +86,9 @@ animate(out.trace)
 # other node needs the sums of its eight GPUs, and these are $n$ bytes that no other node can compute. So **each of two nodes
 # must send $n$ bytes**, and our program sends just that.
 #
-# For $k$ nodes, a node is one of $k$ large ranks in an all-reduce, and lab 02 has its lower bound:
-# $2\,\frac{k-1}{k}\,n$ bytes leave each node. The number of GPUs in a node does not matter. What matters is how many of
-# them can send at the same time.
+# With $k$ nodes, each is one of $k$ large ranks. By the lower bound of lab 02, $2\,\frac{k-1}{k}\,n$ bytes leave each
+# node if they share the work evenly. The number of GPUs in a node does not matter. What matters is how many of them can
+# send at the same time.
 
 # %%
 n = 256  # bytes
@@ -101,10 +101,10 @@ for k in (2, 4, 8):
 # %% [markdown]
 # ## One ring, two levels, or eight rings
 #
-# In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node at only
-# one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two levels, and
-# the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets, so they are
-# a bound. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
+# In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node from
+# only one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two levels,
+# and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets, so
+# they are a bound. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
 
 # %%
 def one_ring(x):
@@ -124,10 +124,9 @@ for program in (one_ring, two_levels, library):
 # All three send the same number of bytes. Only the way differs:
 #
 # - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card.
-# - **Two levels** send $n$ per node through eight cards. While they cross, NVLink is idle, and the other way around. So the
-#   times of the two levels add up.
+# - **Two levels** send $n$ per node through eight cards. While one level is busy, the other is idle, so their times add up.
 # - **Eight rings** is what NCCL does. It cuts the tensor into eight parts and sends each around a ring of its own, and every
-#   ring leaves the node at another GPU. Now all cards and all NVLinks are busy all the time, and the slower of the two
+#   ring leaves the node from a different GPU. Now all cards and all NVLinks are busy all the time, and the slower of the two
 #   levels sets the pace:
 #
 # $$t = \max\left(2\,\frac{R-1}{R}\,\frac{n}{B_\text{NVLink}},\;\; 2\,\frac{R-1}{R}\,\frac{n}{8\,B_\text{card}}\right)$$
@@ -136,7 +135,7 @@ for program in (one_ring, two_levels, library):
 #
 # ## Turn the knob
 #
-# How many cards should a node of eight H100s have? Change the number of nodes, and look where more cards stop helping.
+# How many cards should a node of eight H100s have? Change the number of nodes, and see where more cards stop helping.
 
 # %%
 from dataclasses import replace
@@ -158,7 +157,7 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Every doubling halves the time, up to eight cards. Sixteen would gain hardly anything: eight cards of 50 GB/s carry
+# Every doubling halves the time, up to eight cards. Sixteen would save only another tenth: eight cards of 50 GB/s carry
 # 400 GB/s, and an NVLink port carries 450 GB/s. The two levels are nearly balanced, and this is why a DGX has just one
 # card per GPU. Surprisingly, the number of nodes hardly matters.
 #
@@ -166,9 +165,10 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 #
 # ## What was measured
 #
-# The last sentence is true on paper. People usually report an all-reduce by its **bus bandwidth**,
-# $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that the links of a ring would need for it. Here it is for 256 MB on 1 to
-# 64 nodes of a real cluster, as its users measured it, with the data sheet and with tplab's forecast for this cluster.
+# On paper, more nodes hardly slow down an all-reduce. Is that so? People usually report an all-reduce by its **bus
+# bandwidth**, $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that the links of a ring would need
+# for it. Here it is for 256 MB on 1 to 64 nodes of a real cluster, as its users measured it, beside the data sheet and
+# tplab's forecast for this cluster.
 
 # %%
 nodes = [2**k for k in range(7)]
@@ -187,7 +187,7 @@ levels(
     by="users of one cluster, Ultra-Scale Playbook",
     along="nodes", doubling=True, unit="GB/s",
     title="What a network delivers", about="all-reduce of 256 MB, 8 H100s per node",
-    sentence="On the data sheet the bandwidth stays. In reality it falls to a tenth.",
+    sentence="On paper the bandwidth stays. In reality it falls below a tenth.",
 )
 
 # %%
@@ -196,11 +196,11 @@ for row in zip(nodes, measured, forecast, sheet):
     print("{:>5}  {:8.0f}  {:8.0f}  {:10.0f}".format(*row))
 
 # %% [markdown]
-# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times too much. The fabric of
-# this cluster is shared with other jobs and **oversubscribed**: its upper switches carry less than all cards together could
-# send. The forecast has two constants for this fabric, fitted to these very points, so that it is near them proves nothing.
-# At four and eight nodes it is 40 % off; there, the users' own runs differed by a factor of five. The lesson: **measure
-# your network before you choose a layout**, and cross it as seldom as you can.
+# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured.
+# The likely reason is that the network is shared with other jobs and **oversubscribed**: its upper switches carry less
+# than all cards together could send. The forecast has two constants for this network, fitted to these very points, so
+# its agreement proves nothing. At four and eight nodes it is 40 % off; there, the users' own runs differed by a factor
+# of five. The lesson: **measure your network before you choose a layout**, and cross it as seldom as you can.
 #
 # ## The same in JAX
 #

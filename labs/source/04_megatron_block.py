@@ -11,8 +11,8 @@
 #
 # ![A training step on four ranks: long stretches of computing, and four all-reduces between them.](images/04_megatron_block.png)
 #
-# *Forward and backward pass of a block on four ranks. The upper bars are computing. Twice in each pass, all ranks wait for
-# an all-reduce. No other messages are sent.*
+# *Forward and backward pass of a block on four ranks. Twice in each pass, all ranks wait for an all-reduce. No other
+# messages are sent.*
 
 # %%
 import subprocess
@@ -34,8 +34,8 @@ from tplab.widgets import matrices, timeline
 # %% [markdown]
 # ## By hand: why f and g are a pair
 #
-# In lab 01, $f$ marked where a whole tensor enters divided work, and $g$ where the result comes out. One sums in the
-# backward pass, the other in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold
+# In lab 01, $f$ marked where a whole tensor enters divided work, and $g$ where the result comes out. $f$ adds up in the
+# backward pass, and $g$ in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold
 # as a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
 # $dx = M^\top dy$:
 
@@ -47,12 +47,12 @@ shown = {"x": x, "f x": f @ x, "dy": dy, "dx = dy, summed": f.T @ dy}
 matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 
 # %% [markdown]
-# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$. Another such pair is
-# `scatter_to`, which cuts up a tensor that all ranks share, and `gather_from`, which puts it together again.
+# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$. `scatter_to`, which cuts up
+# a tensor that all ranks share, and `gather_from`, which joins it again, are another such pair.
 #
 # ## The MLP: which matrix is split by columns?
 #
-# Lab 01 split the MLP's first matrix by columns and the second by rows. Between them is `gelu`.
+# Lab 01 split the first matrix by columns and the second by rows. Between them is `gelu`.
 #
 # **Predict.** What if you split the first by rows and the second by columns? How many collectives does the forward pass
 # need?
@@ -110,7 +110,7 @@ for mlp, split in SPECS_OF.items():
 # ## Attention: split between heads
 #
 # A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of
-# the output matrix. This is the MLP's shape again: columns, then rows.
+# the output matrix. This is the MLP's shape again.
 #
 # Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the
 # values up to and including its own.
@@ -140,9 +140,9 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 #
 # </details>
 #
-# Here is a first reason to stop at eight. In **grouped-query** attention, several query heads share one head of keys and
-# values. [Llama 3 70B](https://arxiv.org/abs/2407.21783) has 64 query heads, but only eight of these. On sixteen ranks,
-# two ranks need copies of the same one, and must add up its gradient.
+# In **grouped-query** attention, several query heads share one head of keys and values. [Llama 3
+# 70B](https://arxiv.org/abs/2407.21783) has 64 query heads, but only eight heads of keys and values. On sixteen ranks,
+# each of these must be copied to two ranks, which then add up its gradient: a first reason to stop at eight.
 
 # %%
 half_0, half_1 = np.array([[0, np.log(3)]]), np.array([[np.log(3), 0]])
@@ -185,8 +185,7 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# To try it, we need random weights and a training step. You can skim this cell: only `SPECS` matters, which says how
-# each weight is split.
+# To try it, we need random weights and a training step. You can skim this cell. `SPECS` says how each weight is split.
 
 # %%
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
@@ -238,11 +237,11 @@ timeline(modelled(4))
 
 # %% [markdown]
 # Two all-reduces come from $g$ in the forward pass, and two from $f$ in the backward pass. Each adds up a whole
-# activation, `[B, S, D]`. So each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
+# activation, so each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #
-# Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. How much
-# does the second process gain? Usually less than in the model of a `laptop`, which gives each rank a core and a memory
-# of its own. Real processes share the memory, copy each message, and have to be woken when it comes.
+# Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
+# second process usually gains less than in the model of a `laptop`, where each rank has a core and a memory of its own.
+# Real processes share the memory and copy each message.
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -261,9 +260,9 @@ for ranks in (1, 2):
 #
 # <details><summary>Answer</summary>
 #
-# In the forward pass $f$ does nothing, so `y` and the loss are right. The MLP's matrices come after $f$, and their
-# gradients are right too. Everything *before* it receives only this rank's part of a gradient: `scale_2`, all of
-# attention, and every earlier block.
+# In the forward pass $f$ does nothing, so `y` is right. The MLP's matrices come after $f$, and their gradients are
+# right too. Everything *before* it receives only this rank's part of a gradient: `scale_2`, attention, and every
+# earlier block.
 #
 # </details>
 
@@ -333,14 +332,12 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 # <details><summary>What there is to discover</summary>
 #
 # With 2,048 tokens, eight more GPUs make the block only 1.18 times as fast (by the data sheet 1.09). On sixteen ranks,
-# less than a fifth of the time is matmuls. Norms and residuals are the same on every rank, launches cost what they cost,
-# and the all-reduces do not become shorter. With 512 tokens the gain is 1.06, with 8,192 it is 1.34. As a second
-# data-parallel replica, the eight GPUs would double the tokens in about the same time.
+# less than a fifth of the time is matmuls. Norms and residuals are the same on every rank, there are as many launches
+# as before, and the all-reduces do not become shorter. With 512 tokens the gain is 1.06, with 8,192 it is 1.34.
 #
-# It was **measured**: on sixteen H100s, the authors of the Ultra-Scale Playbook trained 6,057 tokens per second and GPU
-# of an 8B model of this width with two replicas of `tp=8`, and 4,456 with `tp=16` (the best of their runs for each).
-#
-# The model has eager, unfused operations. With fused kernels, the all-reduces weigh more.
+# Others have **measured** this. The authors of the Ultra-Scale Playbook trained an 8B model of this width on sixteen
+# H100s: with two replicas of `tp=8` each GPU processed 6,057 tokens per second, and with `tp=16` only 4,456 (the best
+# of their runs for each). Our model does not fuse operations. With fused kernels, the all-reduces weigh more.
 #
 # </details>
 #
@@ -359,18 +356,15 @@ for ranks in (8, 16, 32, 64):
 
 # %% [markdown]
 # Surprisingly, on two nodes it hardly matters, because NCCL uses all eight network cards at once ([lab
-# 03](03_network_levels.ipynb)). From four nodes on it does, and there this forecast is also at its weakest. So eight is no
-# law. In an NVL72 rack, 72 GPUs share NVLink, and the limits are those of the chart. (The last column extends the
-# forecast.) TPUs are wired as a torus, without nodes, and the [scaling
-# book](https://jax-ml.github.io/scaling-book/training/) gives a TPU v5p one rank per 2,550 hidden features and axis of the
-# torus.
+# 03](03_network_levels.ipynb)). From four nodes on it does matter, although this forecast is least certain there. So
+# eight is not a law: in an NVL72 rack, 72 GPUs share NVLink. (The last column extends the forecast to such a node.)
 #
-# A rule of thumb for GPUs: apart from the scores, the matmuls of a step take $72\,BSD^2 / R$ operations. In a ring, the
-# four all-reduces send $8\frac{R-1}{R}BSD$ elements of 2 bytes. Both take equally long when
+# Apart from the scores, the matmuls of a step take $72\,BSD^2 / R$ operations. In a ring, the four all-reduces send
+# $8\frac{R-1}{R}BSD$ elements of 2 bytes. By the data sheet, both take equally long when
 #
 # $$R - 1 = 4.5 \, D \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 #
-# The number of tokens cancels, if there are enough of them. The width and the link remain:
+# With enough tokens, their number cancels. The width and the link remain:
 
 # %%
 sheet = cost.find("h100")
@@ -424,14 +418,14 @@ for f in (no_f, with_f):
     print(f"{f.__name__}: gradients {is_right}, {sums} all-reduces")
 
 # %% [markdown]
-# Both are right, but without $f$ there are six all-reduces. JAX's types put $f$ where `h` *meets* divided weights, which
-# are `q`, `k` and `v`. A `copy_to` before them turns these three into one. (XLA on a GPU or TPU may combine the three.)
+# Both are right, but without $f$ there are six all-reduces. JAX's types put $f$ where `h` meets each of `q`, `k` and
+# `v`. One `copy_to` before them turns three into one. (XLA on a GPU or TPU may combine the three.)
 #
 # ## A bug to repair
 #
 # This is the row-parallel layer of lab 01's exercise, as
-# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. Many
-# libraries start biases at zero, and then a test of a new layer passes. With a trained bias it looks like this:
+# [text-generation-inference](https://github.com/huggingface/text-generation-inference/issues/1036) once had it. A bias
+# often starts at zero, and then a test of a new layer passes. With a trained bias it looks like this:
 
 # %%
 def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
@@ -447,8 +441,7 @@ first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# `check_parallel` catches this even in a *new* layer. It builds the parallel module on every rank, and compares outputs
-# and gradients with those of the whole module:
+# `check_parallel` catches this even in a *new* layer. It compares outputs and gradients with those of the whole module:
 
 # %%
 from torch import nn
@@ -469,11 +462,11 @@ given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
 print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
 
 # %% [markdown]
-# As the last line says, `check_parallel` first gives random values to parameters that are all zeros or all ones, because
-# these hide mistakes.
+# As the last line says, `check_parallel` first replaces parameters that are all zeros or ones, because these hide
+# mistakes.
 #
-# Fix `down`, run its cell, and then this one. The check refuses two repairs that are good enough for inference: each rank
-# adds a share of the bias, or only rank 0 adds it, as in
+# Fix `down`, run its cell, and then this one. The check refuses two repairs that are only good enough for inference:
+# each rank adds a share of the bias, or only rank 0 adds it, as in
 # [nano-vllm](https://github.com/GeeeekExplorer/nano-vllm/issues/99).
 
 # %%
@@ -489,8 +482,8 @@ check_down(down)
 #
 # $$h = \mathrm{norm}(x) \qquad y = x + \mathrm{heads}(h) + \mathrm{gelu}(h A)\, B$$
 #
-# Write it in torch, with as few all-reduces as you can. The weights are this rank's, as in `block`, and you may use `norm` and
-# `heads`. The check differentiates your function, so mind the gradient of `scale`.
+# Write it in torch, with as few all-reduces as you can. The weights are this rank's, as in `block`. You may use `norm`
+# and `heads`. The check differentiates, so mind the gradient of `scale`.
 
 # %%
 def parallel_block(x, scale, q, k, v, o, a, b):  # x [B, S, D]   ->   [B, S, D]
@@ -515,8 +508,8 @@ check_parallel_block(parallel_block)
 #   block has two such pairs, so a training step has four all-reduces.
 # - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
 #   zero.
-# - With a width of 4,096, all-reduces take as long as matmuls on about nine H100s. What is not divided, launches and
-#   all-reduces leave little for a ninth rank to gain, and from four nodes on the network takes even that.
+# - With a width of 4,096, all-reduces take as long as matmuls on about nine H100s. On more ranks, most of the time goes
+#   to norms, launches and all-reduces.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311). Throughput on 16 GPUs: the interactive plot of the [Ultra-Scale

@@ -29,7 +29,7 @@ import tplab.torch as tt
 from torch.nn import functional as F
 from tplab import Mesh, P
 from tplab.cost import activation_tensors
-from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
+from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards, timeline
 
 # %% [markdown]
 # ## By hand: what a backward pass needs
@@ -45,7 +45,7 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards
 S, B, H, HEADS = 2048, 1, 12288, 96  # GPT-3
 sbh = S * B * H
 for name, nbytes in activation_tensors(S, B, H, HEADS).items():
-    print(f"{nbytes / sbh:5.0f}  {name}")
+    print(f"{nbytes / sbh:5.0f} sbh  {name}")
 
 # %% [markdown]
 # Without the three tensors of scores, these add up to $34\,sbh$. With $a$ heads, the scores have $a s^2 b$ entries, one
@@ -108,28 +108,31 @@ knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, u
 #
 # </details>
 #
-# ## Is it true?
+# ## Is the count right?
 #
 # That was a count on paper. `saved_tensors` lists what autograd really holds after a forward pass, apart from the
 # parameters. Here is tplab's block with dropout, in bfloat16, on one of four ranks, beside the count:
 
 # %%
-from tplab.torch.models.gpt import Block
+from tplab.torch.models.gpt import Block, Spread
 
 S, B, H, HEADS, R = 64, 2, 96, 12, 4
 sizes = {"vocab_size": 1, "num_layers": 1, "context": S}
 config = tt.GPTConfig(width=H, num_heads=HEADS, dropout=0.1, **sizes)
 
-def kept(x, sequence_dim):
-    varies = "tp" if sequence_dim else None
-    block = Block(config, "tp", sequence_dim, varies).bfloat16()
+def spread(is_split):  # over tp alone, with its tokens whole or split
+    return Spread("tp", is_split, None, None, layout="contiguous", scheme="ring")
+
+def kept(x, is_split):
+    block = Block(config, spread(is_split)).bfloat16()
     return tt.saved_tensors(block, x.bfloat16().requires_grad_())
 
-whole = tt.run(kept, Mesh(tp=R), torch.ones(B, S, H), None).per_rank[0]
+whole = tt.run(kept, Mesh(tp=R), torch.ones(B, S, H), False).per_rank[0]
 counted = activation_tensors(S, B, H, HEADS, R, scores=False)
 large = [tensor for tensor in whole if tensor.bytes > 2000]
 for (name, nbytes), tensor in zip(counted.items(), large):
-    print(f"{name:<31}{nbytes:>7,}   kept: {tensor.bytes:>6,}, {list(tensor.shape)}")
+    both = f"{nbytes:>6,} B   kept: {tensor.bytes:>6,} B"
+    print(f"{name:<31} {both}, {list(tensor.shape)}")
 
 # %% [markdown]
 # The count is right, tensor by tensor: $10 + \frac{24}{4} = 16$ times $sbh$. The formula leaves out only small tensors,
@@ -185,16 +188,18 @@ small = [torch.randn(shape, dtype=torch.float64) / 5 for shape in shapes]
 want = tt.run(step, Mesh(tp=1), *small, plain_mlp, in_specs=given(P())).per_rank[0]
 plain = tt.run(step, Mesh(tp=4), *small, plain_mlp, in_specs=given(P()))
 split = tt.run(step, Mesh(tp=4), *small, split_mlp, in_specs=given(TOKENS))
-print(plain.trace.bytes_sent(), "and", split.trace.bytes_sent(), "bytes in total")
+total = plain.trace.bytes_sent(), split.trace.bytes_sent()
+print("all ranks send {:,} bytes; with split tokens, {:,} bytes".format(*total))
 found = {f"rank {rank}": grads["scale"] for rank, grads in enumerate(split.per_rank)}
 found |= {"added": sum(found.values()), "right": want["scale"]}
 first = {name: grad[:4] for name, grad in found.items()}
 matrices(first, "The gradient of scale, its first four entries")
 
 # %% [markdown]
-# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such rows, from the last norm of a
-# real model. Megatron adds them up in an extra step after the backward pass, which is easy to forget. There is a better
-# way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$ belongs:
+# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such gradients, which differ, from
+# the last norm of a real model. Megatron adds them up in an extra step after the backward pass, which is easy to
+# forget. There is a better way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$
+# belongs:
 
 # %%
 def sequence_parallel(x, scale, a, b):
@@ -208,7 +213,7 @@ for ranks in (2, 3, 4, 6, 12):
     assert off < 1e-10
     if ranks == 4:
         more = out.trace.bytes_sent() - plain.trace.bytes_sent()
-        print(more, "bytes more, for the gradient of scale")
+        print(f"{more:,} bytes more, for the gradient of scale")
 
 # %% [markdown]
 # ## What it saves, and what it costs
@@ -219,18 +224,19 @@ for ranks in (2, 3, 4, 6, 12):
 
 # %%
 def kept_again(x):
-    block = Block(config, "tp", 1, "tp").bfloat16()
+    block = Block(config, spread(True)).bfloat16()
     return tt.saved_tensors(tt.gather_again(block), x.bfloat16().requires_grad_())
 
 x = torch.ones(B, S, H)
-halves = tt.run(kept, Mesh(tp=R), x, 1, in_specs=(TOKENS, None)).per_rank[0]
+halves = tt.run(kept, Mesh(tp=R), x, True, in_specs=(TOKENS, None)).per_rank[0]
 again = tt.run(kept_again, Mesh(tp=R), x, in_specs=TOKENS).per_rank[0]
 for name, found in (("whole", whole), ("split", halves), ("gathered again", again)):
     print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
 
 # %% [markdown]
-# The last is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on four
-# H100s, **modelled** from their data sheet (with unfused norms, as in eager PyTorch):
+# The last number is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on
+# four H100s, **modelled** from their data sheet (with unfused norms, as in eager PyTorch). The timeline is that of the
+# last program:
 
 # %%
 sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))
@@ -242,8 +248,11 @@ for name, mlp in programs.items():
     options = {"in_specs": given(tokens), "cluster": "h100", "device": "meta"}
     trace = tt.run(step, Mesh(tp=4), *big, mlp, **options).trace
     print(f"{name:<15} {trace.makespan * 1e6:5,.0f} µs")
+timeline(trace)
 
 # %% [markdown]
+# The three gathers are of `h`, of the gradient of `y`, and of `h` again. The short all-reduce at the end is for `scale`.
+#
 # Splitting the tokens also saves time: the bytes are the same, and each rank does a quarter of the norms and residuals.
 # The second gather adds about 40 µs. Even so, the MLP half that keeps the least is faster than the plain one. How much you
 # save depends on how long norms and dropout take. Megatron fuses them, and there Korthikanti et al. **measured** 19.0 ms
@@ -301,7 +310,7 @@ check_sequence_mlp(sequence_mlp)
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$,
 # in torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads`
-# from below. Mind `scale`.
+# from below. Mind `scale`, and send as little as you can.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]

@@ -127,8 +127,8 @@ matrices({**by_rank, "sums": sums}, "The exponentials of ten logits, on four ran
 # <details><summary>Answer</summary>
 #
 # The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the correct entry is 4. So the loss is
-# $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 knows the 4, and the other ranks add 0 to
-# it. That makes two sums of one number per token.
+# $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 has the logit of the correct entry, and
+# the other ranks add 0 to it. That makes two sums of one number per token.
 #
 # </details>
 
@@ -173,9 +173,9 @@ out = tt.run(loss_of_four_tokens, Mesh(tp=4), twelve, ids, in_specs=SPECS)
 animate(out.trace)
 
 # %% [markdown]
-# Each of the three collectives combines one number per token. Here are the numbers of this run, on each rank and combined.
-# A row is a token, and the columns are $m$, $s$ and $z_t - m$. The vocabulary now has twelve entries, three on each rank,
-# and the correct ones are 7, 2, 9 and 4.
+# Each of the three collectives combines one number per token. (In the picture, a is $m$, b is $s$ and c is $z_t - m$.)
+# Here are the numbers of this run, on each rank and combined. A row is a token, and the columns are $m$, $s$ and $z_t -
+# m$. The vocabulary now has twelve entries, three on each rank, and the correct ones are 7, 2, 9 and 4.
 
 # %% tags=["opening-picture"]
 losses, put_in = zip(*out.per_rank)
@@ -216,8 +216,7 @@ for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
 
 # %% [markdown]
 # tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, with
-# fewer hops. Tokens that do not count, such as padding, have an `ignore_index` instead of an id. Their loss
-# is zero, and the mean is taken over the other tokens.
+# fewer hops.
 #
 # ## One table, used twice
 #
@@ -367,9 +366,10 @@ def parts(trace):  # of rank 0, where nothing overlaps
 
 def bars(tokens):
     gathered, kept = (parts(traced(fn, tokens)) for fn in (gathering, in_place))
-    rows = [Row("gather the logits", gathered), Row("three numbers", kept)]
+    rows = [Row("gathered logits", gathered), Row("three numbers", kept)]
     fast, slow = sorted(rows, key=lambda row: row.total)
-    return Bars(rows, f"{fast.label}: {slow.total / fast.total:.1f} × as fast")
+    times = slow.total / fast.total
+    return Bars(rows, f"With {fast.label}, it is {times:.1f} times as fast.")
 
 options = {2**k: bars(2**k) for k in range(5, 14)}
 about = "head and loss on 4 ranks, bfloat16, modelled: H100 data sheet"
@@ -442,7 +442,8 @@ check_token_loss(token_loss)
 #
 # To generate text, a model needs the entry with the largest logit. Find its id for each token, without gathering the
 # logits: what you send must not grow with the vocabulary. If several entries are equally likely, take the lowest id.
-# (The check takes a torch function, or with `framework="jax"` a JAX function.)
+# The check also uses 400,000 entries, and logits in bfloat16. (It takes a torch function, or with `framework="jax"` a JAX
+# function.)
 #
 # <details><summary>A hint</summary>
 #
@@ -472,10 +473,11 @@ check_most_likely(most_likely)
 #
 # ## To take away
 #
-# - Each entry's row is on one rank. The others add zeros, so a look-up is one all-reduce. Tying the table needs none.
+# - Each entry's row is on one rank. The others add zeros, so a look-up is one all-reduce. Tying the head to the
+#   table needs no message.
 # - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits sends about 4,000
 #   times as many bytes.
-# - With few tokens, launches decide, and gathering is faster until the loss is a single kernel.
+# - With few tokens, the number of launches decides: gathering is faster, unless the loss is a single kernel.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).

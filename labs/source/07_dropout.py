@@ -11,7 +11,7 @@
 # ![The dropout masks of four ranks: the same mask four times in one row, four different masks in the other.](images/07_dropout.png)
 #
 # *Dropout on four ranks: 0 where a number is dropped, 2 where it is kept. Above, the ranks hold copies of one tensor,
-# and all draw the same mask. Below, each rank holds different features, and each draws its own mask.*
+# and draw the same mask. Below, each rank holds different features, and draws its own.*
 
 # %%
 import subprocess
@@ -42,14 +42,12 @@ from tplab.widgets import Bars, Row, knob, matrices
 # - **inside**, between $f$ and $g$, where each rank has its own features or heads;
 # - **outside**, after $g$, where every rank has a copy of the same tensor.
 #
-# The picture above shows what is right: one mask outside, and one mask per rank inside.
-#
 # **Predict.** What goes wrong if the ranks draw different masks outside? And what if they draw the same mask inside?
 #
 # <details><summary>Answer</summary>
 #
 # With different masks outside, the copies are no longer copies. With the same mask inside, features on different ranks
-# are always dropped together, although they have nothing to do with each other. You will see both below.
+# are always dropped together.
 #
 # </details>
 #
@@ -80,7 +78,7 @@ def compared(mesh, axis):
 grid = Mesh(dp=2, tp=2)  # ranks 0 and 1 are one tp group, ranks 2 and 3 the other
 axes = ("dp", ("dp", "tp"))
 matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
-         "1 where two of the four ranks draw the same mask")  # fmt: skip
+         "Row i, column j: 1 if ranks i and j draw the same mask")  # fmt: skip
 
 # %% [markdown]
 # ## Different masks outside: the copies drift apart
@@ -176,44 +174,52 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # <details><summary>What there is to discover</summary>
 #
 # With the same mask on $R$ ranks, the variance is about $R$ times as large, as if the layer were $R$ times narrower. On
-# eight ranks a single coin decides about all features, so a token keeps all of them or none. The same is true of the sum
-# after $g$ if all features contribute alike to it.
+# eight ranks, a single coin decides about all features, so a token keeps all of them or none.
 #
 # </details>
 #
 # ## How ranks agree on a mask
 #
-# The usual recipe is to give all ranks the same seed. Inside, each rank switches to a second generator, whose seed
-# includes the rank's number. (In Megatron-LM this is `with get_cuda_rng_tracker().fork()`.) The recipe works as long
-# as all ranks draw equally often. Suppose that one rank draws one extra number from the shared generator, for
-# example to decide whether it logs a sample:
+# The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
+# outside. The seed of the second includes the rank's number. (Megatron-LM switches to the second one with
+# `get_cuda_rng_tracker().fork()`.) Let us build this:
 
 # %%
-def one_seed_for_all(drop):
-    def program():
-        torch.manual_seed(1)  # the same seed on every rank
-        if tt.axis_index("tp") == 2:
-            torch.rand(1)
-        return drop(torch.ones(4, 4))
+def two_generators(seed):
+    shared = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed + 1 + tt.axis_index("tp"))
 
-    return program
+    def dropout(x, p, axis=None):
+        generator = shared if axis is None else own
+        return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
 
-for drop in (F.dropout, tt.dropout):
-    name = f"{drop.__module__.partition('.')[0]}'s dropout"
-    try:
-        tt.run(one_seed_for_all(partial(drop, p=0.5)), Mesh(tp=4), out_specs=P())
-        print(f"{name}: the ranks agree")
-    except ReplicationError as error:
-        print(f"{name}: {str(error).split(', by')[0]}")
+    return shared, dropout
 
 # %% [markdown]
-# On a GPU, only draws from the *same* generator matter. A `torch.rand` on the CPU does not disturb CUDA's generator,
-# but a `torch.rand(1, device="cuda")` does.
-#
-# tplab's `dropout` does not use a shared generator at all. It makes the mask from the seed of the run, the number of
-# the draw, and, along `axis`, the rank's coordinate. No other random number can disturb it, only an extra call of
-# `dropout` itself. This answers the second half of the question at the top: to agree on a mask, ranks have to share a
-# seed, and they do not have to send anything.
+# The recipe works as long as all ranks draw equally often from the shared generator. Suppose that rank 2 draws one
+# extra number from it, for example to decide whether it logs a sample. Here is how many different masks four ranks
+# then have. It should be one outside and four inside:
+
+# %%
+def draw(ours, extra):
+    shared, drop = two_generators(seed=1)
+    if extra and tt.axis_index("tp") == 2:
+        torch.rand(1, generator=shared)
+    drop = drop if ours else tt.dropout
+    return [drop(torch.ones(4, 4), 0.5, axis=axis) for axis in (None, "tp")]
+
+cases = {"the recipe": (True, False), "the recipe, one extra draw": (True, True),
+         "tplab's dropout, one extra draw": (False, True)}
+for case, (ours, extra) in cases.items():
+    per_rank = tt.run(partial(draw, ours, extra), Mesh(tp=4)).per_rank
+    counts = [len({str(mask) for mask in drawn}) for drawn in zip(*per_rank)]
+    print(f"{case:32} masks outside: {counts[0]}, inside: {counts[1]}")
+
+# %% [markdown]
+# tplab's `dropout` has no shared generator. It makes the mask from the seed of the run, a count of the draws so far,
+# and, along `axis`, the rank's coordinate. No other random number can disturb it, only an extra call of `dropout`
+# itself. This answers the second half of the question at the top: to agree on a mask, ranks have to share a seed, and
+# they do not have to send anything.
 #
 # The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs a
 # second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this, but
@@ -287,7 +293,7 @@ for program in (one_key_twice, split_key):
 #
 # Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass, one byte per number. For
 # $T$ tokens and $D$ features on $R$ ranks, a mask inside takes $TD/R$ bytes. Outside it takes $TD$, unless sequence
-# parallelism splits the tokens there. Here is the count for $T = D = 1024$ and $R = 8$:
+# parallelism splits the tokens there. The count for $T = D = 1024$ and $R = 8$ agrees:
 
 # %%
 def mask_bytes(x, axis):
@@ -302,8 +308,12 @@ for place, (spec, axis) in places.items():
     print(f"{place:21} {out.per_rank[0]:9,} bytes per rank")
 
 # %% [markdown]
-# A good test of all of this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one
-# seed:
+# Is that much? A block has two masks outside. With 80 blocks, $D = 8192$ and a sequence of 4,096 tokens, every rank
+# would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So use dropout together with sequence
+# parallelism or recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are pretrained
+# without dropout. Then there is nothing to agree on.
+#
+# A good test of all this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one seed:
 
 # %%
 config = tt.GPTConfig(
@@ -348,17 +358,19 @@ check_block(block)
 # %% [markdown]
 # ## Your turn: a dropout of your own
 #
-# Write `drop` without tplab's `dropout`. All ranks get the same whole number as `key`, and a different one for each
-# draw. The mask must be the same on ranks with the same coordinates along `axis`, and different on all others. Earlier
-# draws on a rank must not change it, and it must leave torch's global generator alone. A gradient must reach `x`.
-# (`torch.Generator().manual_seed(...)` makes a new generator, and `tt.axis_index(axis)` is the rank's place along one
-# axis or several; `None` is not an axis. The check takes a torch function, and tries it on up to 130 ranks.)
+# Write `drop` without tplab's `dropout`, and without messages. For each draw, all ranks get the same whole number as
+# `key`, and no two draws have the same key. The mask must be the same on ranks with the same coordinates along `axis`,
+# and different on all others. Earlier draws on a rank must not change it, and it must leave torch's global generator
+# alone. A gradient must reach `x`. (`torch.Generator().manual_seed(...)` makes a new generator, and
+# `tt.axis_index(axis)` is the rank's place along one axis or a tuple of axes; `None` is not an axis. The check takes a
+# torch function, and tries it on up to 130 ranks.)
 #
 # <details><summary>A hint</summary>
 #
 # The seed has to be made from the key and the place. If you add the two, key 0 on rank 1 and key 1 on rank 0 have the
-# same seed. So have key 0 on rank 10 and key 1 on rank 0 if you multiply the key by 10. Python's `hash` of a pair of
-# whole numbers tells them apart. Leave the name of the axis out: `hash` of a text differs from one process to the next.
+# same seed. If you multiply the key by 10 first, key 0 on rank 10 and key 1 on rank 0 have the same seed. Python's
+# `hash` of a pair of whole numbers tells them apart. Leave the name of the axis out: `hash` of a text differs from one
+# process to the next.
 #
 # </details>
 
@@ -384,11 +396,11 @@ check_drop(drop)
 #
 # - Outside, where ranks hold copies, all ranks draw the same mask. Inside, each rank draws its own.
 # - Different masks outside make copies drift apart. The same mask inside drops features together, so the number that a
-#   token keeps varies $R$ times as much. Neither one makes training fail.
+#   token keeps has about $R$ times the variance. Neither mistake raises an error.
 # - To agree on a mask, ranks share a seed or a key, and send nothing.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), appendix B. [Megatron-LM to
-# transformers](https://github.com/huggingface/transformers/issues/10321), which plans all of this for a library.
+# transformers](https://github.com/huggingface/transformers/issues/10321), an issue that plans all this for a library.
 #
 # Next: [08 Overlap](08_overlap.ipynb), and how to hide the time that messages take.
 

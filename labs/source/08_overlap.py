@@ -33,8 +33,8 @@ from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, timeline
 
 # %% [markdown]
-# The input of the layer below is split by features, and its weight by output features. The times are
-# **modelled**, so sizes are enough: meta tensors have a shape but no numbers.
+# The input of the layer below is split by features, and its weight by output features. The times are **modelled** from
+# the H100's data sheet, so sizes are enough: meta tensors have a shape but no numbers.
 
 # %% tags=["opening-picture"]
 FEATURES = P(None, "tp")  # [tokens, features]: each rank has some of the features
@@ -129,7 +129,7 @@ for name, trace in [("blocking", blocking), ("overlapped", overlapped)]:
 # %% [markdown]
 # Both layers send the same bytes. The overlapped one sends them while it computes. These times come from the chip's data
 # sheet. The forecast `"h100-measured"`, which is fitted to measurements of H100 nodes, has slower messages and slower
-# matmuls, so it promises a little less, 1.34 times instead of 1.40:
+# matmuls, so it promises a little less: 1.34 times as fast instead of 1.40.
 
 # %%
 for fn in (blocking_layer, layer):
@@ -139,8 +139,8 @@ for fn in (blocking_layer, layer):
 # %% [markdown]
 # In a whole training step the gain is smaller, because attention, norms and the other collectives take their time as well.
 # PyTorch's team has [measured](https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md)
-# it with eight-way tensor parallelism in bfloat16: Llama 3 8B on 64 H100s became 1.10 times as fast, from 4,378 to 4,809
-# tokens per second and GPU, and 70B on 256 H100s 1.09 times.
+# it with eight-way tensor parallelism in bfloat16: Llama 3.1 8B on 64 H100s became 1.10 times as fast, from 4,378 to
+# 4,809 tokens per second and GPU, and 70B on 256 H100s 1.09 times.
 #
 # ## The other direction: a sum that travels
 #
@@ -165,7 +165,7 @@ for fn in (blocking_row_layer, row_layer):
 # operation has to read it, add to it and write it. In the layer that gathers, the matmul itself adds.
 #
 # The two layers are a pair. The backward pass of an `all_gather` is a `reduce_scatter`, so the backward pass of an
-# overlapped gather contains an overlapped scatter. In addition, $X$ travels around the ring once more for the
+# overlapped gather contains an overlapped `reduce_scatter`. In addition, $X$ travels around the ring once more for the
 # gradient of the weight, because no rank has kept all of it:
 
 # %%
@@ -249,15 +249,15 @@ for microseconds in (5, 2, 1, 0):
 print(f"by the forecast: from {pays_from(D, F, 8, find('h100-measured'))} tokens on")
 
 # %% [markdown]
-# So the launches decide. If the GPU always has operations waiting, or if they were recorded as a CUDA graph, launches
-# cost nearly nothing. Then overlapping pays from a single token on, but only just: a hop hides behind reading an eighth of the weight (2.5 µs
-# for 8 MiB at 3.35 TB/s), and takes 1.9 µs. With measured latencies the forecast wants a
-# few more tokens.
+# At the 5 µs per launch that we assume, the overlapped layer is slower below 745 tokens. If the GPU always has
+# operations waiting, or runs a CUDA graph, launches cost nearly nothing. Then overlapping always pays, but only just: a
+# hop takes 1.9 µs, and hides behind 2.5 µs of reading an eighth of the weight. In the forecast, a launch takes 2.4 µs
+# and a hop at least 6.4 µs, so it needs 155 tokens.
 #
-# The model leaves something out: messages also use part of the chip. On a GPU they take some of the multiprocessors,
-# unless the copy engines move them. Here are the same two layers, smaller and **measured**, on two processes of your
-# machine, where the cores that compute also have to copy the messages. Each picture is the fastest of six runs. Which layer
-# wins, and by how much, depends on your machine and on what else it is doing:
+# The model leaves something out: messages also use part of the chip. On a GPU they take some multiprocessors, unless
+# the copy engines move them. Here are smaller layers, **measured** on two processes of your machine, whose cores also
+# copy the messages. Each picture is the fastest of six runs. Compare shapes, not lengths: the same matmul can take twice as
+# long in another run.
 
 # %%
 def measured(fn):
@@ -363,7 +363,7 @@ check_gather_product(tidied)
 #
 # Write the overlapped form of `reduce_scatter(x @ w.T)`. Two questions lead to it. The sum that ends on rank $i$
 # starts on rank $i + 1$, so with which rows of `w` must rank $j$ begin? And what can a rank compute while a sum is on
-# its way to it? (Both checks of this lab take torch functions.)
+# its way to it? (Both checks of this lab expect torch functions.)
 
 # %%
 def product_scatter(x, w):  # x [T, D/tp]   w [F, D/tp]   ->   y [T, F/tp]
@@ -388,7 +388,7 @@ check_product_scatter(product_scatter)
 #
 # - A matmul over split features is a sum of matmuls. Add them in the order in which the pieces arrive.
 # - Overlap saves no bytes. It pays if the hidden hops take longer than the additional launches and passes over the
-#   result: with many tokens or cheap launches. The additional additions cost some precision in bfloat16.
+#   result: with many tokens or cheap launches. Rounding more often costs some precision in bfloat16.
 # - Check overlap in a trace. The numbers stay right when it silently stops.
 #
 # **Sources.** Wang et al. 2023, [Overlap communication with dependent

@@ -9,8 +9,9 @@
 #
 # ![Bars, one for each module of a GPT-2: of most of them, a rank holds a quarter; norms and positions are whole on every rank.](images/09_hugging_face_gpt2.png)
 #
-# *A plan, and what it does to a GPT-2 from the `transformers` library on four ranks: how many parameters of each module a
-# rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from its config.*
+# *A plan shards a GPT-2 from the `transformers` library over four ranks. The bars show how many parameters of each
+# module one rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from
+# its config.*
 
 # %%
 import subprocess
@@ -29,25 +30,25 @@ import torch
 import tplab.torch as tt
 from torch import nn
 from tplab import Mesh, P
-from tplab.widgets import Bars, Row, knob
+from tplab.widgets import Bars, Row, knob, timeline
 from transformers import GPT2Config, GPT2LMHeadModel
 
 # %%
-def gpt2(layers=2):
+def gpt2(layers=2, width=64, heads=4, vocabulary=97, context=64):
     torch.manual_seed(0)
-    sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": 64}
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads}
+    sizes |= {"vocab_size": vocabulary, "n_positions": context}
     no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     no_ends = {"bos_token_id": 0, "eos_token_id": None}
-    config = GPT2Config(vocab_size=97, **sizes, **no_dropout, **no_ends)
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **no_ends))
     model.loss_type = "ForCausalLM"  # otherwise transformers warns that it has none
     return model
 
 ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
 
 # %% tags=["opening-picture"]
-def by_plan(model):
-    return tt.parallelize(model, tt.gpt2_plan(model))
+def by_plan(model, **options):
+    return tt.parallelize(model, tt.gpt2_plan(model), **options)
 
 def sizes(model):  # of each line of the plan; h.* stands for every block
     found = {}
@@ -68,7 +69,8 @@ def bars(ranks):
     return Bars(rows, f"Rank 0 holds {total:,} of {sum(whole.values()):,} parameters.")
 
 options = {ranks: bars(ranks) for ranks in (1, 2, 4)}
-knob("A plan for GPT-2", "ranks", options, start=4, about="parameters", unit="")
+knob("A plan for GPT-2", "ranks", options, start=4, unit="",
+     about="parameters; h.* stands for both blocks")
 
 # %% [markdown]
 # ## By hand: three matrices in one
@@ -151,8 +153,8 @@ print("\n" + "\n".join(report.notes))
 # %% [markdown]
 # Read it from the top:
 #
-# - The summary counts what is wrong. Every gradient is, which says little, because one wrong tensor makes everything
-#   after it wrong.
+# - The summary counts what is wrong. Every gradient is, which says little: one wrong tensor makes everything after it
+#   wrong.
 # - So the report begins with what explains the rest. Here that is the first module in the forward pass whose output is
 #   wrong, and the report names the cause: its bias is added once per rank.
 # - If all outputs are right and only gradients are wrong, it begins with the first gradient that the backward pass
@@ -184,8 +186,8 @@ for name, kind in plan.items():
     print(f"{name:34} {kind}")
 
 # %% [markdown]
-# The model's own `forward`, its loss and its `generate` stay as they are. The attention modules are set to the number
-# of heads that they have left.
+# The model's own `forward`, its loss and its `generate` stay as they are. In each attention module, the number of heads
+# becomes what the rank has of them.
 #
 # **Predict.** The model has two blocks. How many all-reduces does a training step need, forward and backward?
 #
@@ -199,13 +201,31 @@ for name, kind in plan.items():
 # </details>
 
 # %%
-def step(model, ids):
-    by_plan(model)(ids, labels=ids).loss.backward()
+def step(model, ids, **options):
+    by_plan(model, **options)(ids, labels=ids).loss.backward()
 
 for layers in (1, 2, 3):
     trace = tt.run(step, Mesh(tp=4), gpt2(layers), ids).trace
     ops = [event.op for event in trace.select(rank=0, kind="collective").events]
     print(f"{layers} blocks:", {op: ops.count(op) for op in sorted(set(ops))})
+
+# %% [markdown]
+# Here are the ten all-reduces in a step of two blocks at the sizes of GPT-2 medium (width 1,024, 50,257 vocabulary
+# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s. In the middle
+# is the `all_gather`, and then every rank computes the loss of all the logits. This takes more time than the two blocks.
+
+# %%
+def on_h100(ranks, sequences, layers, **options):
+    def program(ids):
+        with torch.device("meta"):  # shapes without numbers: the clock needs no more
+            model = gpt2(layers, 1024, 16, 50257, 1024).bfloat16()
+        step(model, ids, **options)
+
+    ids = torch.empty((sequences, 1024), dtype=torch.long, device="meta")
+    how = {"cluster": "h100-measured", "device": "meta"}
+    return tt.run(program, Mesh(tp=ranks), ids, **how).trace
+
+timeline(on_h100(ranks=4, sequences=8, layers=2))
 
 # %% [markdown]
 # A plan is checked before anything is changed. If the model would fail, or compute something else, the error says why:
@@ -277,8 +297,24 @@ per_rank = tt.run(lambda: sum(sizes(by_plan(gpt2())).values()), Mesh(tp=4)).per_
 print("parameters on each rank:", per_rank)
 
 # %% [markdown]
-# The last rank holds less than the others: it has 22 of the 97 vocabulary entries, and they have 25 each. Turn the knob at
-# the top: what does a rank hold with fewer ranks, and what never shrinks?
+# The last rank holds less than the others: it has 22 of the 97 vocabulary entries, and they have 25 each.
+#
+# How long does a step of all 24 blocks of GPT-2 medium take, forward and backward? This time the logits stay where they
+# are:
+
+# %%
+for ranks, sequences in [(1, 8), (2, 8), (4, 8), (8, 8), (1, 1)]:
+    trace = on_h100(ranks, sequences, layers=24, gather_logits=False)
+    took = f"{1e3 * trace.makespan:4.0f} ms (forecast)"
+    print(f"H100s: {ranks}   sequences in all: {sequences}   {took}")
+
+# %% [markdown]
+# Eight GPUs are only 3.9 times as fast as one: their matmuls are small, and they wait for about a hundred all-reduces.
+# With Adam, the 355 million parameters of GPT-2 medium take 16 bytes each, which fits on one GPU. So it is better to
+# give each of eight GPUs one sequence and the whole model. That takes 29 ms, and then the gradients are added up ([lab
+# 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences than GPUs.
+#
+# Turn the knob at the top: what does a rank hold with fewer ranks, and what never shrinks?
 #
 # <details><summary>What there is to discover</summary>
 #
@@ -310,12 +346,14 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 # %% [markdown]
 # **What truly differs.** There is no module to change, so you cannot forget one. The program is a function of its
 # parameters, and a tree of `P` with the same structure says how each of them is split.
-#
+
+# %% [markdown]
 # ## Your turn: a plan for a Llama
 #
-# A Llama differs from GPT-2 in three ways that matter here. Its head is not tied. Its MLP, a **SwiGLU**, has two matrices
-# side by side, and multiplies their results number by number: $\mathrm{silu}(xG) \odot xU$. And `q_proj`, `k_proj` and
-# `v_proj` are separate, with **grouped queries**: several query heads share one key-value head.
+# A Llama differs from GPT-2 in three ways that matter here. Its head is not tied. Its MLP, a **SwiGLU**, begins with two
+# separate matrices, `gate_proj` and `up_proj`, and multiplies their results number by number:
+# $\mathrm{silu}(xG) \odot xU$. And `q_proj`, `k_proj` and `v_proj` are separate, with **grouped queries**: several query
+# heads share one key-value head.
 #
 # **Predict.** `small_llama()` has eight query heads and four key-value heads. Which heads does each of four ranks get? What
 # would happen on eight ranks?

@@ -154,7 +154,7 @@ def figures(schedule):
     run = simulate(schedule)
     bubble, kept = run.makespan - m * (F + B), run.peak_activations.max()
     messages = sum(event.kind == "send" for event in run.trace.events)
-    return f"bubble {bubble:g}, keeps {kept:g} microbatches, {messages} messages"
+    return f"bubble {bubble:g} steps, keeps {kept:g} microbatches, {messages} messages"
 
 print("v = 1:", figures(one_f_one_b(p, m)))
 for v in (2, 4):
@@ -190,7 +190,8 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 h1, h2 = simulate(zb_h1(p, m)), simulate(zb_h2(p, m))
 def times(run):
     kept = run.peak_activations.max()
-    return f"makespan {run.makespan:g}, span {run.span:g}, keeps {kept:g}"
+    ends = f"makespan {run.makespan:g} steps, span {run.span:g} steps"
+    return f"{ends}, keeps {kept:g} microbatches"
 
 print("ZB-H1:", times(h1))
 print("ZB-H2:", times(h2))
@@ -271,6 +272,11 @@ for rule in (one_f_one_b, zb_h1, zb_h2):
 # times as fast as 1F1B, and ZB-H2 1.18 times. What did Qi et al. *measure*? Over all their models, up to 23% more
 # throughput than 1F1B with about the same memory, and up to 31% with more memory.
 #
+# So which one should you choose? Begin with 1F1B, and as many microbatches as the batch allows. If its bubble is still
+# large, ZB-H1 costs neither memory nor messages, and interleaving costs both. ZB-H2 pays only if memory is left over and
+# a rank may begin its next step before the others have finished.
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Here is 1F1B again, written as a rule: run the next forward if the rank may keep one more microbatch, and the next
@@ -307,7 +313,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these:
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard. The time
+# at the top leaves them out.)
 
 # %%
 def puzzle_1():

@@ -146,7 +146,7 @@ def train(schedule, stage, microbatches, loss):
 # <details><summary>Answer</summary>
 #
 # They are equal to the last bit. A schedule says *when* each term is computed, and not *which* terms there are. Both add
-# the terms of microbatches 0, 1, 2, ... in this order. A different order would give rounding errors.
+# the terms of microbatches 0, 1, 2, ... in this order. Another order would round differently.
 #
 # </details>
 
@@ -197,8 +197,8 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # <details><summary>Answer</summary>
 #
-# The mean is (6 + 2 + 2 + 2) / 4 = 3, but `train` computes (6 + 2) / 2 = 4. To it, the lonely target counts as much as the
-# other three together. So $1/m$ is right only if all microbatches have equally many targets.
+# The mean is (6 + 2 + 2 + 2) / 4 = 3, but `train` computes (6 + 2) / 2 = 4. There, the single target counts as much as
+# the other three together. So $1/m$ is right only if all microbatches have equally many targets.
 #
 # </details>
 #

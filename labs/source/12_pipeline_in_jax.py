@@ -10,9 +10,9 @@
 #
 # ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
 #
-# *1F1B as one compiled loop. In each turn of the loop every rank does one action, and then all ranks exchange messages. A
-# forward and an exchange take one step each, and a backward takes two. So a rank that runs a forward often waits for one
-# that runs a backward.*
+# *1F1B as one compiled loop. In each turn of the loop every rank does at most one action, and then all ranks exchange
+# messages. A forward and an exchange take one step each, and a backward takes two. So a rank that runs a forward often
+# waits for one that runs a backward.*
 
 # %%
 import subprocess
@@ -71,7 +71,7 @@ timeline(train(one_f_one_b, costs=Costs()).trace, predicted=in_lockstep)
 # %%
 ticks = one_f_one_b(ranks=3, microbatches=4).by_tick()
 for rank in range(3):
-    print(*(tick[rank].label if tick[rank] else ".." for tick in ticks))
+    print(*(action.label if (action := tick[rank]) else ".." for tick in ticks))
 
 # %% [markdown]
 # A tick is over when its slowest rank is done. That is **lock-step**. With F = 1 and B = 2, a tick that has only forwards
@@ -133,12 +133,13 @@ print("loss equal:", np.allclose(out.value[0], want_loss, rtol=1e-5))
 print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 
 # %% [markdown]
-# We never wrote a backward pass. The gradient of a message from rank 0 to rank 1 is a message from rank 1 to rank 0, and the
-# gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline. But it runs
-# *after* the scan: all forwards, then all backwards. So this cannot be 1F1B, and every rank keeps all $m$ microbatches.
+# We never wrote a backward pass. The gradient of a message from rank 0 to rank 1 is a message from rank 1 to rank 0,
+# and the gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline.
+# But it runs *after* the scan: all forwards, then all backwards. This cannot be 1F1B, and every rank keeps all $m$
+# microbatches.
 #
-# The useless work is done backwards, too. Its gradients are zero times something. If that something is infinite, you get
-# NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although no rank wants its result.
+# The useless work has a backward pass, too. Its gradients are zero times something. If that something is infinite,
+# you get NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although no rank wants its result.
 
 # %% [markdown]
 # ## Any schedule: a table of actions
@@ -172,9 +173,9 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more. (The
-# simulation counts ticks in the same way. So it is no surprise, and no evidence about real devices, that the two agree.
-# It shows that the compiled loop does what the table says.)
+# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
+# The simulation counts ticks in the same way. That the two agree is therefore no evidence about real devices. It only
+# shows that the compiled loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -255,10 +256,12 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the input of
-# a stage, a **checkpoint**: see [lab 15](15_recomputation.ipynb).) Ranks 1, 2 and 3 keep three, two and one checkpoints.
-# Those of rank 0 are the batch itself, which is in memory anyway. All ranks have room for three. Under GPipe all ranks keep
-# eight microbatches, and only the ends differ: rank 0 for the same reason, and the last rank by what the loss needs.
+# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the
+# input of a stage, a **checkpoint**: see [lab 15](15_recomputation.ipynb).) Ranks 1, 2 and 3 keep three, two and one
+# checkpoints, and all ranks have room for three. Rank 0 keeps none of its own: its inputs are the batch itself, which
+# is in memory anyway. For the same reason rank 1, and not rank 0, is the fullest under plain 1F1B. Under GPipe all
+# ranks keep eight microbatches, and only the ends differ: rank 0 keeps no inputs, and the last rank also keeps what
+# the loss needs.
 #
 # </details>
 #
@@ -282,9 +285,9 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f}% idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When
-# messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter longer than with
-# one program per rank, as in torch.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting.
+# When messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter
+# longer than it would with one program per rank, which is how torch runs it.
 #
 # ## A bug to repair
 #
@@ -327,7 +330,8 @@ check_pipeline(my_pipeline)
 #
 # Give each rank two stages, as interleaving does in lab 10. Rank $r$ has stages $r$ and $p + r$, so each microbatch goes
 # around the ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 in the very tick in which
-# rank 0 is free again. Write this pipeline as one scan of $3p - 1$ ticks.
+# rank 0 is free again. Write this pipeline as one scan of $3p - 1$ ticks. In each tick a rank computes only one of its
+# stages.
 #
 # <details><summary>A hint</summary>
 #

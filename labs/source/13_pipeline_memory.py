@@ -148,7 +148,7 @@ def built_in_place(ranks):
 whole = run(built_whole, Mesh(pp=1)).per_rank[0]
 for ranks in (1, 2, 4, 8):
     most = max(run(built_in_place, Mesh(pp=ranks), ranks).per_rank)
-    print(f"{ranks} ranks: at most {100 * most / whole:.0f}% of the model on one rank")
+    print(f"pp = {ranks}: at most {100 * most / whole:.0f}% of the model on one rank")
 
 # %% [markdown]
 # With eight ranks, some have more than an eighth, because 8 ranks cannot share 12 blocks equally.
@@ -207,7 +207,7 @@ printed = partition([0, *twelve, *norm_and_head, 0], 4)  # 0: a function has non
 print(printed)
 
 # %% [markdown]
-# According to this table the *last* stage is the largest. Yet the first worker took the most memory.
+# According to this table the *last* stage is the largest. Yet the first rank took the most memory.
 #
 # **Predict.** What is missing from the table?
 #
@@ -262,16 +262,16 @@ head = 16 * width * vocabulary / 1e9
 print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} GB")
 
 # %% [markdown]
-# Under 1F1B more ranks divide everything except the activations of rank 0. At 16 ranks these are nearly three times as
-# large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
+# Under 1F1B, more ranks make everything smaller except the activations of rank 0. At 16 ranks these are nearly three
+# times as large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
 # ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
 #
-# The ends pay twice. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
-# keeps the logits of its one microbatch for the backward pass, and their gradient is as large again. So at 16 ranks the last
-# one holds about 20 GB, and the one before it 9 GB.
+# The ends hold more. The first rank has the embedding, and the last rank has a head of the same
+# size. The last rank also keeps the logits of its one microbatch for the backward pass, and their gradient is as
+# large again. So at 16 ranks the last one holds about 20 GB, and the one before it 9 GB.
 #
-# Measured: for 12 layers of Llama 3 70B in two stages on B200s, Megatron allocated 71.5 GB on ranks of the first stage and
-# 67.6 GB on those of the last ([SimuMax](https://github.com/MooreThreads/SimuMax)).
+# [SimuMax](https://github.com/MooreThreads/SimuMax) measured this for 12 layers of Llama 3 70B in two stages on B200s:
+# Megatron allocated 71.5 GB on ranks of the first stage, and 67.6 GB on those of the last.
 
 # %% [markdown]
 # ## A bug to repair
@@ -294,9 +294,9 @@ check_layers(my_layers)
 # %% [markdown]
 # <details><summary>What the two matrices show</summary>
 #
-# They have one row per vocabulary entry. A row gets a gradient from the embedding if its token is in the batch, and another
-# one from the head. With two ranks the head's part is missing: it is on the last rank, in a copy of the matrix that belongs to no
-# list of parameters.
+# They have one row per vocabulary entry, and the tokens of these eight rows are in the batch. A row gets a gradient from
+# the embedding, and another one from the head. With two ranks the head's part is missing: it is on the last rank, in a
+# copy of the matrix that belongs to no list of parameters.
 #
 # </details>
 #

@@ -128,6 +128,34 @@ for _ in range(50):  # compared with every possible cut
 print("50 random models: as good as the best of 56 cuts")
 
 # %% [markdown]
+# ## A bug to repair: the last stage takes the rest
+#
+# Here is a cut in one pass, without any search. Every stage gets layers until it has its share of the work. Run the
+# check, look at the picture, and repair `fill`. You may use `smallest`. Every stage needs at least one layer.
+
+# %%
+def fill(costs, ranks):
+    bounds, filled, share = [0], 0, sum(costs) / ranks
+    for layer, cost in enumerate(costs):
+        if layer and filled + cost > share and len(bounds) < ranks:
+            bounds.append(layer)
+            filled = 0
+        filled += cost
+    return bounds + [len(costs)]
+
+# %%
+from tplab.exercises.cut_a_pipeline import check_fill
+
+check_fill(fill)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# No stage has to be as small as the mean. It may have up to `smallest(costs, ranks)` steps. With that much room, stages
+# can run out of layers: a layer must also begin a new stage if only as many layers as stages are left.
+#
+# </details>
+#
 # ## What to balance: parameters are not time
 #
 # Which numbers should we give to `partition`? Parameters are easy to count, and many programs use them. But an
@@ -248,7 +276,7 @@ for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
 # rank should have as little to do as possible. Write the search yourself, without `partition`: you may try every cut
 # with `combinations`, as above.
 #
-# The check tries your function on four models that you can work out in your head, then on the GPT of this lab, which it
+# The check tries your function on five models that you can work out in your head, then on the GPT of this lab, which it
 # runs with your cut.
 
 # %%
@@ -276,6 +304,10 @@ check_cut(my_cut, gpt(65), ids[:4])
 # | Megatron | equal numbers of blocks; `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` give the end stages fewer. `--pipeline-model-parallel-layout` describes the whole cut as text |
 # | DeepSpeed | `PipelineModule(layers, partition_method=...)`, with "parameters", "uniform" or "type:regex" |
 # | JAX | you cut; blocks of one shape are stacked and sharded along `pp` |
+#
+# What differs in JAX: all ranks run one compiled program ([lab 12](12_pipeline_in_jax.ipynb)), in which the blocks are
+# stacked in one array and sharded along `pp`. So every rank has equally many blocks, and an uneven cut has to be padded
+# with blocks whose results are thrown away.
 #
 # tplab's `partition` accepts DeepSpeed's three methods by the same names, or a list of figures, as here.
 #

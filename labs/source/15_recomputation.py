@@ -30,16 +30,15 @@ from torch.nn import functional as F
 from tplab import Mesh
 from tplab.pipeline import LayerSpec
 from tplab.schedules import one_f_one_b
-from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
-from tplab.torch.models.plain import plain_layers, token_loss
+from tplab.torch import LiveBytes, run, stages_of, train_batch
 from tplab.widgets import Bars, Row, knob, levels
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
 # Each layer below keeps `a` tensors as large as its input. With `a = 1` that is the output of the tanh, which is also
-# the input of the next layer. The option `checkpoint_every` of `train_batch` does the work for now. `LiveBytes` counts the
-# tensors that are alive.
+# the input of the next layer. For now, the option `checkpoint_every` of `train_batch` does the work. `LiveBytes` counts
+# the bytes of all tensors that are alive.
 
 # %% tags=["opening-picture"]
 def layer(a):
@@ -88,7 +87,7 @@ levels(
 #
 # $k = 4$ takes 16 + 16 = 32 tensors. Keeping everything, without a checkpoint, takes $La = 256$. In general
 # $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. A
-# backward costs as much as two forwards. So a step costs 1 + 1 + 2 instead of 1 + 2, which is four thirds.
+# backward pass computes as much as two forward passes. So a step takes 1 + 1 + 2 instead of 1 + 2, four thirds of it.
 #
 # </details>
 
@@ -100,8 +99,8 @@ print(f"no recomputation:              {peak[1, None] / one_input:4.1f} counted"
 
 # %% [markdown]
 # The count is 2 to 2.5 inputs above the formula, because gradients are alive as well. Surprisingly, $k = 1$ and $k = 16$ are
-# worse than doing nothing. With $k = 1$ every layer's input is a checkpoint, and such a layer keeps hardly more than that
-# anyway. With $k = 16$ everything is computed twice, and the second time everything is kept.
+# worse than keeping everything. With $k = 1$ every layer's input is a checkpoint, and such a layer keeps hardly more than
+# that anyway. With $k = 16$ everything is computed twice, and the second time everything is kept.
 
 # %%
 def flops(every):  # the clock of a cluster counts them
@@ -111,8 +110,8 @@ def flops(every):  # the clock of a cluster counts them
 print(f"with recomputation {flops(4) / flops(None):.2f} times the FLOPs")
 
 # %% [markdown]
-# This is a little more than four thirds. The first layer needs no gradient of its input, so its backward pass costs
-# no more than its forward pass.
+# This is a little more than four thirds. The first layer needs no gradient of its input, so its backward pass computes no
+# more than its forward pass.
 #
 # ## Build it
 #
@@ -154,10 +153,39 @@ for every in (1, 3, 16):
     print(f"every {every:2}: all equal to the last bit: {same}")
 
 # %% [markdown]
+# ## The twin: JAX
+#
+# `jax.checkpoint` wraps a piece. `vjp` returns the output and the backward pass, and the backward pass holds what it needs.
+# So we can count the tensors in it that are as large as the input:
+
+# %%
+import jax
+import jax.numpy as jnp
+
+def jax_piece(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+def jax_recomputed(weights, x, every):
+    for i in range(0, len(weights), every):
+        x = jax.checkpoint(jax_piece)(weights[i : i + every], x)
+    return x
+
+ws, jax_x = list(jnp.ones((16, 16, 16)) / 16), jnp.ones((512, 16))
+for every in (1, 4, 16):
+    _, back = jax.vjp(lambda ws, x, k=every: jax_recomputed(ws, x, k), ws, jax_x)
+    kept = [each for each in jax.tree.leaves(back) if each.shape == jax_x.shape]
+    print(f"every {every:2}: tensors kept: {len(kept)}")
+
+# %% [markdown]
+# What truly differs is randomness. In JAX, a random key is an argument of the piece, so both passes draw the same numbers.
+# In torch, the numbers come from a generator that the first pass has changed. Your turn, below, is about that.
+#
 # ## Turn the knob: layers that keep more
 #
-# A transformer block keeps far more than its input: about 16 times as much in lab 13. How does that move the best $k$?
-# Guess, then turn the knob.
+# A transformer block keeps far more than its input: about 16 times as much in [lab 13](13_pipeline_memory.ipynb). How does
+# that move the best $k$? Guess, then turn the knob.
 
 # %%
 def bars(a):
@@ -178,17 +206,21 @@ knob("16 layers, a checkpoint every k of them", "a layer keeps, in inputs",
 # <details><summary>What there is to discover</summary>
 #
 # The more a layer keeps, the shorter the best piece, and the more it saves. With $a = 9$ the best is a single layer:
-# $\sqrt{16 / 9}$ is 1.3. A transformer block keeps about 16 times its input, so a checkpoint at every block is the usual choice. Recomputing
-# larger pieces pays only for very deep models, with $L$ above 32 or so.
+# $\sqrt{16 / 9}$ is 1.3. A transformer block keeps about 16 times its input, so a checkpoint at every block is the usual
+# choice. By the formula, pieces of two blocks take less only for $L$ above 32.
 #
 # </details>
 #
 # ## In a pipeline
 #
 # Under 1F1B on $p$ ranks, rank 0 keeps the activations of its $L / p$ layers for $p$ microbatches. With recomputation it
-# keeps $p$ times $L / (pk)$ checkpoints, and one piece while that piece is recomputed.
+# keeps $p$ times $L / (pk)$ checkpoints, and one piece while that piece is recomputed. Our rank 0 has the embedding and
+# three blocks:
 
 # %%
+from tplab.torch import GPTConfig, split_batch
+from tplab.torch.models.plain import plain_layers, token_loss
+
 p, m = 4, 8  # ranks, microbatches
 
 gpt = plain_layers(GPTConfig(65, 64, num_layers=12, num_heads=4, context=32))
@@ -208,12 +240,27 @@ for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 
                 for a, b in zip(out.per_rank[rank][1], plain[rank][1]))
     kept, alive = out.trace.peak_bytes[0], out.per_rank[0][0]
     print(f"{name:7} rank 0 keeps {kept / 1e6:.2f} MB between actions,",
-          f"{alive / 1e6:.2f} at its peak; same gradients: {apart < 1e-5}")
+          f"{alive / 1e6:.2f} MB at its peak; same gradients: {apart < 1e-5}")
 
 # %% [markdown]
 # What a rank keeps *between* its actions (forward and backward passes) nearly disappears. The first checkpoint of rank 0
-# is the token ids, which take almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. The peak falls
-# less, because the piece that is being computed again is alive, and so are the gradients of the weights.
+# is the token ids, which take almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. One of them takes
+# 32 tokens x 64 numbers x 4 B = 8,192 B, and 3 of them for 4 microbatches are the 0.10 MB. The peak falls less, because the
+# piece that is being computed again is alive, and so are gradients. Here is all of rank 0's memory, with the parameters:
+
+# %%
+from tplab.widgets import memory_timeline
+
+def memory(every):
+    schedule = one_f_one_b(p, m)
+    return run(train, Mesh(pp=p), schedule, every, count_memory=True).memory
+
+runs = {"no recomputation": memory(None), "a checkpoint at every layer": memory(1)}
+memory_timeline(runs, title="A pipeline of four ranks")
+
+# %% [markdown]
+# On the left, the activations of four microbatches pile up. On the right, hardly more than checkpoints are left, and there
+# are more operations, because each forward pass is run again.
 #
 # ## What it costs
 #
@@ -227,8 +274,8 @@ for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 
 # | GPipe, a checkpoint every $k$ | $m L s / (p k)$, and one piece | 4/3 |
 # | 1F1B, a checkpoint every $k$ | $(p - r) L s / (p k)$, and one piece | 4/3 |
 #
-# Is it worth a third more FLOPs? Take 32 blocks, 4,096 wide, with fused attention and sequences of 4,096 tokens in
-# bfloat16, under 1F1B on 8 ranks with 80 GB each. (The embedding comes on top.)
+# Is that worth a third more FLOPs? Take 32 blocks, 4,096 wide, with fused attention and sequences of 4,096 tokens in
+# bfloat16, under 1F1B on 8 ranks with 80 GB each. We leave out the embedding.
 
 # %%
 blocks, width, tokens, ranks = 32, 4096, 4096, 8
@@ -237,7 +284,7 @@ held = 16 * blocks * 12 * width**2 / ranks  # parameters, gradients, Adam
 for size in (1, 2, 4, 8):  # sequences per microbatch
     saved = ranks * blocks / ranks * 16 * s * size
     checkpoints = ranks * blocks / ranks * s * size + 16 * s * size
-    print(f"{size} sequences per microbatch: {(held + saved) / 1e9:5.1f} GB,",
+    print(f"sequences per microbatch: {size}. Rank 0: {(held + saved) / 1e9:5.1f} GB,",
           f"recomputed {(held + checkpoints) / 1e9:4.1f} GB")
 
 # %% [markdown]
@@ -245,16 +292,16 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 # not quite fit, and with eight it takes nearly twice the memory. A compromise is **selective** recomputation, which
 # recomputes only what is large but cheap, such as attention scores. Fused attention already does this.
 #
-# A third is what the FLOPs say. What did it cost on real GPUs? Korthikanti et al. trained a GPT with 530 billion parameters
-# on 2,240 A100s. When they no longer recomputed everything, but only attention scores (and sharded the norms'
-# activations, as in [lab 05](05_block_memory.ipynb)), training became 29% faster.
+# By the count of FLOPs, a step takes a third longer. What did it cost on real GPUs? Korthikanti et al. trained a GPT with
+# 530 billion parameters on 2,240 A100s. Training became 29% faster when they recomputed only attention scores, and sharded
+# the norms' activations as in [lab 05](05_block_memory.ipynb).
 
 # %% [markdown]
-# ## A bug to repair
+# ## Your turn: a bug to repair
 #
 # Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Here they are
 # once more. Run the check, read what it says, and repair them. A piece may keep anything, such as a tuple, but only one
-# tensor as large as its input.
+# tensor as large as its input. In a pipeline, other microbatches go through the same piece before `my_again` runs.
 #
 # <details><summary>Hint</summary>
 #
@@ -280,7 +327,7 @@ check_recomputed(my_forget, my_again)
 # %% [markdown]
 # ## On Monday
 #
-# | | |
+# | library | its name for recomputation |
 # |---|---|
 # | torch | `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`; it saves and restores the random state by default |
 # | DTensor, FSDP | `apply_activation_checkpointing`, or `checkpoint_wrapper` around a block; under DTensor nothing changes |

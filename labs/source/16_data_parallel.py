@@ -10,8 +10,8 @@
 #
 # ![A timeline of eight ranks. During the backward pass, all-reduces run beside the matmuls.](images/16_data_parallel.png)
 #
-# *One training step on eight H100s of one node (modelled, data sheet). Every rank holds the whole model and has its own batch. The gradient
-# of each layer is averaged over the ranks while the layers before it are still computing theirs.*
+# *One training step on eight H100s of one node (modelled, data sheet). Every rank holds the whole model and has its own
+# batch. The gradient of each layer is averaged over the ranks while earlier layers are still computing theirs.*
 
 # %%
 import subprocess
@@ -30,13 +30,13 @@ import tplab.torch as tt
 from tplab import Mesh, P
 from tplab.data.hiding import tokens_to_hide
 from tplab.trace import overlap
-from tplab.widgets import Bars, Row, knob, timeline
+from tplab.widgets import Bars, Row, knob, levels, timeline
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# The times in this lab are **modelled** from data sheets, where nothing else is said. So they are a bound, and sizes are
+# The times in this lab are **modelled** from data sheets, unless we say otherwise. So they are a bound, and sizes are
 # all we need. Meta tensors have a shape but no numbers, and `skip_init` makes layers without initialising them.
 
 # %% tags=["opening-picture"]
@@ -72,9 +72,8 @@ print("w after a step of each rank alone:", [round(w - rate * g, 2) for g in gra
 print("w after a step with the mean:", round(w - rate * mean, 2))
 
 # %% [markdown]
-# With its own gradient, each rank would get a different $w$, and the replicas would drift apart. With the mean, they stay
-# equal. They are also what one device with both examples would get, because 19 is the gradient of the mean loss. So an
-# `all_reduce` of the gradients is all that data parallelism needs.
+# With their own gradients, the replicas would drift apart. With the mean, they stay equal, as on one device with both
+# examples: 19 is the gradient of the mean loss. So an `all_reduce` of the gradients is all that data parallelism needs.
 #
 # ## Build it
 #
@@ -103,8 +102,8 @@ for R in (2, 3, 4, 8):
 #
 # <details><summary>Answer</summary>
 #
-# In a ring `all_reduce`, each rank sends $2\frac{R-1}{R}$ times its input. That is $1.75\,M$ with 8 ranks, $1.998\,M$ with
-# 1,000, and never $2M$. Beyond a few ranks, more replicas cost each rank hardly any more bytes.
+# In a ring `all_reduce`, each rank sends $2\frac{R-1}{R}$ times its input. That is $1.75\,M$ with 8 ranks, $1.998\,M$
+# with 1,000, and never $2M$.
 #
 # </details>
 
@@ -135,12 +134,10 @@ for bucket_bytes in (None, 25e6):
 
 # %% [markdown]
 # The backward pass begins at the loss, so the gradient of the *last* layer is complete first, and can leave long before
-# that of the first layer. In torch, a parameter tells us when its gradient is complete:
-# `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` at that moment.
-#
-# `data_parallel` puts such a hook on every parameter. It fills the buckets from the last parameter to the first. When all
-# gradients of a bucket are complete, `start` begins its `all_reduce` without waiting for the result. When the backward pass
-# ends, the means are written to `p.grad`.
+# that of the first layer. In torch, `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of
+# `p` is complete. `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to
+# the first. When a bucket is complete, it starts the `all_reduce` without waiting for the result. When the backward
+# pass ends, the means are written to `p.grad`.
 #
 # **Predict.** The gradients take 134 MB. How much of the sending is hidden with buckets of 5 MB, of 50 MB, and with a
 # single bucket for everything?
@@ -160,11 +157,11 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
     print(f"{label:17} {trace.makespan * 1e3:.2f} ms, {hidden:.0%} hidden")
 
 # %% [markdown]
-# Surprisingly, the size hardly matters between 5 and 50 MB: what small buckets hide more, they pay in latency and in
-# launches. Only the two ends are bad. torch's own DistributedDataParallel uses 25 MiB.
+# The size hardly matters between 5 and 50 MB: small buckets hide more, but pay for more hops and launches. torch's own
+# DistributedDataParallel uses 25 MiB.
 #
 # The next cell **measures** both programs on two processes, on GPUs if your machine has two. Without GPUs, the cores that
-# compute must also move the messages, so overlapping gains little, if anything.
+# compute must also move the messages, so little can be hidden. The model assumes two idle laptop cores at their peak.
 
 # %% tags=["nbval-ignore-output"]
 layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
@@ -174,13 +171,13 @@ for program in (afterwards, overlapped):
     runs = [tt.run(*args, on="processes").trace.makespan for _ in range(4)]
     model = tt.run(*args, cluster="laptop").trace.makespan
     print(f"{program.__name__:10} {min(runs) * 1e3:.0f} ms measured ({where}),",
-          f"{model * 1e3:.0f} ms modelled")
+          f"{model * 1e3:.0f} ms modelled (laptop, assumed)")
 
 # %% [markdown]
 # ## Turn the knob: when are the gradients hidden?
 #
-# More tokens per rank make the backward pass longer, while the gradients stay as large as the model. How many tokens per
-# rank does it take to hide the communication, inside a node and across two nodes? Guess first.
+# More tokens per rank make the backward pass longer, while the gradients stay as large as the model. How many hide the
+# communication, inside a node and across two? Guess first.
 
 # %%
 big = mlp(16, 8192)  # 1.07 billion parameters
@@ -204,9 +201,8 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# From 2,048 tokens the node hides nearly everything. Two nodes need hardly more, although a network card has only a ninth
-# of NVLink's bandwidth: the all-reduce uses all eight cards of a node at once, as in
-# [lab 03](03_network_levels.ipynb). What is never hidden is the last bucket.
+# One node hides nine tenths with 2,048 tokens, and two nodes with 4,096, although a network card has only a ninth of
+# NVLink's bandwidth: the all-reduce uses all eight cards of a node at once, as in [lab 03](03_network_levels.ipynb).
 #
 # </details>
 #
@@ -218,9 +214,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 #
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
-# The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared with
-# its links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the clock, for a transformer
-# block of width 8,192: the bound of the data sheet, and a **forecast** for a cluster that was measured.
+# The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared
+# with its links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for
+# a transformer block of width 8,192: the bound of the data sheet, and a **forecast**, for a cluster that was measured.
 
 # %%
 for ranks in (8, 16, 64):
@@ -229,28 +225,58 @@ for ranks in (8, 16, 64):
         print(f"{ranks:2} H100s, {kind:10} {tokens:,} tokens per rank")
 
 # %% [markdown]
-# On paper, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs. On the measured
-# network, 64 GPUs need about 5,800 tokens per rank, because its bandwidth falls with the number of nodes. Inside a node
-# the forecast is *lower*: real matmuls are slower than the data sheet, which leaves more time to send.
+# On paper, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs. By the
+# forecast, 64 GPUs need about 5,800 tokens per rank, because the measured bandwidth falls with the number of nodes.
 #
-# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it before the gradients no longer hide?
+# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide?
 #
 # <details><summary>Answer</summary>
 #
-# With 2,500 tokens for each, 1,600 GPUs. That is the bound, and real clusters stop much earlier. The authors of the
-# Ultra-Scale Playbook measured a model of 3 billion parameters with batches of a million tokens. Eight GPUs reached 42% of
-# their peak, 64 still 35%, and 128 only 26%, with 8,192 tokens for each. (They averaged gradients in float32, with
-# twice the bytes, and used ZeRO 1 of [lab 17](17_zero.ipynb).)
-#
-# Beyond that, you can send fewer bytes, or let several ranks share a replica, as in tensor parallelism. Then what counts
-# is the tokens per replica, not per rank.
+# With 2,500 tokens for each, 1,600 GPUs. That is the bound. By the forecast for 64 GPUs, with 5,800 tokens for each, it
+# is 700, and across 700 the network is slower still. Beyond that, send fewer bytes, or let several ranks share a
+# replica.
 #
 # </details>
 #
+# Real clusters stop even earlier. The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million
+# tokens per step on 8 to 128 H100s. The chart shows how fast each GPU was, compared with those of one node, beside our
+# model of the same size:
+
+# %%
+NODES, STEP = [1, 2, 4, 8, 16], 2**20  # tokens per step
+playbook = [16341, 16385, 15044, 13312, 10116]  # tokens per second and GPU, measured
+three_billion = mlp(48, 8192)
+
+def worth(cluster):  # each GPU's tokens per second, in percent of those in one node
+    def pace(nodes):
+        tokens = STEP // (8 * nodes)
+        program = partial(overlapped, bucket_bytes=100e6)
+        x = torch.empty(tokens, 8192, **SIZES)
+        run = tt.run(program, Mesh(dp=8 * nodes), three_billion, x, cluster=cluster)
+        return tokens / run.trace.makespan
+    paces = [pace(nodes) for nodes in NODES]
+    return [100 * pace / paces[0] for pace in paces]
+
+modelled = {"data sheet": worth("h100"), "forecast": worth("h100-measured")}
+measured = [100 * pace / playbook[0] for pace in playbook]
+levels(
+    {"Worth of a GPU": {kind: (NODES, line) for kind, line in modelled.items()}},
+    measured={"Worth of a GPU": list(zip(NODES, measured))},
+    by="the Ultra-Scale Playbook", along="nodes", doubling=True, unit="%",
+    title="A million tokens on more and more GPUs",
+    about="3 billion parameters, H100s",
+    sentence="On paper hardly anything is lost; 128 real GPUs lose more than a third.",
+)
+
+# %% [markdown]
+# At 128 GPUs, with 8,192 tokens for each, the forecast loses an eighth, and real GPUs more than a third. Our model averages
+# bfloat16. They averaged float32, twice the bytes, and used ZeRO 1 ([lab 17](17_zero.ipynb)), whose gather of new
+# parameters is not hidden.
+#
 # ## Send once per step
 #
-# A batch that is too large for memory is computed in parts, one after the other, and their gradients are added up:
-# **gradient accumulation**. The total has to be sent only once, with the last part:
+# With **gradient accumulation**, a batch that is too large for memory is computed in parts, and their gradients are
+# added up. The total has to be sent only once, with the last part:
 
 # %%
 def accumulated(model, x, parts=4, once=True):
@@ -271,10 +297,9 @@ for once in (False, True):
 # %% [markdown]
 # ## The same in JAX: the types do it
 #
-# In JAX no hook is needed. Parameters come in with `P()`, so their type says that they are the same on every rank of `dp`.
-# The batch differs along `dp`. When JAX differentiates a function in which the two meet, it knows
-# that every rank contributes to the gradient, and adds the contributions up. `tj.data_parallel` sends them in buckets
-# instead, and takes the mean:
+# Parameters come in with `P()`, so their type says that they are the same on every rank of `dp`. The batch differs
+# along `dp`. When JAX differentiates a function in which the two meet, it adds up what the ranks contribute to the
+# gradient. `tj.data_parallel` sends it in buckets instead, and takes the mean:
 
 # %%
 import jax
@@ -306,13 +331,12 @@ for fn in (by_types, by_buckets):
 
 # %% [markdown]
 # **What really differs.** In torch, a gradient belongs to its rank until the program averages it, and you get no error
-# if it never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. Each
-# `all_reduce` depends only on the gradient that it sums. So on GPUs and TPUs, XLA can combine small ones, and overlap
-# them with the backward pass.
+# if it never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. On GPUs and
+# TPUs, XLA can combine small sums, and overlap them with the backward pass.
 #
 # ## What replicas must agree on, and a bug to repair
 #
-# | | |
+# | what | how replicas agree on it |
 # |---|---|
 # | initial parameters | the same on every rank: drawn from one seed, or broadcast by rank 0 (`data_parallel` does this) |
 # | data | each rank has its own part: `P("dp")` |
@@ -321,8 +345,8 @@ for fn in (by_types, by_buckets):
 # | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
 # | the loss | is divided by the same number on every rank |
 #
-# The last row is easy to get wrong. Texts have different lengths, so batches are padded, and a target of -100 marks
-# padding, which does not count. On one rank, this loss is right. Run the check, then repair it.
+# The last row is easy to get wrong. A target of -100 marks padding, which does not count. On one rank, this loss is
+# right. Run the check, then repair it.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank
@@ -336,20 +360,19 @@ check_loss(my_loss)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# The mean of means is not the mean. All ranks must divide the *sum* of their losses by the same number. Which number
-# makes the mean over the ranks right? `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
+# All ranks must divide the *sum* of their losses by the same number. Which number makes the mean over the ranks right?
+# `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
 #
 # </details>
 #
-# Until 2024, Hugging Face's Trainer made the same mistake with gradient accumulation
-# ([the story](https://huggingface.co/blog/gradient_accumulation)).
+# Until 2024, [Hugging Face's Trainer](https://huggingface.co/blog/gradient_accumulation) made this mistake with gradient
+# accumulation.
 #
 # ## Your turn: gradients that leave early
 #
-# Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers a
-# hook on every parameter, and returns a function that is called after every backward pass and writes the means to
-# `p.grad`. If `p.grad` already has something from an earlier backward pass, the new gradient is added to it, as always
-# in torch.
+# Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers
+# a hook on every parameter, and returns a function that is called after every backward pass and writes the means to
+# `p.grad`. As always in torch, a new gradient is added to what `p.grad` already has.
 #
 # <details><summary>A hint</summary>
 #
@@ -387,9 +410,9 @@ check_replicas(my_replicas)
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), for buckets and hooks. Goyal et al.
 # 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
-# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens. Measured shares of
-# the peak: the plot of the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0,
-# commit 924e4d0.
+# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens. Measured
+# tokens per second: the plot of the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook),
+# Apache-2.0, commit 924e4d0.
 #
 # Next: [17 ZeRO](17_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
 

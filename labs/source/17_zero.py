@@ -32,6 +32,7 @@ from tplab import Mesh, P
 from tplab.data.hiding import tokens_to_hide
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, bytes_per_parameter, state_bytes
+from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, memory_timeline, timeline
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
@@ -42,12 +43,12 @@ AdamW = partial(torch.optim.AdamW, lr=0.01)
 # more numbers in float32: the parameter in full precision (its **master copy**), its momentum and its variance. That
 # makes $2 + 2 + 12 = 16$ bytes.
 #
-# In data parallelism every rank keeps all of them, though they are the same on every rank. The *Zero Redundancy Optimizer*
-# (ZeRO) divides more of them at each stage, until every number is kept only once:
+# In data parallelism every rank keeps all of them. The *Zero Redundancy Optimizer* (ZeRO) divides more of them at each
+# stage, until every number is kept only once:
 #
-# - **Stage 1** divides the optimizer's states over the ranks,
-# - **stage 2** the gradients as well,
-# - **stage 3** the parameters as well. This is also called *fully sharded* data parallelism, FSDP.
+# - **Stage 1** divides the optimizer's states over the ranks.
+# - **Stage 2** also divides the gradients.
+# - **Stage 3** also divides the parameters. It is also called *fully sharded* data parallelism, FSDP.
 #
 # The part that one rank keeps is called its **piece** here, and its *shard* elsewhere.
 
@@ -91,9 +92,8 @@ knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
      about="counted in real tensors of a rank", unit="B")
 
 # %% [markdown]
-# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. The bfloat16 parameter is made only when
-# it is needed. So the 16 bytes, summed over all ranks, are made up differently: 4 for the parameter, 4 for its
-# gradient, and 8 for Adam's momentum and variance.
+# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does, and makes bfloat16 parameters only when they
+# are needed. So the 16 bytes are 4 for the parameter, 4 for its gradient, and 8 for Adam's momentum and variance.
 #
 # ## By hand: who holds what
 #
@@ -132,7 +132,7 @@ def step(stage, x, and_look):
     if stage == 0:
         tt.average_gradients(model, "dp")
     optimizer.step()
-    return model(x) if and_look else x
+    return model(x) if and_look else x  # a look at the new model costs messages too
 
 x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).double()
 alone = tt.run(step, Mesh(dp=1), 0, x, True).per_rank[0]
@@ -145,8 +145,8 @@ for name, stage in names.items():
     assert torch.allclose(looked.value, alone, rtol=0, atol=1e-12)
 
 # %% [markdown]
-# Every stage gives the same numbers as one device. Why does stage 3 send 2.75 and not 3? A quarter is missing, because the
-# backward pass does not need the weight of the first of the four layers: its input needs no gradient.
+# Every stage gives the same numbers as one device. Stage 3 sends 2.75 and not 3, because the backward pass does not need the
+# weight of the first of the four layers: its input needs no gradient.
 #
 # ## Build it: a stage-3 layer
 #
@@ -187,14 +187,12 @@ for ranks in zip(ours.per_rank, theirs.per_rank):
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# Ours makes three passes, and tplab's 2.75, as above. tplab's works for any module: it looks for layers in `nn.Sequential`
-# and `nn.ModuleList`, and gathers all parameters of a layer in one message. Such a group of parameters is called a
-# **unit**.
+# A pass is $\frac{R-1}{R}$ of the parameters: ours makes three, and tplab's 2.75, as above. tplab's works for any
+# module, and gathers all parameters of a layer in one message. Such a group of parameters is called a **unit**.
 #
 # ## The twin in JAX
 #
-# In JAX, parameters are an argument of the layer. A sharded layer takes pieces instead. The gradients with respect to
-# pieces are pieces too, and any elementwise optimizer of optax, like `adam`, can update them.
+# In JAX, parameters are an argument of the layer. A sharded layer takes pieces instead, and its gradients are pieces too.
 
 # %%
 import tplab.jax as tj  # before JAX is used
@@ -218,9 +216,8 @@ for a, b in zip(twin.per_rank, ours.per_rank):
 #
 # ## See it run: memory over time
 #
-# Who holds what during a step? With `count_memory=True`, a run follows the tensors of every rank. Here are two steps of
-# eight layers in float32: 4 bytes for a parameter, 4 for its gradient, 8 for Adam's two averages. The dashed line is the
-# sum by formula.
+# With `count_memory=True`, a run follows the tensors of every rank. Here are two steps of eight layers in float32: 4 bytes
+# for a parameter, 4 for its gradient, 8 for Adam's two averages. The dashed line is the sum by formula.
 
 # %%
 EACH = StateBytes(parameters=4, gradients=4, optimizer=8)
@@ -249,11 +246,13 @@ for name, stage in names.items():
 memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
-# Hover over a moment: parameters and states are what the formula says. In stage 1 the gradients stay whole until the
-# step, so the total reaches the line at the end of the second backward pass. In stage 2 they leave layer by layer. In
-# stage 3 a layer is whole, or *gathered*, only while it runs. No stage divides activations.
+# Without ZeRO, the highest spike, 640 KiB, is `average_gradients` in the second step. For a moment it holds all the means
+# beside the gradients that they replace, 128 KiB more than the formula. The small teeth on each optimizer step are
+# Adam's intermediate results. In stage 1 the gradients stay whole until the step. In stage 2 they leave layer by layer.
+# In stage 3 a layer is whole, or *gathered*, only while it runs. No stage divides activations. The first hump of ZeRO 3
+# is the set-up: the whole model, before it is divided.
 #
-# How much of the model is whole at once in stage 3?
+# How much of the model is whole at once in stage 3, after the set-up?
 
 # %%
 def forward_and_backward(keep):
@@ -265,20 +264,23 @@ kept_or_not = {
     for title, keep in [("kept after forward", True), ("freed after forward", False)]
 }
 for title, memory in kept_or_not.items():
-    whole = max(memory[0].of("gathered")) / (4 * LAYER)
-    print(f"{title:19} at most {whole:g} layers of 8 are gathered")
+    gathered = memory[0].of("gathered")
+    after = memory[0].totals[(gathered > 0).argmax() :]  # without the set-up
+    whole = max(gathered) / (4 * LAYER)
+    print(f"{title:19} at most {whole:g} layers of 8 are gathered,",
+          f"and {max(after) / 1024:.0f} KiB are held")
 memory_timeline(kept_or_not, title="Forward and backward, stage 3")
 
 # %% [markdown]
 # This choice is called `reshard_after_forward`, here and in PyTorch. If the parameters are kept, a step makes two passes
 # instead of three. If they are freed, two layers are whole at once: the one that runs, and the next one, gathered early.
+# The training step then needs less memory than the set-up did, which held 132 KiB.
 #
 # ## See it run: time
 #
-# A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock (data sheet), with four
-# layers of 8,192 by 8,192, and 16,384 tokens per rank. Nothing is computed: the tensors have only shapes. With
-# **prefetch**, the gather of a layer starts one layer early, while another layer computes, and gradients leave without
-# being waited for. Without it, nothing overlaps.
+# A message that travels while a layer computes need not cost time. Below are eight H100s on the modelled clock (data
+# sheet), with four layers of 8,192 by 8,192, and 16,384 tokens per rank. With **prefetch**, the gather of a layer starts
+# one layer early, while another layer computes, and gradients leave without being waited for.
 
 # %%
 def big(prefetch):
@@ -287,8 +289,6 @@ def big(prefetch):
         tt.shard_parameters(model, "dp", prefetch=prefetch)
         x = torch.empty(16384, 8192, dtype=torch.bfloat16, requires_grad=True)
         model(x).sum().backward()
-
-from tplab.trace.overlap import overlap
 
 traces = {}
 for prefetch in (False, True):
@@ -302,8 +302,9 @@ for prefetch, trace in traces.items():
 timeline(traces[True])
 
 # %% [markdown]
-# The first gather and the last gradients have nothing to hide behind. The price of prefetch is one more whole layer in
-# memory. The modelled clock assumes that messages do not slow down the chip's computing.
+# Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass, and
+# the last gradients. The price of prefetch is one more whole layer in memory. The modelled clock assumes that messages
+# do not slow down computing.
 #
 # ## Turn the knob: how many ranks?
 #
@@ -329,8 +330,7 @@ knob("States of 30 billion parameters", "ranks",
 # <details><summary>What there is to find</summary>
 #
 # Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter, however
-# many ranks there are, and these alone are 120 GB (112 GiB). Only stage 3 keeps falling, so the model can grow with the
-# number of ranks.
+# many ranks there are, and these alone are 120 GB (112 GiB).
 #
 # </details>
 #
@@ -357,11 +357,11 @@ for ranks in (8, 16, 64):
 
 # %% [markdown]
 # Inside a node, both say about 1,900 tokens per rank. On 64 GPUs the data sheet says about 2,500 tokens per rank: it is a
-# bound. The forecast, for a network that was measured, says about 11,300 tokens per rank. A small batch waits for its
-# parameters there. There are three ways out: use stage 1, send fewer bits per number
-# ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node. The last is called
-# *hybrid* sharding, HSDP. Every node has all pieces, and after the `reduce_scatter` inside the node, only a piece of the
-# gradients is all-reduced across. Here are both on eight nodes. Each rank has 2,048 tokens:
+# bound. The forecast, for a network that was measured, says about 11,300 tokens per rank. With fewer, ranks wait for their
+# parameters. There are three ways out: use stage 1, send fewer bits per number
+# ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node. This is called *hybrid*
+# sharding, HSDP. After the `reduce_scatter` inside the node, only a piece of the gradients is all-reduced across. Here are
+# full and hybrid sharding on eight nodes, where each rank has 2,048 tokens:
 
 # %%
 def eight_nodes(axis, replicate_axis):
@@ -382,14 +382,15 @@ for name, axes in choices.items():
 
 # %% [markdown]
 # Surprisingly, hybrid sharding is slower on the data sheet. Its two levels take turns, while a `reduce_scatter` over all
-# ranks uses NVLink and the network cards at once ([lab 03](03_network_levels.ipynb)). On the measured network it is nearly
-# twice as fast, because much less has to cross. Its price is memory: $16/8$ bytes per parameter instead of $16/64$.
+# ranks uses NVLink and the network cards at once ([lab 03](03_network_levels.ipynb)). By the forecast it is 1.8 times
+# as fast, because much less has to cross the network. Its price is memory: $16/8$ bytes per parameter instead of
+# $16/64$.
 #
 # ## A bug to repair
 #
 # Here is stage 1 for one matrix and gradient descent with momentum, $m \leftarrow 0.9\,m + dW$ and $W \leftarrow W -
-# 0.5\,m$. Each rank keeps only its own rows of $m$. The program runs without an error. Run the check, then repair
-# `my_step`. It may send no more than data parallelism does.
+# 0.5\,m$. Each rank keeps only its own rows of $m$. Run the check, then repair `my_step`. It may send no more than data
+# parallelism does.
 
 # %%
 def my_step(w, dw, m):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
@@ -433,9 +434,6 @@ check_layer(my_layer)
 # | `shard_gradients` | FSDP2 with `reshard_after_forward=False` comes close | `"stage": 2` | gradients constrained to that sharding |
 # | `shard_parameters` | `fully_shard(layer)`, then `fully_shard(model)` | `"stage": 3`; `--use-megatron-fsdp` with `--data-parallel-sharding-strategy optim_grads_params` | parameters with that sharding |
 # | `replicate_axis` | a two-dimensional mesh (HSDP) | MiCS | two mesh axes |
-#
-# Together with DDP, `ZeroRedundancyOptimizer` takes three passes: DDP's `all_reduce` counts as two, and the new
-# parameters are the third.
 #
 # ## To take away
 #

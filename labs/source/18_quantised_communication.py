@@ -78,8 +78,8 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 #
 # $$s = \frac{\max |x|}{7} \qquad c = \mathrm{round}(x / s) \qquad x' = c \, s$$
 #
-# Neighbouring codes are $s$ apart, so no number is off by more than half of $s$. The largest of the eight weights in the
-# next cell is 3.5, so the scale is 0.5.
+# Neighbouring codes stand for numbers that are $s$ apart, so no number is off by more than half of $s$. The largest
+# of the eight weights below is 3.5, so the scale is 0.5.
 #
 # **Predict.** Which of the eight come back as 0? And what changes if each half has a scale of its own?
 #
@@ -137,8 +137,7 @@ animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).tra
 # ## Turn the knob: which weights pay for an outlier
 #
 # Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show the
-# largest error in each eighth of the weights. Before you turn the knob, guess: which weights get smaller errors if fewer of
-# them share a scale?
+# largest error in each eighth of the weights. Guess first: which weights get smaller errors if fewer of them share a scale?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -160,8 +159,7 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is half of 1/127, a fifth of a typical
-# weight. With blocks of 512, only the outlier's own block pays. Smaller blocks gain a little more, but at 32, the
-# scales already add an eighth to the bytes.
+# weight. With blocks of 512, only the outlier's own block pays. At 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
@@ -199,13 +197,12 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# With two ranks, each way rounds once. With more, the ring is worse. So every rank sends its codes straight to the
-# ranks that own the pieces. Each number is rounded only once, and the owner adds in full precision. This exchange is an
-# **all_to_all**. It sends as many bytes as the ring.
+# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner
+# adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
-# An all_to_all over all ranks has a weakness. With eight ranks on two nodes, each rank sends four of its seven pieces
-# to the other node. So ZeRO++ works on two levels. First the ranks of a node exchange pieces and add them. Then only
-# the *sums* cross, as codes again, so each number is rounded twice.
+# With eight ranks on two nodes, each rank then sends four of its seven pieces to the other node. So ZeRO++ works on two
+# levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross, as codes again, so each number
+# is rounded twice.
 
 # %%
 def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
@@ -225,16 +222,15 @@ for reduce in (one_level, two_levels):
 
 # %% [markdown]
 # On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a
-# node has four GPUs. The price is a second rounding: 18% off instead of 13%. The rows must also be sorted, so that
-# every sum ends up on the right rank.
+# node has four GPUs. The price is a second rounding: 18% off instead of 13%.
 #
 # ## The whole training step
 #
 # ZeRO++ makes three savings:
 #
 # - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
-# - **hpZ**: every GPU keeps a second, larger piece of what it has gathered, as if its node were alone. So the second gather
-#   stays inside the node.
+# - **hpZ**: after the first gather, every GPU keeps a second, larger piece, so that the GPUs of each node have all
+#   parameters between them. The second gather then stays inside the node.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
 # Counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
@@ -253,8 +249,8 @@ for name, options in SAVINGS.items():
 # %% [markdown]
 # ## Does it still learn?
 #
-# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs: with ZeRO-3, with ZeRO++, and with too
-# little, weights of 4 bits and one scale for a whole message. Each does so with three seeds.
+# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, with
+# ZeRO++, and with too little precision: weights have 4 bits, and a whole message has one scale.
 
 # %% tags=["nbval-ignore-output"]
 import codecs
@@ -306,14 +302,13 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
        sentence="ZeRO++ follows ZeRO-3. With too few bits, learning is slower.")
 
 # %% [markdown]
-# ZeRO++ stays within 0.02 of ZeRO-3, less than one seed differs from another, although every weight was rounded to 8
-# bits, and every gradient twice to 4. The owner of a piece keeps its parameters in full precision and adds every small
-# update to them, so the rounding errors of weights never accumulate. With too little, the largest number of a message
-# sets the scale for all others, and the loss stays higher with every seed. Sixty steps of a tiny model do not show
-# that a large one ends as well; for that, compare the ends of real runs.
+# ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece keeps its parameters in full
+# precision and adds every small update to them, so the rounding errors of weights never accumulate. With too little
+# precision, the loss stays higher with every seed. Sixty steps of a tiny model do not show that a large model reaches the
+# same loss; for that, compare the final losses of real runs.
 #
-# In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. Codes and scales have the same
-# bits, and XLA keeps a collective for each:
+# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. JAX computes the same
+# codes and scales, bit for bit, and XLA keeps a collective for each:
 
 # %%
 import tplab.jax as tj
@@ -328,11 +323,11 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes of
-# eight GPUs, and suppose that computing and sending overlap completely. Then a training step takes as long as the slower
-# of the two. The times are modelled: from data sheets, which is a bound, and as a **forecast** for H100s whose network
-# and matmuls were measured. The last cluster has Ethernet with 400 Gb/s per *node*. More tokens on each GPU mean more
-# computing, but no more bytes. Turn the knob: when does ZeRO++ stop paying off?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight
+# nodes of eight GPUs, and suppose that computing and sending overlap completely. Then a training step takes as long
+# as the slower of the two. The times are modelled: from data sheets, which give a lower bound, and as a **forecast**
+# for H100s whose network and matmuls were measured. The last cluster has Ethernet with 400 Gb/s per *node*. With more
+# tokens on each GPU, when does ZeRO++ stop paying off?
 
 # %%
 from dataclasses import replace
@@ -363,16 +358,16 @@ knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
 # %%
 for name in ("h100", "h100-measured"):
     plain, saved = (tokens_to_hide(scheme, name, 64) for scheme in ("ZeRO 3", "ZeRO++"))
-    print(f"{name:14} all is hidden from {plain:,} tokens, with ZeRO++ from {saved:,}")
+    print(f"{cost.find(name).kind_on(64)}: all is hidden from {plain:,} tokens,",
+          f"with ZeRO++ from {saved:,}")
 
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On the H100's data sheet, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb), and
-# ZeRO++ from about 1,400 tokens per rank. On the measured network, they need about 11,300 tokens per rank and
-# about 3,600 tokens per rank, so there, ZeRO++ pays off for most batches. It gains at most a factor of 1.7 on the data
-# sheet, 3.1 in the forecast and 3.5 on Ethernet. It is never four, because the bytes *inside* the node shrink less than
-# those between nodes. Its authors measured up to 2.16 on 384 GPUs.
+# On the H100's data sheet, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb),
+# and ZeRO++ from about 1,400 tokens per rank. By the forecast, ZeRO-3 needs about 11,300 tokens per rank and ZeRO++
+# about 3,600 tokens per rank. On H100s ZeRO++ gains at most a factor of 1.7 on the data sheet, 3.1 in the forecast and 3.5
+# on Ethernet. Its authors measured up to 2.16 on 384 GPUs.
 #
 # The model leaves out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
 # node, $2M / g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
@@ -405,10 +400,10 @@ check_add_up(add_up)
 # %% [markdown]
 # <details><summary>Why not one common scale?</summary>
 #
-# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning, and a
-# `reduce_scatter` may add them. That is a real design, with two prices. A rank whose gradients are small rounds them to
-# a scale made for the largest, and loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code.
-# Here, where ranks' scales differ by powers of two, the first one makes the result wrong.
+# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning,
+# and a `reduce_scatter` may add them. But a rank whose gradients are small rounds them to a scale made for the largest, and
+# loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code. In the check, the scales of the
+# ranks differ so much that this rounding makes the result wrong.
 #
 # </details>
 

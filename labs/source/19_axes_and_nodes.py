@@ -5,15 +5,15 @@
 # network?**
 #
 # Prerequisites: $f$ and $g$ from [lab 01](01_split_a_layer.ipynb), nodes and cards from
-# [lab 03](03_network_levels.ipynb), and gradients that leave during the backward pass ([lab 16](16_data_parallel.ipynb)). Time:
-# 40 minutes.
+# [lab 03](03_network_levels.ipynb), and gradients that are sent during the backward pass
+# ([lab 16](16_data_parallel.ipynb)). Time: 40 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/19_axes_and_nodes.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/19_axes_and_nodes.ipynb)
 #
-# ![Five bars, one per mesh of sixteen ranks. Each has a part for activations and a part for gradients. The mesh in the middle sends the least.](images/19_axes_and_nodes.png)
+# ![Five bars, one per mesh of sixteen ranks. Each has a part for activations and a part for gradients. The second mesh, 8 × 2, sends the least.](images/19_axes_and_nodes.png)
 #
-# *The bytes that a rank sends in one training step of two layers, for every way to put sixteen ranks on two axes. Along `tp`
-# travel activations, and along `dp` gradients. With this batch, the mesh of 8 × 2 sends the least.*
+# *The bytes that a rank sends in one training step of two layers, for every way to put sixteen ranks on two axes.
+# Activations travel along `tp`, and gradients along `dp`. With this batch, the mesh of 8 × 2 sends the least.*
 
 # %%
 import subprocess
@@ -33,8 +33,8 @@ from tplab.widgets import Bars, Row, bytes_text, knob, shards, timeline
 # %% [markdown]
 # ## Two axes of one training step
 #
-# Now sixteen ranks train the two layers of lab 01. Along one axis, `tp`, they split the weights. Along the other, `dp`,
-# they split the batch. Here is what each rank of a 2 × 4 mesh holds:
+# We train the two layers of lab 01. The ranks along one axis, `tp`, split the weights. Those along the other, `dp`,
+# split the batch. Here is what each rank holds on a smaller mesh, 2 × 4:
 
 # %%
 shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
@@ -62,12 +62,13 @@ def sent_by_formula(batch, width, hidden, dp, tp, itemsize):
     }
 
 # %% [markdown]
-# **Predict.** Which mesh sends fewer bytes, 8 × 2 (`dp` × `tp`) or 4 × 4?
+# **Predict.** In the picture at the top, 8 × 2 (`dp` × `tp`) sends fewer bytes than 4 × 4. Is that so for every
+# batch? At which batch are the two equal, if the width is 16 and the hidden width is 32?
 #
 # <details><summary>Answer</summary>
 #
-# It depends on the batch. Activations grow with the batch, and gradients do not. In the lines below, with width 16 and
-# hidden width 32, the two are equal at a batch of 64.
+# No. Activations grow with the batch, and gradients do not, so 4 × 4 sends less if the batch is small. The two are
+# equal at a batch of 64, as the lines below show.
 #
 # </details>
 
@@ -86,8 +87,9 @@ for batch in (32, 64, 128):
 # %% [markdown]
 # ## Turn the knob
 #
-# Here are the two layers at the size of a large language model, in bfloat16, and every way to put sixteen ranks on two
-# axes. Change the batch, in tokens. Which mesh sends the least, and which way does it move as the batch grows?
+# Here are the two layers at the size of a large language model, in bfloat16, and every way to put sixteen ranks on
+# two axes. Change the batch, in tokens. Which mesh sends the least, and how does the answer change as the batch
+# grows?
 
 # %% tags=["opening-picture"]
 WIDTH, HIDDEN = 4096, 16384
@@ -139,20 +141,22 @@ def milliseconds(mesh, axis, cluster):  # of both all-reduces along this axis
 for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
     for cluster in ("h100", "h100-measured"):
         tp, dp = (milliseconds(mesh, axis, cluster) for axis in ("tp", "dp"))
-        print(f"{mesh!s:<16} {cluster:<14} tp {tp:.2f} ms, dp {dp:.2f} ms")
+        kind = cost.find(cluster).kind_on(mesh.size)
+        print(f"{mesh}, {kind + ':':<15} tp {tp:.2f} ms, dp {dp:.2f} ms")
 
 # %% [markdown]
 # The first mesh and the third differ only in the order of the axes. On the data sheet, the ranks wait 0.47 ms for their
 # activations if `tp` is last, and 2.04 ms if it is first.
 #
-# `dp` gains what `tp` loses, so why should it matter? Because an all-reduce of activations is on the critical path: the
-# next matmul needs its result, and the ranks wait. A gradient is needed only by the optimizer, so it can travel while the
-# backward pass goes on ([lab 16](16_data_parallel.ipynb)). **So the axis that carries activations should be last.** This is
-# why tensor parallelism rarely leaves the node, and its size is rarely above eight.
+# With `tp` first, `dp` is faster, but it gains only half of what `tp` loses, because it sends half as many bytes.
+# Besides, an all-reduce of activations is on the critical path: the next matmul needs its result. A gradient
+# is needed only by the optimizer, so it can travel while the backward pass goes on
+# ([lab 16](16_data_parallel.ipynb)). **So the axis that carries activations should be last.** This is why tensor
+# parallelism rarely leaves the node, and its size is rarely above eight.
 #
 # ## See it run
 #
-# Here is the step on both meshes, with gradients that leave as soon as they are there. The picture shows the wrong order.
+# Here is the step with each gradient sent as soon as it is computed. The picture shows the slower order, `tp` first.
 
 # %%
 def overlapped(x, a, b):
@@ -180,15 +184,15 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(tp=4, dp=4)):
 timeline(traces[Mesh(tp=4, dp=4)])
 
 # %% [markdown]
-# The matmuls are equally long on both meshes. What makes the difference is the idle time below the all-reduces over `tp`,
-# one in the forward and one in the backward pass. The short bars at the end are gradients over `dp`: on this mesh they stay
-# inside a node, where they did not need to be fast.
+# The matmuls are equally long on both meshes. The difference is the idle time during the two long all-reduces over
+# `tp`, one in the forward and one in the backward pass. The two short all-reduces are those of the gradients over
+# `dp`: on this mesh they stay inside a node, although they did not need its fast links.
 
 # %% [markdown]
 # ## A bug to repair
 #
-# A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then somebody
-# trains on `Mesh(dp=8, tp=2)`. No error is raised, and the loss goes down, just more slowly.
+# A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then you train on
+# `Mesh(dp=8, tp=2)`. No error is raised, and the loss still goes down, only more slowly.
 
 # %%
 def average(gradient):  # this rank's gradient   ->   its mean over "dp"
@@ -239,7 +243,7 @@ check_best_mesh(best_mesh)
 # 4). Narayanan et al. 2021, [Efficient Large-Scale Language Model Training](https://arxiv.org/abs/2104.04473) (tensor
 # parallelism inside the node).
 #
-# Next: [22 Your own program](22_your_own_program.ipynb), for the scripts that you already have.
+# Next: [20 A sequence too long for one rank](20_long_sequence.ipynb), and a third thing to split: the tokens.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -4,7 +4,7 @@
 # **What does my training script really send, and why does it hang?**
 #
 # Time: 50 minutes. Prerequisites: [lab 16](16_data_parallel.ipynb) for data parallelism and its buckets, and some experience
-# with PyTorch. If you have a script that runs under `torchrun`, keep it at hand for the end.
+# with PyTorch.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_your_own_program.ipynb)
 #
@@ -23,26 +23,19 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tplab import Mesh
-from tplab.cost import NAMED
-from tplab.torch import device_mesh, run
-from tplab.trace import Traffic, overlap, summary, traffic_table
-from tplab.widgets import timeline
+from tplab.torch import run
 
 # %% [markdown]
 # ## A script
 #
 # In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
-# `torch.distributed` instead. That works here too: with `distributed=True`, `torch.distributed` is initialized on every
-# simulated rank, and everything built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials
-# teach it:
+# `torch.distributed`. With `distributed=True`, it is initialized on every simulated rank, and code that is built on it
+# runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
 
 # %%
 WIDTH = 512
@@ -52,31 +45,36 @@ def model():
     layers = [[nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()] for _ in range(4)]
     return nn.Sequential(*[nn.Sequential(*layer) for layer in layers])
 
-def batch():
+def batch(rows=256):
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(256, WIDTH, generator=generator)
+    return torch.randn(rows, WIDTH, generator=generator)
 
-def train(net, steps=2):
+def train(net, steps=2, rows=256):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(steps):
-        loss = net(batch()).pow(2).mean()
+        loss = net(batch(rows)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    return loss.detach()
 
-def ddp_training(steps=2):
-    train(DistributedDataParallel(model(), bucket_cap_mb=1), steps)
+def ddp_training(steps=2, rows=256, bucket_cap_mb=1):
+    net = DistributedDataParallel(model(), bucket_cap_mb=bucket_cap_mb)
+    return train(net, steps, rows)
 
 ddp = run(ddp_training, Mesh(dp=4), distributed=True, cluster="h100")
 
 # %% [markdown]
-# **Predict.** The model has four matrices of 512 x 512 in float32. How many bytes of gradients does each of the four ranks
+# **By hand.** Four ranks add up eight numbers. If every rank sends its eight to rank 0, and rank 0 sends the sums back,
+# rank 0 sends 3 x 8 = 24 numbers. In a ring all-reduce, each of R ranks sends 2(R-1)/R of the numbers, here 12.
+#
+# **Predict.** Our model has four matrices of 512 x 512 in float32. How many bytes of gradients does each of the four ranks
 # send in one step, and all ranks in two steps?
 #
 # <details><summary>Answer</summary>
 #
-# The gradients take 4 x 512 x 512 x 4 B = 4 MiB. In a ring all-reduce each rank sends 2(R-1)/R of that, which is 6 MiB
-# with four ranks. Two steps on four ranks add up to 48 MiB.
+# The gradients take 4 x 512 x 512 x 4 B = 4 MiB. Each rank sends 2 x 3/4 of that, which is 6 MiB. Two steps on four ranks
+# add up to 48 MiB.
 # </details>
 
 # %%
@@ -87,21 +85,25 @@ print(f"per rank, 1 step:   formula {formula:12,.0f} B, counted {one_rank:12,} B
 print(f"all ranks, 2 steps: formula {8 * formula:12,.0f} B, counted {all_ranks:12,} B")
 
 # %% tags=["nbval-ignore-output"]
+from tplab.trace import overlap, summary
+
 print(summary(ddp.trace))
 
 # %% [markdown]
 # The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
-# tplab calculates them from the speeds of an H100 and of NVLink, and assumes that operations are launched one by one, as
-# they are without `torch.compile`.
+# tplab calculates them from the data sheets of an H100 and of NVLink, and assumes that operations are launched one by
+# one, as they are without `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
-# parameters. Then rank 0 sends its parameters to every rank, so that all ranks start from the same model.
+# parameters, and rank 0 sends its parameters to all others.
 #
 # ## Where the time goes
 #
 # Hover over the bars. Each one shows the line of your program that caused it.
 
 # %% tags=["opening-picture"]
+from tplab.widgets import Bars, Row, knob, timeline
+
 timeline(ddp.trace)
 
 # %% [markdown]
@@ -110,35 +112,77 @@ timeline(ddp.trace)
 # four buckets, and the first three are sent while the backward pass goes on, as in lab 16. Two tiny broadcasts before them
 # make sure that all ranks fill the same buckets.
 #
-# `overlap` says how much of the traffic is hidden. It counts the whole run: the start and the first step, which hide
-# nothing, are included. A rank can hide no more than it computes. Here it computes for longer than it sends, so all of
-# the traffic could be hidden, and both figures are equal.
+# `overlap` says how much of the communication is hidden in the whole run, with the start and the first step, which hide
+# nothing. A rank can hide no more than it computes. Here it computes for longer than it sends, so both figures are equal.
 
 # %%
 print(overlap(ddp.trace))
 
 # %% [markdown]
-# **Turn the knob.** What will `overlap` say with larger buckets? Change `bucket_cap_mb` above from 1 to 25. Run that cell
-# again, then the timeline and `overlap`.
+# ## Build it: DDP in five lines
 #
+# torch calls a hook when the gradient of a parameter is complete. This one averages the gradient, and waits for the result:
+
+# %%
+def by_hand():
+    net = model()
+    average = lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(average)
+    return train(net)
+
+hand = run(by_hand, Mesh(dp=4), distributed=True, cluster="h100")
+for name, out in (("DDP", ddp), ("by hand", hand)):
+    sent = out.trace.bytes_sent(rank=0, op="all_reduce")
+    print(f"{name:8} loss {out.per_rank[0]:.6f}, all_reduce {sent:,} B per rank,",
+          f"{overlap(out.trace).share:.0%} hidden")
+
+# %% [markdown]
+# Both train the same model and send the same gradients. Ours hides nothing, because it waits for each `all_reduce`.
+#
+# ## Turn the knob: larger buckets
+#
+# DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, 25 by default, and sends it when all of them are
+# ready. Each of our matrices takes 1 MiB. Will larger buckets hide more, or less?
+
+# %%
+def bars(cap):
+    args = 2, 256, cap  # steps, rows, bucket_cap_mb
+    trace = run(ddp_training, Mesh(dp=4), *args, distributed=True,
+                cluster="h100").trace
+    found = overlap(trace)
+    parts = {"hidden": found.hidden[0], "not hidden": found.exposed[0]}
+    rows = [Row("communication", parts), Row("all", {"two steps": trace.makespan})]
+    return Bars(rows, f"{found.share:.0%} of the communication is hidden.")
+
+options = {cap: bars(cap) for cap in (1, 2, 25)}
+knob("Rank 0 in two steps", "bucket_cap_mb", options,
+     about="modelled, h100, data sheet")
+
+# %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Nothing overlaps any more, because this model is so small that one bucket holds all of it. If you leave the argument
-# out, the limit is 25 MiB too, but torch makes the first bucket small, so that a little still overlaps.
+# The larger the buckets, the less is hidden. With 25 MiB nothing is, because one bucket holds the whole model, and it is
+# complete only when the backward pass has ended.
 #
 # </details>
 #
 # ## FSDP: the same model in pieces
 #
 # DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
-# layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`:
+# layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`. The table has what rank 0
+# sends in two steps:
 
 # %%
-def fsdp_training(steps=2):
+from torch.distributed.fsdp import fully_shard
+from tplab.torch import device_mesh
+from tplab.trace import Traffic, traffic_table
+
+def fsdp_training(steps=2, rows=256):
     net = model()
     for layer in net:
         fully_shard(layer, mesh=device_mesh())
-    train(fully_shard(net, mesh=device_mesh()), steps)
+    return train(fully_shard(net, mesh=device_mesh()), steps, rows)
 
 fsdp = run(fsdp_training, Mesh(dp=4), distributed=True, cluster="h100")
 columns = {"DDP": Traffic.of_trace(ddp.trace), "FSDP": Traffic.of_trace(fsdp.trace)}
@@ -151,31 +195,37 @@ print(traffic_table(columns))
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
 # two nodes of two ranks, so that every collective also crosses the slower network between the nodes. We subtract a run of
-# two steps from one of six, so that the start and the first step do not count:
+# two steps from one of three, so that the start and the first step do not count:
 
 # %%
+from dataclasses import replace
+
+from tplab.cost import NAMED
+
 two_nodes = replace(NAMED["h100"], node_size=2)
 
-def traced(program, steps, cluster):
-    return run(program, Mesh(dp=4), steps, distributed=True, cluster=cluster).trace
+def step_time(program, rows, cluster):  # in microseconds
+    took = [run(program, Mesh(dp=4), steps, rows, distributed=True, cluster=cluster)
+            .trace.makespan for steps in (2, 3)]
+    return (took[1] - took[0]) * 1e6
 
-for nodes, cluster in (("one node", "h100"), ("two nodes", two_nodes)):
-    for program in (ddp_training, fsdp_training):
-        short, long = (traced(program, steps, cluster) for steps in (2, 6))
-        took = (long.makespan - short.makespan) / 4 * 1e6
-        idle = long.idle_share().mean()
-        print(f"{nodes}, {program.__name__}: {took:.0f} us per step, idle {idle:.0%}")
+cases = [("one node", "h100", 256), ("two nodes", two_nodes, 256),
+         ("two nodes", two_nodes, 2048)]
+for nodes, cluster, rows in cases:
+    both = [step_time(each, rows, cluster) for each in (ddp_training, fsdp_training)]
+    print(f"{nodes}, {rows:5,} rows per rank: DDP {both[0]:.0f} us,",
+          f"FSDP {both[1]:.0f} us per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
-# By the data sheet, a step of FSDP takes 30% longer than one of DDP in one node, and 45% longer across two, because its
-# gathers cross the network as well. This model fits on one GPU, so that would be a bad bargain. But it is a toy: with 256
-# rows per rank and layers of 512, there is too little computing to hide the traffic. With larger batches and layers,
-# computing grows faster than traffic, and the difference all but disappears.
+# By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because its gathers cross the
+# network as well. This model fits on one GPU, so that is a bad bargain. With more rows per rank, there is more to compute
+# while the traffic stays the same, and FSDP loses a smaller share of a step. When a model does not fit on one GPU, that
+# share is the price of training it.
 #
 # ## It hangs
 #
 # Sooner or later a distributed program hangs. Under `torchrun`, nothing happens for ten minutes or more, and then the ranks
-# that waited report a timeout. Here is a common way to get there. Only rank 0 validates:
+# that waited report a timeout. Here is a common way to get there: only rank 0 validates.
 
 # %% tags=["nbval-ignore-output"]
 def validate(net, x):
@@ -195,21 +245,22 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# The error names the rank that waits, the line where it waits, and the ranks that will never join it. Nothing had to time
-# out, because tplab notices when no rank can continue.
+# The error names the rank that waits, its line, and the ranks that will never join it. Nothing had to time out, because
+# tplab notices when no rank can continue.
 #
-# **A bug to repair.** Fix `train_and_validate` above. How many ways are there, and what does `loss` mean in each?
+# **A bug to repair.** Repair `train_and_validate` in two ways, and run the cell again after each. What does `loss` mean in
+# the first, and what in the second?
 #
 # <details><summary>Answer</summary>
 #
-# There are two. Every rank calls `validate` and only rank 0 prints: then `loss` is the mean over all ranks' batches. Or
-# `validate` does not communicate: then `loss` is that of rank 0's batch alone.
+# If every rank calls `validate` and only rank 0 prints, `loss` is the mean over the batches of all ranks. If `validate`
+# does not communicate, `loss` is that of rank 0's batch alone.
 # </details>
 #
 # ## Wrong without hanging
 #
-# Another classic mistake is a branch that depends on the data. To clip the gradients, the ranks ask for the largest norm,
-# but each rank does so only if its own loss is large:
+# Another classic mistake is a branch that depends on the data. The ranks ask for the largest norm of their gradients, but
+# each rank does so only if its own loss is large:
 
 # %% tags=["nbval-ignore-output"]
 def clip_sometimes():
@@ -234,8 +285,8 @@ except Exception as error:
 #
 # ## The twin: `jit` in JAX
 #
-# In JAX you do not have to write collectives. You say how the arrays are sharded, and XLA inserts the collectives that it
-# needs. `trace` compiles the function and shows what it would send. Nothing is executed, so shapes are enough:
+# In JAX you say how the arrays are sharded, and XLA inserts the collectives that it needs. `trace` compiles the function
+# and shows what it would send. Nothing is executed, so shapes are enough:
 
 # %%
 import jax
@@ -279,9 +330,9 @@ print(tj.explain(jitted, params, x))
 #
 # A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
 # the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and
-# the parts of its rank, `batches`. `loss_of(net, batch)` is the mean loss of one of them. Write `accumulate` so that it
-# leaves the gradients of the mean loss over all batches and all ranks in `net`, and sends them only once. The activations
-# of two parts must never be in memory at the same time.
+# `batches`, the parts of its rank. `loss_of(net, batch)` is the mean loss of one part. Write `accumulate` so that it
+# leaves the gradients of the mean loss over all parts of all ranks in `net`, and sends them only once. The activations of
+# two parts must never be in memory at the same time. Leave everything else as it was: the caller's optimizer does the step.
 
 # %%
 from tplab.exercises.your_own_program import check_accumulate
@@ -305,14 +356,12 @@ check_accumulate(accumulate)
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
 #
-# In a script, each rank imports its own copy of your modules. A module can therefore keep its process groups in a global
-# variable, as Megatron-LM does. `torch.profiler`, loops that wait for a file, and checkpoints work too, and what a rank
-# prints appears at once. `tplab.record` writes down what real ranks send and when, also if the run hangs or is killed.
+# `tplab.record` writes down what real ranks send and when, also if the run hangs or is killed.
 
 # %% [markdown]
 # ## To take away
 #
-# - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide most of that behind the backward pass. In FSDP
+# - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide much of that behind the backward pass. In FSDP
 #   it sends 3/2 as much and stores 1/R of the model.
 # - Most hangs come from a collective that some ranks call and others do not. Ask which rank waits, on which line, and
 #   for which ranks.
@@ -322,7 +371,7 @@ check_accumulate(accumulate)
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 #
-# Next: [24 Three dimensions](24_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
+# Next: [23 Does it train the same model?](23_same_model.ipynb), for bugs that neither hang nor raise an error.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

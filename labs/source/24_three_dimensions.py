@@ -11,9 +11,9 @@
 #
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
-# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2. Only
-# the order of its axes differs, and with it the axis whose messages cross from node to node. Waiting includes the time
-# that messages take.*
+# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2.
+# Only the order of its axes differs, and with it the axis whose messages cross from node to node. Ranks wait for messages,
+# and in the pipeline's bubble. The times are modelled, from data sheets.*
 
 # %%
 import subprocess
@@ -54,7 +54,8 @@ def bars(cluster):
         busy = float(overlap(trace).computing[0])
         parts = {"computing": busy, "waiting": trace.makespan - busy}
         rows.append(Row(f"{name} across nodes", parts))
-    return Bars(rows, "Pipelines across are fastest, tensor parallelism slowest.")
+    fastest = "A step is fastest with pipelines across the nodes,"
+    return Bars(rows, f"{fastest} and slowest with tensor parallelism.")
 
 networks = {name: bars(cluster) for name, cluster in NETWORKS.items()}
 knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
@@ -63,9 +64,9 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 # %% [markdown]
 # ## By hand: eight workers
 #
-# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. In these pictures, the
-# rows of the tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold
-# copies of the same stage.
+# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Below, the rows of the
+# tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold copies of the
+# same stage.
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
@@ -107,8 +108,8 @@ for axis in ("tp", "dp", "pp"):
 # | pp | the output of the stage, per microbatch; the gradient of the tied embedding | $m A + VD/2$ |
 # | dp | the averaging of all its gradients | the number of its parameters |
 #
-# **Predict.** The model at the top has 2 blocks of width 4,096, a vocabulary of 32,768, and 2 microbatches of 4 sequences
-# of 2,048 tokens. Which axis sends the most?
+# **Predict.** The model at the top has 2 blocks of width 4,096, a vocabulary of 32,768, and 2 microbatches of 4
+# sequences of 2,048 tokens. Which axis sends the most, and which the least? Count in units of $A$.
 #
 # <details><summary>Answer</summary>
 #
@@ -120,9 +121,9 @@ for axis in ("tp", "dp", "pp"):
 # %%
 A, m, blocks_per_stage = 4 * 2048 * 4096, 2, LARGE.num_layers // 2
 blocks = blocks_per_stage * 12 * 4096**2 / 2  # parameters on a rank: half of each
-words, positions = 32768 / 2 * 4096, 2048 * 4096  # those of the two embeddings
-by_hand = {"tp": m * (4 * blocks_per_stage + 1) * A, "pp": m * A + words,
-           "dp": blocks + words + positions}
+embedding, positions = 32768 / 2 * 4096, 2048 * 4096  # those of the two embeddings
+by_hand = {"tp": m * (4 * blocks_per_stage + 1) * A, "pp": m * A + embedding,
+           "dp": blocks + embedding + positions}
 trace = modelled(mesh, NETWORKS["InfiniBand"])
 events = [event for event in trace.events if event.rank == 0]
 for axis, numbers in by_hand.items():
@@ -131,24 +132,24 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the layer norms, which are too small to show. Bytes are only half of the answer. The other half is
-# *when* they travel: see a step run, with the pipeline across the nodes. Hover over the bars of rank 0.
+# The formula leaves out the layer norms, which are too small to show. Bytes are only half of the answer. The other
+# half is *when* they travel. Here is a step with the pipeline across the nodes. The last message of each rank is the
+# gradient of the tied embedding.
 
 # %%
 timeline(trace)
 
 # %% [markdown]
-# The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare, and
-# between them a stage computes. Those along `dp` come once, at the end. (This step does not overlap them with the
-# backward pass, as [lab 16](16_data_parallel.ipynb) does; then they would cost less.) So the order on the nodes is `tp`
-# inside, and `dp` and `pp` across. Which of these two is outermost depends on the model and the batch: a stage sends one
-# activation per microbatch, however many blocks it has, while the gradients grow with every block. (With twice
-# the batch, 384 MiB along `pp`, and still 336 MiB along `dp`.)
+# The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare,
+# and a stage computes between them. Those along `dp` come once, at the end, and would cost less if they ran beside the
+# backward pass, as in [lab 16](16_data_parallel.ipynb). So `tp` stays inside a node, and `dp` and `pp` may cross. Which of
+# these two is outermost depends on the model and the batch: a stage sends one activation per microbatch, however many
+# blocks it has, while the gradients grow with every block.
 #
 # ## Build it
 #
-# The layers of a GPT are cut into stages. Inside a stage
-# they are tensor-parallel. Each data-parallel rank takes its own rows of the batch.
+# The layers of a GPT are cut into stages. Inside a stage they are tensor-parallel. Each data-parallel rank takes its
+# own rows of the batch.
 
 # %%
 config = tt.GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
@@ -177,10 +178,8 @@ for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
 # %% [markdown]
 # ## Train it
 #
-# `train` is the step above in a loop. AdamW's states are divided over the data-parallel ranks (ZeRO's stage 1), the
-# learning rate warms up and then follows a cosine, and from time to time the loss is computed on held-out text. The
-# text is the source of Python's standard library, so nothing is downloaded, and a token is a byte. The dotted line is
-# the same training on one device.
+# `train` is the step above in a loop, with AdamW, whose states are divided over the data-parallel ranks (ZeRO 1). The text
+# is the source of Python's standard library, and a token is a byte. The dotted line is the same training on one device.
 
 # %%
 def quiet(progress):
@@ -200,13 +199,12 @@ apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
 print(f"30 steps on 8 ranks: losses agree with one device to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# In float32, sums over ranks are rounded differently, and over 30 steps the differences grow. In float64, the first steps
-# agree to 1e-12, as tplab's tests check. With `folder=`, the loop writes checkpoints that any other mesh can load.
+# The small differences come from float32: sums over ranks are rounded differently.
 #
 # ## The twin
 #
-# `tplab.jax.train` takes the same arguments, begins with the same weights, and reads the same checkpoints. A step is one
-# compiled program for all ranks. Here both train on two data-parallel ranks:
+# `tplab.jax.train` takes the same arguments and begins with the same weights. What differs is that a step is one compiled
+# program for all ranks. Here both train on two data-parallel ranks:
 
 # %%
 import tplab.jax as tj
@@ -219,7 +217,7 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
 # So far the ranks were simulated. With `on="processes"`, each of them is a process of this machine. A script with the
-# same call also runs under `torchrun`, here and on many machines. This cell does both, and shows what rank 0 prints:
+# same call also runs under `torchrun`. This cell does both:
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -255,9 +253,10 @@ print(done.stderr if done.returncode else done.stdout)
 #
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand the order hardly matters: 71, 72 and 84 ms (data sheet). On Ethernet, a step takes 4.4 times as long with
-# the pipeline across the nodes, 4.8 times with data parallelism, and more than ten times with tensor parallelism. The
-# forecast is in between: real networks are slower than their data sheets, so the order matters more than on paper.
+# On InfiniBand, by the data sheet, a step takes 71, 72 and 84 ms: only tensor parallelism across the nodes costs
+# much. On Ethernet, a step takes 4.4 times as long with the pipeline across the nodes, 4.8 times with data
+# parallelism, and more than ten times with tensor parallelism. The forecast (±9 %) for InfiniBand is 84, 93 and 118 ms, so
+# the order matters more than on paper.
 #
 # </details>
 
@@ -265,9 +264,9 @@ print(done.stderr if done.returncode else done.stdout)
 # ## A bug to repair
 #
 # Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
-# on one device. It runs without an error. Run the check, read what it says, and repair `my_clip`, without tplab's
-# `clip_gradients`. Each rank holds a part of the model, some of that part is also on other ranks, and the embedding is
-# tied. The gradients have been averaged over "dp".
+# on one device. Run the check, read what it says, and repair `my_clip`, without tplab's `clip_gradients`. Each rank holds a
+# part of the model, some of that part is also on other ranks, and the embedding is tied. The gradients have been averaged
+# over "dp".
 #
 # - `for number, stage in stages.items()` goes through this rank's stages, and `stage.named_parameters()` has their names.
 # - `specs[number][name]` is the parameter's `P`, which says how it is split over "tp".
@@ -286,12 +285,11 @@ check_clipping(my_clip)
 # %% [markdown]
 # ## Your turn: three clusters
 #
-# So far the mesh was always 2 x 2 x 2. When are three dimensions worth it? You have eight H100 GPUs, the model from the
-# top, and a batch of 16 sequences, in two microbatches per pipeline. The GPUs may be in one node, in four machines of two,
-# or in eight machines; between machines there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each. In the
-# name of a layout, the ranks of the last axis are neighbours. Count what each rank sends, and remember that with $m$
-# microbatches a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check models a step of every layout,
-# which may take a minute.
+# When are three dimensions worth it? You have eight H100 GPUs, the model from the top, and a batch of 16 sequences, in two
+# microbatches per pipeline. The GPUs may be in one node, in four machines of two, or in eight machines; between machines
+# there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each. In the name of a layout, the ranks of the last
+# axis are neighbours. Count what each rank sends, and remember that with $m$ microbatches a pipeline of $p$ stages is idle
+# for $(p-1)/(m+p-1)$ of the time. The check may take a minute.
 
 # %%
 print(", ".join(LAYOUTS))
@@ -310,17 +308,21 @@ check_layouts(my_layouts)
 # %% [markdown]
 # <details><summary>Why each winner wins</summary>
 #
-# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more than
-# the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. On four machines
-# of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the gradients of its
-# own stage across the network. On eight machines no axis has fast links, and `tp` sends too much. There, `4 dp x 2 pp`
-# sends the fewest bytes.
+# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more
+# than the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. On four
+# machines of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the
+# gradients of its own stage across the network. On eight machines no axis has fast links, and `tp` sends too much.
+# There, `4 dp x 2 pp` is the fastest, although three dimensions send a little less.
+#
+# In one node the first places are close: 45 ms for `4 dp x 2 tp`, and 48 ms for `8 dp`, of which it spends 6 ms
+# averaging gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest. This is why [the
+# guide](../docs/choosing.md), which assumes a fast network, begins with data parallelism alone.
 #
 # </details>
 #
 # ## On Monday
 #
-# | | |
+# | library | the three dimensions |
 # |---|---|
 # | Megatron-LM | `--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer`; the other ranks are data-parallel |
 # | torchtitan | `tensor_parallel_degree`, `pipeline_parallel_degree`, `data_parallel_shard_degree` |
@@ -341,7 +343,7 @@ check_layouts(my_layouts)
 # for three dimensions and the order of their axes. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053),
 # whose appendix lists the groups. Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [25 Will it fit?](25_will_it_fit.ipynb), for the memory of each rank.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -62,12 +62,12 @@ PATHS = (
     Path(
         "I debug parallel code",
         "Why a script hangs, why a gradient is wrong, and what ranks must agree on.",
-        ("00", "01", "02", "07", "16", "22"),
+        ("00", "01", "02", "07", "16", "22", "23"),
     ),
     Path(
         "I choose layouts",
         "What each dimension costs in time and memory, and which one crosses the network.",
-        ("02", "03", "04", "10", "13", "16", "17", "19", "24"),
+        ("02", "03", "04", "10", "13", "16", "17", "19", "21", "24", "25", "26"),
     ),
 )
 

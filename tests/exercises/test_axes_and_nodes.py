@@ -47,13 +47,27 @@ def test_a_repair_in_jax_passes():
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp"), op="mean"), "the mean over all ranks"),
         (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
         (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "entries are off"),
+        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "it is divided twice"),
+        (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "The sum runs over all ranks"),
     ],
-    ids=["sum", "own", "all ranks", "tp", "eight"],
+    ids=["sum", "own", "all ranks", "tp", "eight", "twice", "all ranks by dp"],
 )
 def test_what_is_wrong_with_an_average_is_told(average: Callable, hint: str):
     verdict = check_average(average)
     expect(verdict, False, hint)
     assert verdict.panels
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda gradient: tt.all_reduce(tt.all_reduce(gradient, "dp", op="mean"), "dp", op="mean"),
+        lambda gradient: tt.all_gather(gradient, "dp").mean(0, keepdim=True),
+    ],
+    ids=["again", "gathered"],
+)
+def test_an_average_that_sends_too_much_is_refused(average: Callable):
+    expect(check_average(average), False, "the numbers are right, but", "One all_reduce of the gradient")
 
 
 # ------------------------------------------------------------------------------------------------------------ best_mesh
@@ -109,6 +123,10 @@ def test_solutions_pass(best_mesh: Callable):
         (by_least(lambda n, d, f, dp, tp: abs(dp - tp)), "less. In yours"),
         (by_least(lambda n, d, f, dp, tp: n * d * (tp - 1) / tp + d * f * (dp - 1) / dp), "less. In yours"),
         (by_least(lambda *case: sum(sent(*case).values()), allowed=False), "must divide the"),
+        (
+            lambda n, d, f, ranks: min(divisors(n, 0, ranks), key=lambda mesh: sum(sent(n, d, f, *mesh).values())),
+            "must divide the batch of 8, and 2 the hidden width of 9",
+        ),
         (lambda n, d, f, ranks: tried_out(n, d, f, ranks)[::-1], "less. In yours"),
         (lambda n, d, f, ranks: (8, 2), "less. In yours"),
         (lambda n, d, f, ranks: ((n / (2 * f)) ** 0.5, ranks / (n / (2 * f)) ** 0.5), "two whole numbers"),
@@ -122,6 +140,7 @@ def test_solutions_pass(best_mesh: Callable):
         "square",
         "whole sizes",
         "undivided",
+        "hidden width undivided",
         "swapped",
         "one case",
         "root",

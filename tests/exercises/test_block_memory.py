@@ -51,7 +51,42 @@ def test_its_repairs_pass():
     verdict = check_sequence_mlp(sequence_mlp(all_gather))
     expect(verdict, True, "y, dx, dscale, da, db equal the unsharded result")
     assert "do without" not in verdict.text
-    expect(check_sequence_mlp(sequence_mlp(gathered_then_f)), True, "is there a collective that you can do without?")
+    again = check_sequence_mlp(tt.gather_again(sequence_mlp(all_gather)))
+    expect(again, True, "is there a collective that you can do without?")  # it sends more, and keeps less
+
+
+def test_an_all_reduce_of_all_tokens_is_refused():
+    def cut(x, axis, dim):
+        return tt.scatter_to(all_reduce(x, axis), axis, dim)
+
+    hint = "an all_reduce adds up [2, 12, 4] on every rank"
+    expect(check_sequence_mlp(sequence_mlp(gathered_then_f)), False, hint)
+    expect(check_sequence_mlp(sequence_mlp(all_gather, leave=cut)), False, hint)
+    expect(check_tokens_split(tokens_split(scatter=cut)), False, hint, "sends half as much")
+
+
+def test_gathering_weights_instead_of_tokens_is_refused():
+    def whole_weights(x, scale, a, b):
+        return x + hidden(norm(x, f(scale)), all_gather(a, "tp", 1), all_gather(b, "tp", 0))
+
+    expect(check_sequence_mlp(whole_weights), False, "sends 12,352 bytes, where 3,136 would do", "h is gathered once")
+
+
+def test_a_norm_without_its_epsilon_and_float32_pass_and_another_activation_does_not():
+    def without(x, scale):
+        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * scale
+
+    def program(norm, activation=F.gelu):
+        def mlp(x, scale, a, b):
+            h = all_gather(norm(x, f(scale)), "tp", 1)
+            return x + reduce_scatter(activation(h @ a) @ b, "tp", 1)
+
+        return mlp
+
+    expect(check_sequence_mlp(program(without)), True)
+    expect(check_sequence_mlp(lambda *args: program(norm)(*(arg.float() for arg in args))), True)
+    by_tanh = lambda u: F.gelu(u, approximate="tanh")  # noqa: E731
+    expect(check_sequence_mlp(program(norm, by_tanh)), False, "entries are off")
 
 
 @pytest.mark.parametrize(
@@ -60,9 +95,15 @@ def test_its_repairs_pass():
         (sequence_mlp(gather_from), "The other ranks' parts are missing"),
         (sequence_mlp(all_gather, shared=plainly), "Megatron-LM #1446"),
         (sequence_mlp(all_gather, residual=False), "x itself is missing"),
+        (lambda x, s, a, b: x + tt.reduce_from(hidden(norm(x, f(s)), a, b), "tp"), "The tokens are never gathered"),
+        (lambda *args: sequence_mlp(all_gather, residual=False)(*args) + tt.axis_size("tp") * args[0], "once per rank"),
+        (
+            lambda x, s, a, b: x + reduce_scatter(hidden(norm(all_gather(x, "tp", 1), s), a, b), "tp", 1),
+            "own heads and",
+        ),
         (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "entries are off"),
     ],
-    ids=["gather_from", "scale", "no x", "scale twice"],
+    ids=["gather_from", "scale", "no x", "not gathered", "x early", "norm behind", "scale twice"],
 )
 def test_what_is_wrong_with_an_mlp_is_told(fn: Callable[..., Any], hint: str):
     expect(check_sequence_mlp(fn), False, hint, "Mesh(tp=2)")
@@ -115,11 +156,17 @@ def test_computing_everything_on_every_rank_is_refused():
     expect(check_tokens_split(whole), False)
 
 
-def test_splitting_what_was_added_up_for_all_is_remarked_upon():
-    def scatter(x, axis, dim):
-        return tt.scatter_to(all_reduce(x, axis), axis, dim)
+@pytest.mark.parametrize("two", ["gathers", "scatters"])
+def test_two_of_what_one_would_do_are_refused(two: str):
+    def block(x, scale, q, k, v, o, a, b):
+        n = norm(x, f(scale))
+        h = all_gather(n, "tp", 1)
+        terms = heads(h, q, k, v, o), hidden(all_gather(n, "tp", 1) if two == "gathers" else h, a, b)
+        if two == "gathers":
+            return x + reduce_scatter(terms[0] + terms[1], "tp", 1)
+        return x + reduce_scatter(terms[0], "tp", 1) + reduce_scatter(terms[1], "tp", 1)
 
-    expect(check_tokens_split(tokens_split(scatter=scatter)), True, "is there a collective that you can do without?")
+    expect(check_tokens_split(block), False, "sends 4,672 bytes, where 3,136 would do", "gather h once")
 
 
 def test_the_block_in_jax_passes():
@@ -138,7 +185,7 @@ def test_the_block_in_jax_passes():
         (tokens_split(shared=plainly), "Megatron-LM #1446"),
         (norm_behind(plainly), "own heads and features only"),
         (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),
-        (parallel_block, "entries are off"),
+        (parallel_block, "The tokens are never gathered"),
     ],
     ids=["dim 0", "no x", "gather_from", "norm not summed", "norm behind, not summed", "summed twice", "not gathered"],
 )

@@ -130,6 +130,13 @@ def test_a_solution_for_any_number_is_one_for_powers_of_two():
     assert check_puzzle(5, on_any_number()).passed
 
 
+def test_digits_are_not_lost():
+    right = running_sum()
+    for dtype in (torch.bfloat16, torch.int32):
+        verdict = check_puzzle(1, lambda x, dtype=dtype: right(x.to(dtype)).to(x.dtype))
+        assert verdict.passed is False and "right for small whole numbers" in verdict.text
+
+
 @pytest.mark.parametrize(("number", "program"), [(1, running_sum()), (1, chain)], ids=["solved", "slow"])
 def test_the_picture_of_a_run_moves_below_the_words(number: int, program: Callable):
     shown = picture(check_puzzle(number, program))

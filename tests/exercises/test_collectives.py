@@ -14,7 +14,7 @@ import tplab.jax
 import tplab.torch
 from tplab.exercises.check import Verdict
 from tplab.exercises.collectives import check_sum_up
-from tplab.torch import all_reduce, axis_index, axis_size, ring_shift
+from tplab.torch import all_reduce, axis_index, axis_size, ppermute, ring_shift
 
 # ---------------------------------------------------------------------------------------------------- all-reduce
 
@@ -68,6 +68,21 @@ def unsorted(x):
     return torch.stack(pass_on(add_on(x.reshape(R, -1)[(i - 1 - np.arange(R)) % R]))).reshape(x.shape)
 
 
+def star(x):
+    """Sends no more than the ring in total, but rank 0 sends most of it."""
+    total = x
+    for k in range(1, axis_size("tp")):
+        total = total + ppermute(x, "tp", [(k, 0)])
+    for k in range(1, axis_size("tp")):
+        answer = ppermute(total, "tp", [(0, k)])
+        total = answer if axis_index("tp") == k else total
+    return total
+
+
+def in_half_precision(x):
+    return summing(1, 0)(x.bfloat16()).to(x.dtype)
+
+
 @pytest.mark.parametrize(
     ("sum_up", "hint"),
     [
@@ -85,6 +100,18 @@ def test_what_is_wrong_with_an_all_reduce_is_told_and_shown(sum_up: Callable, hi
     assert verdict.passed is False
     assert hint in str(verdict)
     assert picture(verdict).width > 300
+
+
+@pytest.mark.parametrize(
+    ("sum_up", "hint"),
+    [
+        (star, "on Mesh(tp=4) rank 0 sends 288 bytes, where in a ring each sends 144"),
+        (in_half_precision, "right for small whole numbers, but not for others"),
+    ],
+)
+def test_an_all_reduce_with_right_numbers_that_is_no_ring(sum_up: Callable, hint: str):
+    verdict = check_sum_up(sum_up)
+    assert verdict.passed is False and hint in verdict.text, verdict
 
 
 def test_what_the_lab_says_of_its_bug():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tplab.exercises.cut_a_pipeline import SMALL, check_cut, measured_layers
+from labs.source import build
+from tplab.exercises.cut_a_pipeline import SMALL, Trial, check_cut, check_fill, measured_layers
+from tplab.pipeline import partition
 from tplab.pipeline.layer_spec import LayerSpec
 
 WIDTH = 16
@@ -63,16 +66,22 @@ def test_the_right_cut():
 
 
 def test_the_small_models_can_be_checked_in_the_head():
-    assert [trial.best().bounds for trial in SMALL] == [(0, 1, 2, 4), (0, 1, 2, 3, 5), (0, 2, 7), (0, 1, 3, 6)]
-    assert [trial.takes(trial.best().bounds) for trial in SMALL] == [[0] * 3, [0] * 4, [10, 20], [5, 8, 9]]
-    assert [trial.best().largest for trial in SMALL] == [6, 4, 7, 3]
+    assert [trial.best().bounds for trial in SMALL] == [
+        (0, 1, 2, 4),
+        (0, 1, 2, 4),
+        (0, 1, 2, 3, 5),
+        (0, 2, 7),
+        (0, 1, 3, 6),
+    ]
+    assert [trial.takes(trial.best().bounds) for trial in SMALL] == [[0] * 3, [0] * 3, [0] * 4, [10, 20], [5, 8, 9]]
+    assert [trial.best().largest for trial in SMALL] == [6, 9, 4, 7, 3]
 
 
 @pytest.mark.parametrize(
     "cut, said",
     [
         (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank's work is 7, where 6 is possible"),
-        (best_cut(max, lambda rank, ranks: ranks), "Later ranks have more room than that"),
+        (best_cut(max, lambda rank, ranks: ranks), "Only rank 0 does: later ranks have more room"),
         (best_cut(max, lambda rank, ranks: 1), "[0, 2, 4, 6] gives rank 0 10 bytes.\nUnder 1F1B, rank 0 of 3 keeps 3"),
         (best_cut(max, lambda rank, ranks: 0), "[0, 1, 7] gives rank 1 24 bytes.\nUnder 1F1B, rank 1 of 2 keeps 1"),
         (lambda costs, *rest: [0, 2, 3, 4], "is within the limit, but takes"),
@@ -101,9 +110,9 @@ def first_that_fits(costs, weights, kept, ranks, limit):
 
 def test_a_formula_that_counts_too_much_is_told_so():
     verdict = checked(first_that_fits)
-    assert verdict.passed is False and "it counts more bytes than a rank takes" in verdict.text, verdict
+    assert verdict.passed is False and "does it count more bytes than a rank takes?" in verdict.text, verdict
     none = checked(lambda *args: None if args[4] < 22 else best_cut(max)(*args))
-    assert none.passed is False and "There are cuts that fit. If yours finds none" in none.text, none
+    assert none.passed is False and "If yours finds none" in none.text, none
 
 
 def by_the_library(costs, weights, kept, ranks, limit):
@@ -140,3 +149,108 @@ def test_layers_are_measured():
     # a block keeps the norm's input, two statistics a token, its output, and tanh's
     assert kept[:9] == [0, *[3 * 4 * x + 2 * 64 * 4] * 8]
     assert kept[9] > 4 * x  # the head's input, and what the loss keeps
+
+
+def with_empty_stages(costs, weights, kept, ranks, limit):
+    """Right but for the stages that it leaves empty."""
+    legal = [(0, *inner, len(costs)) for inner in combinations(range(len(costs) + 1), ranks - 1)]
+    fitting = [
+        bounds
+        for bounds in legal
+        if all(
+            sum(weights[a:b]) + (ranks - rank) * sum(kept[a:b]) <= limit for rank, (a, b) in enumerate(pairwise(bounds))
+        )
+    ]
+    return min(fitting, key=lambda bounds: max(sum(costs[a:b]) for a, b in pairwise(bounds)))
+
+
+def by_trial(costs, weights, kept, ranks, limit):
+    return Trial("", costs, weights, kept, ranks, limit).best().bounds
+
+
+def reseeds(costs, weights, kept, ranks, limit):
+    torch.manual_seed(0)
+    return best_cut(max)(costs, weights, kept, ranks, limit)
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (with_empty_stages, "the bounds of 3 stages are [0, ..., 4], 4 rising numbers"),
+        (by_trial, "`Trial` does the work"),
+        (reseeds, "it leaves torch's global generator in another state"),
+        (3, "this is an object of type int"),
+    ],
+)
+def test_more_mistakes_in_the_cut(cut, said: str):
+    verdict = checked(cut)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+# ------------------------------------------------------------------------------------------------------------ fill
+
+
+def lab(name: str) -> str:
+    cells = [cell.source for cell in build.read_source("14_cut_a_pipeline").cells if cell.cell_type == "code"]
+    return next(source for source in cells if f"def {name}(" in source)
+
+
+def mended(share: str = "smallest(costs, ranks)", rest: str = "len(costs) - layer == ranks - len(bounds)") -> Any:
+    """The lab's `fill`, with another share, and a rule for the layers that are left."""
+    names: dict[str, Any] = {}
+    exec(lab("smallest").partition("random = ")[0], names)
+    source = lab("fill").replace("sum(costs) / ranks", share)
+    was = "filled + cost > share and len(bounds) < ranks"
+    assert was in source
+    exec(source.replace(was, f"len(bounds) < ranks and (filled + cost > share or {rest})"), names)
+    return names["fill"]
+
+
+def by_partition(costs, ranks):
+    return partition(costs, ranks).bounds
+
+
+def every_cut(costs, ranks):
+    return min(cuts(len(costs), ranks), key=lambda bounds: max(sum(costs[a:b]) for a, b in pairwise(bounds)))
+
+
+def takes_from_the_list(costs, ranks):
+    bounds = every_cut(costs, ranks)
+    costs.clear()
+    return bounds
+
+
+def test_fill():
+    for right in (mended(), every_cut, lambda costs, ranks: np.array(every_cut(costs, ranks))):
+        verdict = check_fill(right)
+        assert verdict.passed and "fill is right" in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    ("fill", "said"),
+    [
+        (mended("sum(costs) / ranks", "False"), "The last stage takes whatever is left"),
+        (mended(rest="False"), "Every stage needs a layer"),
+        (mended("max(costs)"), "The last stage takes whatever is left"),
+        (mended("sum(costs) / ranks"), "The last stage takes whatever is left"),
+        (mended("2 * sum(costs) / ranks"), "The largest stage sets the pace"),
+        (lambda costs, ranks: [0, *range(1, ranks), len(costs)], "The last stage takes whatever is left"),
+        (lambda costs, ranks: [0, *range(len(costs) - ranks + 1, len(costs) + 1)], "The largest stage sets the pace"),
+        (lambda costs, ranks: [len(costs) * rank // ranks for rank in range(ranks + 1)], "The largest could have"),
+        (lambda costs, ranks: every_cut(costs, 4), "the bounds of 3 stages are"),
+        (lambda costs, ranks: every_cut(costs, ranks)[1:-1], "the bounds of 4 stages are"),
+        (takes_from_the_list, "it changes the list"),
+        (by_partition, "`partition` does the work"),
+        (lambda costs, ranks: costs.missing, "AttributeError"),
+        ("fill", "this is an object of type str"),
+    ],
+)
+def test_fill_gone_wrong(fill, said: str):
+    verdict = check_fill(fill)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_fill_not_started():
+    def fill(costs, ranks): ...
+
+    assert check_fill(fill).passed is None

@@ -9,7 +9,16 @@ import torch
 from torch.nn import functional as F
 
 from tplab.exercises.data_parallel import check_loss, check_replicas
-from tplab.torch import all_reduce, average_gradients, axis_size, broadcast, data_parallel, start, tokens_per_rank
+from tplab.torch import (
+    all_gather,
+    all_reduce,
+    average_gradients,
+    axis_size,
+    broadcast,
+    data_parallel,
+    start,
+    tokens_per_rank,
+)
 
 
 def summed(logits, targets):
@@ -27,6 +36,13 @@ RIGHT = [
     lambda logits, targets: summed(logits, targets) / all_reduce(count(targets).float(), "dp", "mean"),
     lambda logits, targets: F.cross_entropy(logits, targets, reduction="none").sum() / tokens_per_rank(targets, "dp"),
 ]
+
+
+def seeded(logits, targets):
+    torch.manual_seed(0)
+    return RIGHT[0](logits, targets)
+
+
 WRONG = {
     "Each rank takes the mean of its own tokens": lambda logits, targets: F.cross_entropy(logits, targets),
     "a loss of nan: the mean of no numbers is 0/0": lambda logits, targets: (
@@ -36,6 +52,19 @@ WRONG = {
     "This is the sum of the losses": summed,
     "ignored are counted in the denominator": lambda logits, targets: summed(logits, targets) / len(targets),
     "do not all have the same weight": lambda logits, targets: summed(logits[:1], targets[:1]),
+    "the logits of a rank are sent to others": lambda logits, targets: F.cross_entropy(
+        all_gather(logits, "dp"), all_gather(targets, "dp")
+    ),
+    "leaves torch's global generator in another state": seeded,
+    "Every token weighs 0.75 times what it should": lambda logits, targets: (
+        summed(logits, targets) / all_reduce(count(targets), "dp", "max")
+    ),
+    "The gradients are right, but the mean of the ranks' losses is": lambda logits, targets: (
+        all_reduce(summed(logits, targets), "dp") / all_reduce(count(targets).double(), "dp", "mean")
+    ),
+    "Targets of -100 count in it": lambda logits, targets: (
+        summed(logits, targets.clamp(min=0)) / all_reduce(count(targets).double(), "dp", "mean")
+    ),
     "a loss is a tensor of one number": lambda logits, targets: logits,
     "my_loss raised": lambda logits, targets: 1 / 0,
 }
@@ -144,6 +173,61 @@ def of_an_ever_longer_list(model):
     return finish
 
 
+def sends_everything(model):
+    """Every rank gets the gradients of all ranks, to take their mean itself."""
+    flights = {}
+
+    def leave(p):
+        flights[p] = start(all_gather, p.grad[None], "dp")
+
+    def finish():
+        for p in [*flights]:
+            p.grad = flights.pop(p).wait().mean(0)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(leave)
+    return finish
+
+
+def in_pairs(model):
+    """The gradients of two layers leave together: a quarter of them has nothing to hide behind."""
+    waiting, flights = [], []
+
+    def leave(p):
+        waiting.append(p)
+        if len(waiting) == 2:
+            pair = waiting[:]
+            flights.append((pair, start(all_reduce, torch.stack([p.grad for p in pair]), "dp", "mean")))
+            waiting.clear()
+
+    def finish():
+        for pair, flight in flights:
+            for p, mean in zip(pair, flight.wait()):
+                p.grad = mean
+        flights.clear()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(leave)
+    return finish
+
+
+def seeds(model):
+    torch.manual_seed(0)
+    return by_hooks(model)
+
+
+def steps_too(model):
+    finish = by_hooks(model)
+
+    def finish_and_step():
+        finish()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad)
+
+    return finish_and_step
+
+
 @pytest.mark.parametrize("fn", [by_hooks, with_the_same_start])
 def test_right_replicas(fn):
     verdict = check_replicas(fn)
@@ -162,6 +246,10 @@ def test_right_replicas(fn):
         (of_an_ever_longer_list, "is there a list that only grows?"),
         (late, "0% of the communication is hidden.\nBelow is one step"),
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
+        (sends_everything, "One all_reduce per gradient is enough"),
+        (in_pairs, "75% of the communication is hidden.\nBelow is one step on a modelled H100 node. Which gradients"),
+        (seeds, "leaves torch's global generator in another state"),
+        (steps_too, "it changes its argument 0.weight in place"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
         (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
     ],

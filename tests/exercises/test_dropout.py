@@ -83,6 +83,46 @@ def masked(seed: Callable[[], int], shape: Callable[[Any], Any] = lambda h: h.sh
     return solution
 
 
+def gathers(x, a, b):
+    a, b = tt.gather_from(a, "tp", dim=1), tt.gather_from(b, "tp", dim=0)
+    return x + tt.dropout(tt.dropout(torch.relu(x @ a), 0.5) @ b, 0.5)
+
+
+def one_mask_outside(x, a, b):
+    y = block(p_outside=0)(x, a, b) - x
+    return x + 2 * y * (torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
+
+
+def of_torch(x, a, b):
+    """torch's own dropout inside, where each rank has a generator of its own."""
+    h = torch.nn.functional.dropout(torch.relu(tt.copy_to(x, "tp") @ a), 0.5)
+    return x + tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5)
+
+
+def reseeds_at_the_end(x, a, b):
+    y = of_torch(x, a, b)
+    torch.manual_seed(0)
+    return y
+
+
+def only_on_rank_0(x, a, b):
+    y = block(p_outside=0)(x, a, b) - x
+    return x + (tt.dropout(y, 0.5) if tt.axis_index("tp") == 0 else y)
+
+
+def detached_sum(x, a, b):
+    return x + (block()(x, a, b) - x).detach()
+
+
+def test_other_blocks_that_are_right():
+    def before_the_relu(x, a, b):
+        h = torch.relu(tt.dropout(torch.einsum("td,df->tf", tt.copy_to(x, "tp"), a), 0.5, axis="tp"))
+        return tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5).add(x)
+
+    expect(check_block(before_the_relu), True)
+    expect(check_block(of_torch), True)
+
+
 in_pairs = masked(lambda: tt.axis_index("tp") // 2)
 one_mask_for_all_tokens = masked(lambda: tt.axis_index("tp"), lambda h: h.shape[1:])
 
@@ -101,6 +141,17 @@ one_mask_for_all_tokens = masked(lambda: tt.axis_index("tp"), lambda h: h.shape[
         (without_copy_to, "the gradient of x is not, on rank 0 of Mesh(tp=4)", True),
         (in_pairs, "inside, ranks 0 and 1 of Mesh(tp=4) draw the same mask", True),
         (one_mask_for_all_tokens, "the same hidden features are dropped for every token", True),
+        (gathers, "the busiest rank does 100% of what one rank alone would do", False),
+        (one_mask_outside, "outside, the mask is the same whenever the block runs", True),
+        (masked(lambda: tt.axis_index("tp")), "inside, the mask is the same whenever the block runs", True),
+        (reseeds_at_the_end, "it seeds torch's global generator", False),
+        (only_on_rank_0, "Outside, rank 1 drops nothing", True),
+        (detached_sum, "Is something detached?", True),
+        (lambda x, a, b: tt.dropout(block(p_outside=0)(x, a, b), 0.5), "x does not pass through", True),
+        (lambda x, a, b: block()(x, a, b) - x, "x does not pass through", True),
+        (lambda x, a, b: print(end=""), "it returned None; is a `return` missing?", False),
+        (lambda x, a, b: (x, a), "it returned an object of type tuple", False),
+        (3, "this is an object of type int", False),
         (lambda x, a, b: block()(x, a, b).detach(), "has no gradient", False),
         (lambda x, a, b: block()(x, a, b) + 0 * x.data.zero_(), "it changes its argument x", False),
         (lambda x, a, b: x[:1], "the result has shape [1, 16]", False),
@@ -215,6 +266,18 @@ def test_drop():
     expect(check_drop(by_bernoulli), True)
 
 
+def broadcasts(x, p, key, axis=None):
+    mask = drop(seed=lambda key, index: hash((key, index)))(torch.ones(x.shape), p, key, axis)
+    return x * (tt.broadcast(mask, "tp", 0) if axis in (None, "dp") else mask)
+
+
+def drops_exactly(x, p, key, axis=None):
+    """Drops p of the numbers, and not each of them with probability p."""
+    generator = torch.Generator().manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis))))
+    order = torch.randperm(x.numel(), generator=generator).reshape(x.shape)
+    return x * (order >= p * x.numel()) / (1 - p)
+
+
 def with_the_axis_name(x, p, key, axis=None):
     place = 0 if axis is None else tt.axis_index(axis)
     generator = torch.Generator().manual_seed(hash((key, axis, place)))
@@ -239,6 +302,11 @@ def with_the_axis_name(x, p, key, axis=None):
         (reseeds, "it leaves torch's global generator in another state"),
         (lambda *args: drop()(*args).detach(), "no gradient reaches x"),
         (in_place, "it changes its argument x in place"),
+        (broadcasts, "can agree on a mask without any message"),
+        (drops_exactly, "every mask drops equally many numbers"),
+        (lambda x, p, key, axis: x.numpy(), "it returned an object of type ndarray"),
+        (lambda x, p, key, axis: print(end=""), "it returned None; is a `return` missing?"),
+        ("drop", "this is an object of type str"),
         (of_two_dimensions, "RuntimeError on rank 0 of Mesh(tp=4)"),
         (drop(seed=lambda key, index: key * 4 + index), "never give the same seed"),
         (drop(seed=lambda key, index: key * 10 + index), "on Mesh(tp=12)"),

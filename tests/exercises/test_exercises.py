@@ -19,7 +19,7 @@ from tplab import Mesh
 from tplab.exercises import first_look, split_a_layer, trials
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise, Seen
-from tplab.exercises.first_look import check_largest
+from tplab.exercises.first_look import check_largest, check_total
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear, finite_differences
 from tplab.exercises.trials import weight
 from tplab.sharding import split
@@ -53,6 +53,12 @@ def shaped(x):
     return x[..., 0]
 
 
+def in_place(x):
+    best = x.clone()
+    best[...] = x
+    return best
+
+
 @pytest.mark.parametrize("fn", [untouched, half_done, lambda x: None, lambda x: ...])
 def test_a_stub_is_not_started(fn: Callable[..., Any]):
     assert not_started(fn)
@@ -61,7 +67,9 @@ def test_a_stub_is_not_started(fn: Callable[..., Any]):
     assert re.fullmatch(r"largest: not started\. .*", verdict.text)
 
 
-@pytest.mark.parametrize("fn", [shaped, lambda x: x, lambda x: 3, lambda x, i=0: x[..., i], test_a_stub_is_not_started])
+@pytest.mark.parametrize(
+    "fn", [shaped, in_place, lambda x: x, lambda x: 3, lambda x, i=0: x[..., i], test_a_stub_is_not_started]
+)
 def test_what_does_something_is_started(fn: Callable[..., Any]):
     assert not not_started(fn)
 
@@ -121,11 +129,61 @@ def test_largest(shift: int):
         (largest(tt, torch.add), "This is the sum"),
         (keeps_the_last, "arrived last"),
         (passes_its_own, "the number that has just arrived"),
-        (lambda x: -x, "entries are off, by up to"),
+        (lambda x: -x, "It is off by 25."),
     ],
 )
 def test_largest_gone_wrong(fn: Callable[..., Any], hint: str):
     expect(check_largest(fn), False, hint, "on rank", "Mesh(ring=4)")
+
+
+def total_of_ring(x, too_many: int = 0, shift: int = 1):
+    passing = total = x
+    for _ in range(tt.axis_size("ring") - 1 + too_many):
+        passing = tt.ring_shift(passing, "ring", shift)
+        total = total + passing
+    return total
+
+
+def sums_passed_on(x):
+    total = x
+    for _ in range(tt.axis_size("ring") - 1):
+        total = tt.ring_shift(total, "ring") + x
+    return total
+
+
+@pytest.mark.parametrize("fn", [total_of_ring, sums_passed_on, lambda x: total_of_ring(x, shift=-1)])
+def test_the_sum_of_a_ring(fn: Callable[..., Any]):
+    expect(check_total(fn), True, "result equals the unsharded result")
+
+
+def test_the_lab_shows_a_bug_whose_repair_passes():
+    source = next(
+        cell.source for cell in build.read_source("00_first_look").cells if "def total_of_ring" in cell.source
+    )
+    names: dict[str, Any] = {"tt": tt}
+    exec(source.split("\n\n")[0], names)
+    expect(check_total(names["total_of_ring"]), False, "Some numbers are counted more than once", "Mesh(ring=4)")
+
+
+@pytest.mark.parametrize(
+    ("fn", "hint"),
+    [
+        (lambda x: x, "This is the rank's own number"),
+        (lambda x: total_of_ring(x, -1), "One number is missing"),
+        (lambda x: total_of_ring(x, 1), "Is there one hop too many?"),
+        (keeps_the_last, "arrived last"),
+        (lambda x: total_of_ring(x, 7 - tt.axis_size("ring") + 1), "It is off by"),
+        (lambda x: tt.all_reduce(x, "ring"), "`all_reduce` does the work"),
+        (lambda x: tt.ring_all_reduce(x, "ring"), "`ring_all_reduce` does the work"),
+        (lambda x: tt.all_gather(x, "ring").sum(0, keepdim=True), "`all_gather` does the work"),
+        (lambda x: sum(tt.ring_shift(x, "ring", hop) for hop in range(tt.axis_size("ring"))), "is not its neighbour"),
+        (lambda x: x.copy_(total_of_ring(x)), "it changes its argument x in place"),
+        (lambda x: total_of_ring(x) if tt.axis_index("ring") == 0 else total_of_ring(x) * 0, "It is off by"),
+        (lambda x: total_of_ring(x).item(), "result has shape []"),
+    ],
+)
+def test_the_sum_of_a_ring_gone_wrong(fn: Callable[..., Any], hint: str):
+    expect(check_total(fn), False, hint)
 
 
 def hops(number: int | None) -> Callable[..., Any]:
@@ -321,7 +379,7 @@ def test_gated():
     verdict = check_gated(gated())
     expect(verdict, True, "z, dx, da, dg, db equal the unsharded result")
     assert "do without" not in verdict.text
-    expect(check_gated(gated(twice=True)), True, "is there a collective that you can do without?")
+    expect(check_gated(gated(twice=True)), False, "sends 576 bytes, where 384 would do", "Two sums will do")
 
     def in_jax(x, a, g, b):
         return tj.reduce_from((jax.nn.silu(x @ a) * (x @ g)) @ b, "tp")

@@ -121,6 +121,55 @@ def test_a_result_without_a_gradient_is_told(cut: Callable[..., Any]):
     expect(check_gated(lambda *args: cut(gated()(*args))), False, "it has no gradient", "detach()")
 
 
+def leaves_a_gradient(x, a, b, target):
+    a, b = a.requires_grad_(), b.requires_grad_()
+    z = tt.reduce_from(torch.tanh(x @ a) @ b, "tp")
+    ((z - target) ** 2).sum().backward()
+    return a.grad, b.grad
+
+
+def test_a_gradient_left_in_an_argument_would_be_counted_twice():
+    expect(check_backward(leaves_a_gradient), False, "it leaves a gradient in its argument a", "twice as much")
+    expect(check_backward(lambda x, a, b, t: leaves_a_gradient(x, a.clone(), b.clone(), t)), True)
+
+
+def test_a_graph_that_is_never_freed_is_refused():
+    kept: list[torch.Tensor] = []
+
+    def remembers(x, a, g, b):
+        kept.append(z := gated()(x, a, g, b))
+        return z
+
+    def remembers_numbers(x, a, g, b):
+        kept.append((z := gated()(x, a, g, b)).detach())
+        return z
+
+    expect(check_gated(remembers), False, "it keeps a tensor in a variable that outlives the call", "tensor.detach()")
+    expect(check_gated(remembers_numbers), True)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "hint"),
+    [
+        (lambda y: (y,), "it returned a tuple with it; return the tensor itself"),
+        (lambda y: [y], "it returned a list with it"),
+        (lambda y: y.detach().numpy(), "it returned a NumPy array; leave it a tensor"),
+    ],
+)
+def test_a_result_in_brackets_or_without_its_type_is_refused(wrap: Callable[..., Any], hint: str):
+    expect(check_row_linear(lambda *args: wrap(row_linear(tt)(*args))), False, hint)
+
+
+def test_float32_is_precise_enough():
+    """Also for an answer that is first compared with a known mistake of another shape."""
+    single = lambda fn: lambda *args: fn(*(arg.float() for arg in args))  # noqa: E731
+    expect(check_row_linear(single(row_linear(tt))), True)
+    expect(check_gated(single(gated())), True)
+    expect(check_backward(single(lambda *args: backward(tt, torch.tanh, lambda z, y, t: 2 * (z - t))(*args))), True)
+    half = lambda fn: lambda *args: fn(*(arg.half() for arg in args)).double()  # noqa: E731
+    expect(check_gated(half(gated())), False)
+
+
 # ----------------------------------------------------------------------------- right numbers in the wrong way: 00 to 02
 
 
@@ -152,6 +201,13 @@ def test_largest_may_send_more_only_up_to_twice_as_much():
         return best
 
     expect(check_largest(a_hundred_hops), False, "the numbers are right, but on Mesh(ring=4) it sends 3,200 bytes")
+
+
+def test_largest_may_not_skip_a_neighbour():
+    def from_afar(x):
+        return torch.stack([tt.ring_shift(x, "ring", hop) for hop in range(tt.axis_size("ring"))]).amax(0)
+
+    expect(check_largest(from_afar), False, "which is not its neighbour")
 
 
 def gathers_all(x, a, b, target):
@@ -186,8 +242,31 @@ def test_the_two_labs_agree_on_a_bias_that_is_added_before_the_sum():
     """Lab 04 refuses these for the same layer."""
     divided = bias_of(lambda bias: bias / tt.axis_size("tp"))
     first = bias_of(lambda bias: bias * (tt.axis_index("tp") == 0))
+    last = bias_of(lambda bias: bias * (tt.axis_index("tp") == tt.axis_size("tp") - 1))
     expect(check_row_linear(divided), False, "y is right, but the bias learns R times too slowly")
-    expect(check_row_linear(first), False, "on this rank the bias receives no gradient")
+    for one in (first, last):
+        expect(check_row_linear(one), False, "on this rank the bias receives no gradient")
+
+
+def test_rows_that_are_treated_as_copies():
+    def shared(x, w, bias):
+        return row_linear(tt)(x, tt.copy_to(w, "tp"), bias)
+
+    expect(check_row_linear(shared), False, "The ranks' pieces of dw are added up", "rows of its own")
+
+
+def test_the_librarys_layer_is_not_an_answer():
+    def layer(x, w, bias):
+        return tt.RowParallelLinear(x.shape[1], len(bias), "tp")(x)
+
+    expect(check_row_linear(layer), False, "`RowParallelLinear` does the work")
+
+
+def test_a_bias_after_a_sum_whose_gradient_is_added_up_again():
+    def by_hops(x, w, bias):
+        return tt.ring_all_reduce(tt.scatter_to(x, "tp", 1) @ w, "tp") + bias
+
+    expect(check_row_linear(by_hops), False, "dw is not right", "R times too large", "ring_all_reduce and copy_to")
 
 
 def test_other_peoples_right_answers():

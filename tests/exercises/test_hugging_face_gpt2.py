@@ -14,7 +14,7 @@ from torch import nn
 
 import tplab.torch
 from tplab.exercises.hugging_face_gpt2 import check_llama_plan, check_row, small_llama
-from tplab.torch import all_reduce, axis_index, axis_size, copy_to, gather_from
+from tplab.torch import all_reduce, axis_index, axis_size, copy_to, gather_from, reduce_from
 
 pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
 
@@ -89,6 +89,26 @@ class Whole(Row):
         return gather_from(x, "tp") @ self.weight + self.bias
 
 
+class GathersEachTime(Row):
+    """Right numbers, from all rows, which every rank gathers in each forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from(x, "tp") @ gather_from(self.weight, "tp", dim=0) + self.bias
+
+
+class Changes(Row):
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
+        given.weight.data.zero_()  # type: ignore[operator, union-attr]
+
+
+class AnotherStyle(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = reduce_from(torch.einsum("bsi,io->bso", x, self.weight), "tp")
+        y += self.bias
+        return y
+
+
 class Raises(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
@@ -97,6 +117,7 @@ class Raises(Row):
 def test_the_layer():
     verdict = check_row(Row)
     assert verdict.passed and verdict.text.startswith("Row is right"), verdict
+    assert check_row(AnotherStyle).passed
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,8 @@ def test_the_layer():
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
+        (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
+        (Changes, ("it changes its argument given.weight in place",)),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
         (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],
@@ -118,6 +141,12 @@ def test_a_wrong_layer_is_told_where_it_begins_and_why(layer: Callable[..., Any]
     assert verdict.passed is False and layer.__name__ in verdict.text, verdict
     for part in parts:
         assert part in verdict.text, verdict
+
+
+def test_what_is_no_layer_is_told():
+    for given, kind in (("MyRow", "str"), (nn.Linear(2, 2), "Linear")):
+        verdict = check_row(given)  # type: ignore[arg-type]
+        assert verdict.passed is False and f"this is an object of type {kind}" in verdict.text, verdict
 
 
 def test_a_notebook_shows_the_report_below_the_text():

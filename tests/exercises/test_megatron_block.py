@@ -154,6 +154,21 @@ def test_a_block_with_half_the_sums():
     expect(check_parallel_block(two_sums), False, "4,608 bytes, where 3,072 would do", "half of what the block needs")
 
 
+def test_other_peoples_blocks_pass():
+    """A norm without its epsilon, and float32; gelu's approximation is another function."""
+
+    def variant(activation: Callable[..., Any]) -> Callable[..., Any]:
+        def block(x, scale, q, k, v, o, a, b):
+            h = f(F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * scale)
+            return g(activation(h @ a) @ b + heads(h, q, k, v, o)) + x
+
+        return block
+
+    expect(check_parallel_block(variant(F.gelu)), True)
+    expect(check_parallel_block(lambda *args: parallel_block(*(arg.float() for arg in args))), True)
+    expect(check_parallel_block(variant(lambda u: F.gelu(u, approximate="tanh"))), False, "entries are off")
+
+
 def test_the_block_in_jax_passes():
     """On one mesh: it takes XLA seconds."""
     exercise = replace(megatron_block.PARALLEL_BLOCK, meshes=(Mesh(tp=3),))
@@ -193,6 +208,16 @@ def no_x(x, scale, q, k, v, o, a, b):
     return g(terms(x, scale, q, k, v, o, a, b))
 
 
+def x_in_parts(x, scale, q, k, v, o, a, b):
+    h = f(norm(x, scale))
+    return g(x / axis_size("tp") + heads(h, q, k, v, o) + hidden(h, a, b))
+
+
+def by_hops(x, scale, q, k, v, o, a, b):
+    h = f(norm(x, scale))
+    return x + tt.ring_all_reduce(heads(h, q, k, v, o) + hidden(h, a, b), "tp")
+
+
 def terms(x, scale, q, k, v, o, a, b):
     return heads(norm(x, scale), q, k, v, o) + hidden(norm(x, scale), a, b)
 
@@ -209,9 +234,23 @@ def terms(x, scale, q, k, v, o, a, b):
         (block_of(projects=plainly), "through attention are added up"),
         (block_of(attends=plainly), "through a are added up"),
         (block_of(plainly, plainly, first=f), "because f is before the norm"),
+        (x_in_parts, "the gradient of the residual is R times too small"),
+        (by_hops, "that of ring_all_reduce or all_gather does"),
         (block_of(residual=lambda x: -x), "entries are off"),
     ],
-    ids=["no sum", "x summed", "no x", "sequential", "no f", "f of x", "f half", "f other half", "f early", "- x"],
+    ids=[
+        "no sum",
+        "x summed",
+        "no x",
+        "sequential",
+        "no f",
+        "f of x",
+        "f half",
+        "f other half",
+        "f early",
+        "x in parts",
+    ]
+    + ["by hops", "- x"],
 )
 def test_what_is_wrong_with_a_block_is_told(fn: Callable[..., Any], hint: str):
     expect(check_parallel_block(fn), False, hint, "Mesh(tp=2)")

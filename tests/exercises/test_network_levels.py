@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import tplab.jax as tj
 import tplab.torch as tt
@@ -48,6 +49,18 @@ def test_what_is_wrong_with_a_gather_is_told_and_shown(gather_all: Callable, hin
     verdict = check_gather_all(gather_all)
     expect(verdict, False, hint, "Mesh(node=2, gpu=3)")
     assert verdict.panels
+
+
+def test_digits_are_not_lost():
+    """Small whole numbers go through bfloat16 and through int unharmed; others do not."""
+    right = across_first(tt)
+    for dtype in (torch.bfloat16, torch.int32):
+        expect(
+            check_gather_all(lambda x, dtype=dtype: right(x.to(dtype)).to(x.dtype)),
+            False,
+            "right for small whole numbers",
+        )
+    expect(check_gather_all(lambda x: right(x.float())), True, "")
 
 
 def test_the_labs_stub_is_not_started():

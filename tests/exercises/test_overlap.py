@@ -56,6 +56,18 @@ def test_right_and_overlapped():
     for verdict in (check_gather_product(gather_by_hand), check_product_scatter(scatter_by_hand)):
         assert verdict.passed and "100% of the communication that can be hidden is hidden" in verdict.text, verdict
         shows_a_timeline(verdict)
+    assert "can you keep both directions?" in check_gather_product(gather_by_hand).text
+
+
+def test_damage_to_gradients_and_digits_is_refused():
+    for wrong, hint in (
+        (lambda x, w: scatter_by_hand(x.detach(), w.detach()), "it has no gradient"),
+        (lambda x, w: scatter_by_hand(x.detach(), w), "dx is not right yet"),
+        (lambda x, w: scatter_by_hand(x.bfloat16(), w.bfloat16()).to(x.dtype), "dx is not right yet"),
+    ):
+        verdict = check_product_scatter(wrong)
+        assert verdict.passed is False and hint in verdict.text, verdict
+    assert check_product_scatter(lambda x, w: scatter_by_hand(x.float(), w.float()).to(x.dtype)).passed
 
 
 def test_the_librarys_own_layers_are_refused():
@@ -74,6 +86,24 @@ def test_right_and_blocking():
     ):
         assert verdict.passed is False and ": the numbers are right, but it hides 0% of" in verdict.text, verdict
         shows_a_timeline(verdict)
+
+
+def test_a_rank_that_computes_all_parts_again_for_every_hop():
+    """Then much is computed behind each hop, and all is hidden."""
+
+    def all_parts(x, w):
+        num_ranks, index = axis_size("tp"), axis_index("tp")
+        total = (x @ w.T).chunk(num_ranks, 1)[(index - 1) % num_ranks]
+        for k in range(1, num_ranks):
+            flight = start(ring_shift, total, "tp")
+            part = (x @ w.T).chunk(num_ranks, 1)[(index - 1 - k) % num_ranks]
+            total = flight.wait() + part
+        return total
+
+    verdict = check_product_scatter(all_parts)
+    assert verdict.passed is False, verdict
+    assert "the numbers are right, but a rank computes 8.0 times as much as in one matmul." in verdict.text
+    shows_a_timeline(verdict)
 
 
 def test_known_mistakes():
@@ -109,7 +139,8 @@ def test_the_lab_shows_the_bug():
     assert bug.count(first) == bug.count(starts + wait) == 1
     mended = bug.replace(starts + wait, f"{wait}        if k < R // 2:\n{indent}{up}{indent}{down}")
     mended = mended.replace(first, f"    {up}    {down}{first}")
-    assert check_gather_product(made("tidied", mended)).passed
+    verdict = check_gather_product(made("tidied", mended))
+    assert verdict.passed and "both directions" not in verdict.text
 
 
 def made(name: str, source: str) -> Callable[..., torch.Tensor]:

@@ -36,7 +36,63 @@ def hidden_head():
 
 def tied(first="words", last="words"):
     head = TiedSpec(last, nn.Embedding, 65, WIDTH, forward=lambda words, x: x @ words.weight.T)
-    return [TiedSpec(first, nn.Embedding, 65, WIDTH), *BLOCKS, head]
+    return [TiedSpec(first, nn.Embedding, 65, WIDTH), *BLOCKS, LayerSpec(nn.LayerNorm, WIDTH), head]
+
+
+def without_a_norm():
+    *layers, _, head = tied()
+    return [*layers, head]
+
+
+def norm_before_the_blocks():
+    first, *blocks, norm, head = tied()
+    return [first, norm, *blocks, head]
+
+
+class LastBlock(Residual):
+    """A block that ends with the model's norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+def norm_in_the_last_block():
+    *layers, _, _, head = tied()
+    return [*layers, LayerSpec(LastBlock), head]
+
+
+def root_mean_square():
+    *layers, _, head = tied()
+    return [*layers, LayerSpec(nn.RMSNorm, WIDTH), head]
+
+
+class Normed(nn.Embedding):
+    """An embedding that is also a head with a norm."""
+
+    def logits(self, x):
+        return nn.functional.layer_norm(x, x.shape[-1:]) @ self.weight.T
+
+
+def norm_in_the_head():
+    first = TiedSpec("words", Normed, 65, WIDTH)
+    return [first, *BLOCKS, TiedSpec("words", Normed, 65, WIDTH, forward=Normed.logits)]
+
+
+def with_a_bias(bias=True):
+    head = TiedSpec("words", nn.Linear, WIDTH, 65, bias=bias)
+    return [TiedSpec("words", nn.Embedding, 65, WIDTH), *BLOCKS, LayerSpec(nn.LayerNorm, WIDTH), head]
+
+
+@pytest.mark.parametrize(
+    "layers", [norm_in_the_last_block, root_mean_square, norm_in_the_head, lambda: with_a_bias(False)]
+)
+def test_other_places_for_the_norm(layers):
+    verdict = check_layers(layers)
+    assert verdict.passed, verdict
 
 
 def hidden_embedding():
@@ -81,6 +137,9 @@ def test_the_bug_is_shown():
         (two_matrices, "the head and the embedding are now two matrices"),
         (lambda: tied("words", "head"), "the head and the embedding are now two matrices"),
         (tied_by_assignment, "Layers 0 and 5 share one tensor [65, 16], but only on a rank that has both"),
+        (without_a_norm, "nothing normalises what the head gets.\nWhere has the norm gone"),
+        (norm_before_the_blocks, "nothing normalises what the head gets.\nWhere has the norm gone"),
+        (with_a_bias, "its head has a bias of 65 numbers"),
         (without_forward, "RuntimeError"),
         (lambda: object(), "TypeError"),
         (lambda: tied()[4:], "in the line: return x + torch.tanh"),
@@ -118,6 +177,25 @@ def test_bytes_along_a_row():
     verdict = check_most_bytes(most_bytes())
     assert verdict.passed and "right to the byte" in verdict.text, verdict
     assert [panel.title for panel in verdict.panels] == ["yours, bytes by rank", "what each rank held"]
+
+
+def test_an_argument_that_is_changed():
+    def counts_and_clears(row, stage_bytes):
+        most = most_bytes()(row, stage_bytes)
+        stage_bytes[0] = 0
+        return most
+
+    verdict = check_most_bytes(counts_and_clears)
+    assert verdict.passed is False and "it changes its argument stage_bytes" in verdict.text
+
+
+def test_a_head_without_a_gradient():
+    def layers():
+        head = TiedSpec("words", nn.Embedding, 65, WIDTH, forward=lambda words, x: x @ words.weight.detach().T)
+        return [*tied()[:-1], head]
+
+    verdict = check_layers(layers)
+    assert verdict.passed is False and "What cuts the head off" in verdict.text
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,30 @@ def test_repairs_pass(fn: Callable):
     expect(check_add_up(fn), True, "total equals the unsharded result", "of codes and scales")
 
 
+def in_eight_bits(x):
+    scale = x.abs().max() / 127
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None]).sum(0, keepdim=True)
+
+
+def in_blocks(x):
+    blocks = x.reshape(len(x), -1, 8)
+    scales = blocks.abs().amax(2, keepdim=True) / 7
+    codes = codes_of(blocks, scales)
+    return (tt.all_to_all(codes, "dp") * tt.all_to_all(scales, "dp")).sum(0).reshape(1, -1)
+
+
+@pytest.mark.parametrize("fn", [in_eight_bits, in_blocks])
+def test_codes_of_another_kind_pass(fn: Callable):
+    expect(check_add_up(fn), True, "for numbers between two codes")
+
+
+def toward_zero(x):
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_to_all((x / scale).to(torch.int8), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None]).sum(0, keepdim=True)
+
+
 def test_a_repair_in_jax_passes():
     expect(check_add_up(in_jax, "jax"), True)
 
@@ -109,6 +133,8 @@ def only_codes(x):
         (largest_scale, "times the largest scale"),
         (only_codes, "These are sums of codes. A code times"),
         (half, "These are sums of numbers in half precision"),
+        (toward_zero, "Which code is the nearest?"),
+        (lambda x: tt.quantized_reduce_scatter(x, "dp", bits=4), "`quantized_reduce_scatter` does the work"),
         (common_scale, "it is the best of the wrong answers"),
         (of_one_row(lambda: 0), "entries are off"),
         (of_one_row(lambda: -1), "entries are off"),
@@ -130,6 +156,12 @@ def solution(x):
     nodes, gpus = tt.axis_size("node"), tt.axis_size("gpu")
     rows = x.reshape(nodes, gpus, -1).transpose(0, 1).flatten(0, 1)
     return tt.reduce_scatter(tt.reduce_scatter(rows, "gpu"), "node")
+
+
+def sums_for_all(x):
+    """Every GPU gets its node's sums for all ranks, and drops most of them."""
+    own = slice(tt.axis_index("gpu"), None, tt.axis_size("gpu"))
+    return tt.reduce_scatter(tt.all_reduce(x, "gpu")[own], "node")
 
 
 def solution_in_jax(x):
@@ -154,6 +186,8 @@ def test_solutions_pass():
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
         (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
         (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
+        (sums_for_all, "one row for each node"),
+        (lambda x: solution(x.bfloat16()).to(x.dtype), "they lose digits on their way"),
     ],
 )
 def test_what_is_wrong_on_two_levels_is_told(fn: Callable, hint: str):

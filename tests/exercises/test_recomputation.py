@@ -111,9 +111,73 @@ def again_with_seed(piece, kept, dy):
         return again_plainly(piece, x, dy)
 
 
-def test_a_seed_per_piece_is_right_too():
-    verdict = check_recomputed(forget_with_seed, again_with_seed)
+def forget_a_leaf(piece, x):
+    state, x = torch.get_rng_state(), x.detach().requires_grad_()
+    with torch.no_grad():
+        return piece(x), {"x": x, "state": state}
+
+
+def again_from_a_leaf(piece, kept, dy):
+    now = torch.get_rng_state()
+    torch.set_rng_state(kept["state"])
+    y = piece(kept["x"])
+    torch.set_rng_state(now)
+    dx, *grads = torch.autograd.grad(y, [kept["x"], *piece.parameters()], dy)
+    for weight, grad in zip(piece.parameters(), grads):
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+    return dx
+
+
+@pytest.mark.parametrize("mine", [(forget_with_seed, again_with_seed), (forget_a_leaf, again_from_a_leaf)])
+def test_other_peoples_solutions_are_right_too(mine: Any):
+    verdict = check_recomputed(*mine)
     assert verdict.passed, verdict
+
+
+STATES: list[Any] = []
+
+
+def forget_on_a_stack(piece, x):
+    STATES.append(torch.get_rng_state())
+    return forget_plainly(piece, x)
+
+
+def again_from_the_stack(piece, x, dy):
+    return again(piece, (x, STATES.pop()), dy)
+
+
+STATE_OF: dict[int, Any] = {}
+
+
+def forget_by_piece(piece, x):
+    STATE_OF[id(piece)] = torch.get_rng_state()
+    return forget_plainly(piece, x)
+
+
+def again_by_piece(piece, x, dy):
+    return again(piece, (x, STATE_OF[id(piece)]), dy)
+
+
+def forget_in_eval(piece, x):
+    piece.eval()
+    return forget_plainly(piece, x)
+
+
+def forget_in_eval_for_now(piece, x):
+    y, kept = forget_in_eval(piece, x)
+    piece.train()
+    return y, kept
+
+
+def forget_without_gradients(piece, x):
+    torch.set_grad_enabled(False)
+    return piece(x), x
+
+
+def again_in_place(piece, kept, dy):
+    dx = again(piece, kept, dy)
+    dy.zero_()
+    return dx
 
 
 def forget_nothing(piece, x):
@@ -156,6 +220,13 @@ def test_the_solution():
         ((forget_nothing, again_plainly), "my_forget: what it returns still has its graph"),
         ((forget_little, again_plainly), "my_forget: it keeps 36 numbers, and the input has 12"),
         ((forget_plainly, lambda piece, x, dy: dy.backward if x is None else None), "my_again: it returned None"),
+        ((forget_plainly, lambda piece, x, dy: (dy,)), "my_again: it returned a tuple"),
+        ((forget, again_in_place), "my_again: it changes dy in place"),
+        ((forget_on_a_stack, again_from_the_stack), "dx is right for one microbatch at a time, but not with two in"),
+        ((forget_by_piece, again_by_piece), "Is everything that my_again needs in `kept`?"),
+        ((forget_in_eval, again_plainly), "my_forget: it leaves layers in eval mode"),
+        ((forget_in_eval_for_now, again_plainly), "my_forget: no layer has dropped anything, with dropout"),
+        ((forget_without_gradients, again_plainly), "my_forget: it leaves gradients switched off"),
         ((forget_plainly, lambda piece, x, dy: dy[:2]), "dx has shape [2, 4]"),
         ((forget_plainly, lambda piece, x, dy: 1 / 0), "ZeroDivisionError"),
         ((lambda piece, x: (7, x), again_plainly), "it must return y and what to keep, and y is 7"),

@@ -132,6 +132,80 @@ def test_known_mistakes_in_train_split(mistake: str, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
+def and_then(last, first=lambda stage: None):
+    """The solution, with something done to the stage before and after."""
+
+    def train_split(schedule, stage, microbatches, loss):
+        first(stage)
+        total = worker()(schedule, stage, microbatches, loss)
+        last(stage)
+        return total
+
+    return train_split
+
+
+def forgets(stage):
+    stage.zero_grad()
+
+
+def all_off(stage):
+    for parameter in stage.parameters():
+        parameter.requires_grad_(False)
+
+
+def computes_too_much(kind: str):
+    """I that also computes the weights' gradients and drops them, or W that runs the forward pass again."""
+
+    def train_split(schedule, stage, microbatches, loss):
+        r, last, m = axis_index("pp"), axis_size("pp") - 1, len(microbatches)
+        kept, total, weights = {}, 0.0, list(stage.parameters())
+
+        def forward(x, k):
+            return stage(x) if r < last else loss(stage(x), microbatches[k][1]) / m
+
+        for action in schedule.by_rank()[r]:
+            k = action.microbatch
+            if action.kind == "F":
+                x = microbatches[k][0] if r == 0 else receive("pp", r - 1).requires_grad_()  # type: ignore
+                y = forward(x, k)
+                if r < last:
+                    send(y.detach(), "pp", r + 1)
+                total += y.item() if r == last else 0
+                kept[k] = x, y, None
+                continue
+            x, y, dy = kept.pop(k)
+            dy = receive("pp", r + 1) if r < last and action.kind != "W" else dy
+            if action.kind == "B":
+                y.backward(dy)
+                if r > 0:
+                    send(x.grad, "pp", r - 1)
+            elif action.kind == "I":
+                if r > 0:
+                    also = weights if kind == "I" else []
+                    send(torch.autograd.grad(y, [x, *also], dy, retain_graph=True)[0], "pp", r - 1)
+                kept[k] = x, y, dy
+            else:
+                (forward(x, k) if kind == "W" else y).backward(dy, inputs=weights)
+        return total
+
+    return train_split
+
+
+@pytest.mark.parametrize(
+    "fn, said",
+    [
+        (and_then(lambda stage: None, forgets), "with a second batch, the gradients of the first are lost"),
+        (and_then(lambda stage: torch.manual_seed(0)), "it leaves torch's global generator in another state"),
+        (and_then(all_off), "no longer require a gradient"),
+        (computes_too_much("I"), "more FLOPs with I and W than with B"),
+        (computes_too_much("W"), "more FLOPs with I and W than with B"),
+    ],
+)
+def test_right_gradients_that_leave_damage_or_cost_too_much(fn, said: str):
+    verdict = check_train_split(fn)
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
 def by_the_library(schedule, stage, microbatches, loss):
     from tplab.torch import stages_of, train_batch
 

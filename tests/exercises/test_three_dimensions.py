@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tplab.exercises.three_dimensions import LAYOUTS, check_clipping, check_layouts
-from tplab.torch import all_reduce, axis_size, clip_gradients
+from tplab.torch import all_gather, all_reduce, axis_size, clip_gradients
 
 
 def untouched(stages, max_norm, specs): ...
@@ -68,7 +68,40 @@ def by_branch(stages, max_norm, specs):
 def to_nothing(stages, max_norm, specs):
     """The new gradients are made, and forgotten."""
     for parameter in stages.parameters():
-        parameter.grad * 0.5
+        _ = parameter.grad * 0.5
+
+
+def gathers_gradients(stages, max_norm, specs):
+    """Every rank gets the whole gradients, to take their norm."""
+    later = {place for places in stages.tied for place in places[1:]}
+    total = torch.zeros(())
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            whole = all_gather(parameter.grad, "tp") if "tp" in specs[number][name] else parameter.grad
+            total = total + (0 if (number, name) in later else whole.square().sum())
+    scaled(stages, max_norm, all_reduce(total, "pp"))
+
+
+def clips_values(stages, max_norm, specs):
+    torch.nn.utils.clip_grad_value_(stages.parameters(), max_norm / 10)
+
+
+def leaves_out_one(stages, max_norm, specs):
+    SPECS.update(specs)
+    factor = (max_norm / whole_norm(stages).sqrt()).clamp(max=1.0)
+    for parameter in [*stages.parameters()][1:]:
+        parameter.grad.mul_(factor)
+
+
+def seeds(stages, max_norm, specs):
+    torch.manual_seed(0)
+    by_branch(stages, max_norm, specs)
+
+
+def steps_too(stages, max_norm, specs):
+    by_branch(stages, max_norm, specs)
+    for parameter in stages.parameters():
+        parameter.data.sub_(parameter.grad)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +118,11 @@ def to_nothing(stages, max_norm, specs):
         (to_nothing, False, "Are the new gradients written to `.grad`?"),
         (clip_gradients, False, "`clip_gradients` does the work"),
         (lambda *args: clip_gradients(*args), False, "`clip_gradients` does the work"),
+        (gathers_gradients, False, "what is the least that ranks must tell each other?"),
+        (clips_values, False, "not all entries of the gradient of"),
+        (leaves_out_one, False, "multiply all gradients by the same factor"),
+        (seeds, False, "leaves torch's global generator in another state"),
+        (steps_too, False, "it changes its argument 0.0.embedding.weight in place"),
         (own_norm, False, "The ranks do not agree"),
         (sum_over_all, False, "counted more than once"),
         (largest, False, "is something missing in the norm that other ranks hold?"),
@@ -113,4 +151,11 @@ def test_layouts_of_four_machines():
     said = str(check_layouts({"4 machines of 2": "2 pp x 2 dp x 2 tp"}))
     assert "4 machines of 2: 2 pp x 2 dp x 2 tp is the fastest" in said
     assert "one node of 8: not chosen yet" in said
+    assert "is the fastest" in str(check_layouts({"4 machines of 2": " 2 pp × 2 dp  x 2 tp"}))
+    for wrong, hint in (
+        ({"four machines": "8 tp"}, "'four machines' is not among the clusters"),
+        (["8 tp"], "by its name"),
+    ):
+        verdict = check_layouts(wrong)  # type: ignore[arg-type]
+        assert verdict.passed is False and hint in str(verdict)
     assert [layout for layout, mesh in LAYOUTS.items() if len(mesh.shape) == 3] == ["2 pp x 2 dp x 2 tp"]

@@ -47,8 +47,16 @@ def token_loss(
     def solution(logits, ids):
         n = logits.shape[-1]
         begin = tt.axis_index("tp") * n
-        m = logits.detach().amax(-1)
-        if largest in ("max", "mean"):
+        m = logits.amax(-1) if largest == "attached" else logits.detach().amax(-1)
+        if largest == "attached":
+            m = tt.all_reduce(m, "tp", "max")
+        elif largest == "first":
+            m = tt.broadcast(m, "tp")
+        elif largest == "sum":
+            m = tt.all_reduce(m, "tp")
+        elif largest == "of all":
+            m = tt.all_reduce(m.max(), "tp", "max").expand_as(m)
+        elif largest in ("max", "mean", "min"):
             m = tt.all_reduce(m, "tp", largest)
         elif largest == "none":
             m = torch.zeros_like(m)
@@ -62,6 +70,16 @@ def token_loss(
         return sums.log() - of_id
 
     return solution
+
+
+def log_of_softmax(logits, ids):
+    n = logits.shape[-1]
+    begin = tt.axis_index("tp") * n
+    z = (logits - tt.all_reduce(logits.detach().amax(-1), "tp", "max")[:, None]).exp()
+    here = (ids >= begin) & (ids < begin + n)
+    shares = (z / tt.all_reduce(z.sum(-1), "tp")[:, None]).log()
+    of_id = shares.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    return -tt.all_reduce(torch.where(here, of_id, 0), "tp")
 
 
 def rescaled(logits, ids):
@@ -119,7 +137,15 @@ def test_the_librarys_loss_is_not_an_answer():
         (token_loss(label=False), "Only the rank that has the right entry"),
         (token_loss(masks=False), "They should add 0"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
-        (token_loss(largest="mean"), "the mean of the ranks' maxima"),
+        (token_loss(largest="mean"), "the mean of\nthe ranks' maxima"),
+        (token_loss(largest="min"), "or the smallest of them"),
+        (token_loss(largest="first"), "if another\nrank's maximum is"),
+        (log_of_softmax, "the logarithm of an unlikely entry is log 0"),
+        (token_loss(largest="sum"), "far larger than all of its logits"),
+        (token_loss(largest="of all"), "The sum of exponentials is 0 for some token"),
+        (token_loss(largest="attached"), "the maximum of logits.detach()"),
+        (lambda z, t: token_loss()(tt.copy_to(z, "tp"), t), "each rank has logits of its own"),
+        (lambda z, t: tt.copy_to(token_loss()(z, t), "tp"), "R times too large"),
         (token_loss(in_label=False), "not from the logit of the right entry"),
         (
             lambda z, t: F.cross_entropy(tt.all_gather(z, "tp", dim=1), t, reduction="none"),
@@ -185,6 +211,8 @@ def most_likely(ops: Any, np_like: Any, where: str = "lowest") -> Callable[..., 
         is_best = own == ops.all_reduce(own, "tp", "max")
         if where == "sum":
             return ops.all_reduce(np_like.where(is_best, ids, 0), "tp")
+        if where == "zero":
+            return ops.all_reduce(np_like.where(is_best, ids, 0), "tp", "min")
         if where == "highest":
             return ops.all_reduce(np_like.where(is_best, ids, -1), "tp", "max")
         return ops.all_reduce(np_like.where(is_best, ids, n * ops.axis_size("tp")), "tp", "min")
@@ -208,6 +236,14 @@ def with_sentinel(logits, sentinel):
     return tt.all_reduce(torch.where(is_best, ids + tt.axis_index("tp") * logits.shape[-1], sentinel), "tp", "min")
 
 
+def in_the_logits_dtype(logits):
+    """An id beside its logit, in one tensor."""
+    best, place = logits.max(-1)
+    ids = (place + tt.axis_index("tp") * logits.shape[-1]).to(logits.dtype)
+    pairs = tt.all_gather(torch.stack([best, ids])[None], "tp")
+    return pairs[pairs[:, 0].argmax(0), 1, torch.arange(len(best))].long()
+
+
 def in_one_number(logits):
     """One all_reduce of a number that is made of a logit and its id."""
     n = logits.shape[-1]
@@ -223,7 +259,7 @@ def test_most_likely():
     expect(check_most_likely(most_likely(tj, jnp), framework="jax"), True, "It sends the same")
     expect(check_most_likely(by_pairs), True, "It sends the same")
     for sentinel in (10**9, torch.inf):
-        expect(check_most_likely(lambda z, large=sentinel: with_sentinel(z, large)), True)
+        expect(check_most_likely(lambda z, large=sentinel: with_sentinel(z, large).long()), True)
     expect(check_most_likely(lambda z: with_sentinel(z, 2**31 - 1).int()), True)
 
 
@@ -239,6 +275,9 @@ def test_most_likely():
         (lambda z: with_sentinel(z, 1000), "With 400,000 entries, in float32, token 0 gets 1,000 instead of 399,998"),
         (lambda z: with_sentinel(z, 100_000), "large enough"),
         (in_one_number, "exact enough, only for a few entries"),
+        (lambda z: with_sentinel(z, torch.inf), "they are float32"),
+        (most_likely(tt, torch, "zero"), "contributes 0, and no id is smaller"),
+        (in_the_logits_dtype, "With 400,000 entries, in bfloat16, token 0 gets 399,360"),
         (lambda z: with_sentinel(z, 10**9) + 0 * int(z.zero_().sum()), "it changes its argument logits in place"),
     ],
 )

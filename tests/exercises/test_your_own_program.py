@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from tplab.exercises.your_own_program import check_accumulate
 
@@ -52,8 +56,6 @@ def test_the_solution_is_right():
 
 def by_hand(net, loss_of, batches):
     """Without DDP's hooks: the ranks average in the end."""
-    import torch.distributed as dist
-
     for batch in batches:
         (loss_of(net.module, batch) / len(batches)).backward()
     for parameter in net.parameters():
@@ -68,29 +70,81 @@ def in_reverse(net, loss_of, batches):
         loss.backward(loss.new_tensor(1 / len(batches)))
 
 
-@pytest.mark.parametrize("solution", [by_hand, in_reverse])
+def with_autograd(net, loss_of, batches):
+    weights = list(net.parameters())
+    total = [torch.zeros_like(weight) for weight in weights]
+    for batch in batches:
+        for sum_of, grad in zip(total, torch.autograd.grad(loss_of(net.module, batch), weights)):
+            sum_of += grad / len(batches)
+    for weight, grad in zip(weights, total):
+        dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+        weight.grad = grad
+
+
+def with_a_log(net, loss_of, batches):
+    """The sum of the losses keeps no activations once their backward passes have run."""
+    total = torch.zeros(())
+    for number, batch in enumerate(batches):
+        with net.no_sync() if number < len(batches) - 1 else nullcontext():
+            loss = loss_of(net, batch) / len(batches)
+            loss.backward()
+        total = total + loss
+    dist.all_reduce(total.detach())
+    return total
+
+
+def scaled_later(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches:
+            loss_of(net, batch).backward()
+    flat = torch.cat([weight.grad.flatten() for weight in net.parameters()]) / len(batches)
+    works = [dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)]
+    assert works[0] is not None
+    works[0].wait()
+    for weight, grad in zip(net.parameters(), flat.split([weight.numel() for weight in net.parameters()])):
+        weight.grad.copy_(grad.view_as(weight))
+
+
+@pytest.mark.parametrize("solution", [by_hand, in_reverse, with_autograd, with_a_log, scaled_later])
 def test_other_peoples_solutions_are_right_too(solution):
     verdict = check_accumulate(solution)
     assert verdict.passed, verdict
 
 
 def all_at_once(net, loss_of, batches):
-    import torch
-
     loss_of(net, torch.cat(list(batches))).backward()
 
 
 def of_the_sum(net, loss_of, batches):
-    import torch
-
     torch.stack([loss_of(net, batch) for batch in batches]).mean().backward()
+
+
+KEPT = []
+
+
+def retains_graphs(net, loss_of, batches):
+    for batch in batches:
+        loss = loss_of(net, batch)
+        loss.backward(retain_graph=True)
+        KEPT.append(loss)
+
+
+def retains_one_graph(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches[:-1]:
+            (loss_of(net, batch) / len(batches)).backward()
+    loss = loss_of(net, batches[-1]) / len(batches)
+    loss.backward(retain_graph=True)
+    KEPT.append(loss)
 
 
 @pytest.mark.parametrize(
     "fn, said",
     [
         (all_at_once, "it asks for the loss of 12 rows at once, and a part has 4"),
-        (of_the_sum, "the activations of 3 parts are in memory at the same time"),
+        (of_the_sum, "the activations of 2 parts are in memory at the same time"),
+        (retains_graphs, "the activations of 2 parts are in memory at the same time"),
+        (retains_one_graph, "a graph is still in memory afterwards, with its activations"),
     ],
 )
 def test_a_batch_that_does_not_fit_in_memory(fn, said: str):
@@ -104,14 +158,93 @@ def test_a_stub_is_not_started():
     assert check_accumulate(accumulate).passed is None
 
 
+def divides_by(divisor):
+    def accumulate(net, loss_of, batches):
+        with net.no_sync():
+            for batch in batches[:-1]:
+                (loss_of(net, batch) / divisor(batches)).backward()
+        (loss_of(net, batches[-1]) / divisor(batches)).backward()
+
+    return accumulate
+
+
+def never_averages(net, loss_of, batches):
+    for batch in batches:
+        (loss_of(net.module, batch) / len(batches)).backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def gathers_first(net, loss_of, batches):
+    mine = torch.stack(list(batches))
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    for part in torch.cat(parts):
+        (loss_of(net.module, part) / len(torch.cat(parts))).backward()
+
+
+def gathers_gradients(net, loss_of, batches):
+    for batch in batches:
+        (loss_of(net.module, batch) / len(batches)).backward()
+    for parameter in net.parameters():
+        grads = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, parameter.grad)
+        parameter.grad = torch.stack(grads).mean(0)
+
+
+def does_not_wait(net, loss_of, batches):
+    for batch in batches:
+        (loss_of(net.module, batch) / len(batches)).backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, async_op=True)
+
+
+def drops_gradients(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches[:-1]:
+            (loss_of(net, batch) / len(batches)).backward()
+    net.zero_grad()
+    (loss_of(net, batches[-1]) / len(batches)).backward()
+
+
+def leaves(damage):
+    def accumulate(net, loss_of, batches):
+        solution(net, loss_of, batches)
+        damage(net, batches)
+
+    return accumulate
+
+
+def steps(net, batches):
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def sends_no_more(net, batches):
+    net.require_backward_grad_sync = False
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (sends_each_time, "the gradients are right, but rank 0 sends 1,008 bytes of them on 2 ranks, where 336 are"),
+        (sends_each_time, "on 2 ranks with 3 parts each, where 336 are enough.\nEvery backward pass sends, unless"),
         (forgets_to_divide, "3 times as large"),
+        (divides_by(lambda batches: 3), "1.333 times as large as they should be on 3 ranks with 4 parts each"),
+        (divides_by(lambda batches: dist.get_world_size() * len(batches)), "who divides by their number a second time"),
+        (never_averages, "2 times as large as they should be on 2 ranks with 3 parts each.\nThis is their sum"),
+        (gathers_first, "computes the loss of 24 rows, and its own parts have 12"),
+        (gathers_gradients, "sends 672 bytes on 3 ranks with 4 parts each, where 448 are enough"),
+        (does_not_wait, "the ranks end with different gradients"),
+        (drops_gradients, "They are those of batches[2] alone, or a multiple of them"),
+        (leaves(steps), "it changes the weights"),
+        (leaves(sends_no_more), "DDP would not send the gradients of the next step"),
+        (leaves(lambda net, batches: batches[0].zero_()), "it changes its argument batches[0] in place"),
+        (leaves(lambda net, batches: batches.pop()), "it changes the list `batches`"),
+        (leaves(lambda net, batches: torch.manual_seed(0)), "it leaves torch's global generator in another state"),
+        (leaves(lambda net, batches: net.eval()), "it leaves `net` in eval mode"),
+        (leaves(lambda net, batches: net.requires_grad_(False)), "it leaves weight without requires_grad"),
         (never_sends, "the ranks end with different gradients on 2 ranks"),
-        (only_the_last, "not those of the mean loss over all batches"),
+        (only_the_last, "They are those of batches[2] alone"),
         (no_backward, "some parameters have no gradient"),
         (fails, "IndexError"),
     ],

@@ -26,11 +26,13 @@ def in_the_lab(start: str) -> dict[str, Any]:
     return names
 
 
-def step(op: str = "mean", reduces: bool = True, gathers: bool = True, returns_m: bool = True) -> Callable[..., Any]:
+def step(
+    op: str = "mean", reduces: bool = True, gathers: bool = True, returns_m: bool = True, decay: float = 0.9
+) -> Callable[..., Any]:
     def program(w: torch.Tensor, dw: torch.Tensor, m: torch.Tensor) -> Any:
         size, index = len(m), tt.axis_index("dp")
         own = slice(index * size, (index + 1) * size)
-        new_m = 0.9 * m + (tt.reduce_scatter(dw, "dp", op=op) if reduces else dw[own])
+        new_m = decay * m + (tt.reduce_scatter(dw, "dp", op=op) if reduces else dw[own])
         new = w[own] - 0.5 * new_m
         if gathers:
             return tt.all_gather(new, "dp"), new_m if returns_m else m
@@ -68,6 +70,11 @@ def own_gradient(w, dw, m):
     return w - 0.5 * whole, m
 
 
+def stepped_with_the_old_momentum(w, dw, m):
+    new_m = 0.9 * m + tt.reduce_scatter(dw, "dp", op="mean")
+    return w - 0.5 * tt.all_gather(m, "dp"), new_m
+
+
 def in_place(w, dw, m):
     m.mul_(0.9).add_(tt.reduce_scatter(dw, "dp", op="mean"))
     return w - 0.5 * tt.all_gather(m, "dp"), m
@@ -92,7 +99,9 @@ def test_its_repairs_pass(fn: Callable[..., Any]):
         (step(gathers=False), "This rank's own rows are new"),
         (own_gradient, "The other ranks' gradients are missing"),
         (step(op="sum"), "so the step is too long"),
-        (step(reduces=False), "entries are off"),
+        (step(reduces=False), "Each rank steps its rows with its own gradient"),
+        (step(decay=1), "The momentum of before is multiplied by 0.9 first"),
+        (stepped_with_the_old_momentum, "w is stepped with the momentum of before this step"),
         (lambda w, dw, m: (w - 0.5 * tt.all_reduce(dw, "dp", "mean"), m), "leaves out the momentum"),
         (step(returns_m=False), "w is right, but m is as it was before the step"),
         (lambda w, dw, m: step()(w, dw, m)[0], "it must return w, m, and it returned 1 value"),
@@ -157,16 +166,45 @@ class _Mean(torch.autograd.Function):
         return grads[0] / tt.axis_size("dp")
 
 
+class _Summed(torch.autograd.Function):
+    """Gathers a piece, and adds up the gradients of all pieces to keep those of one."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor) -> torch.Tensor:
+        return tt.all_gather(piece, "dp")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return tt.all_reduce(grads[0], "dp").chunk(tt.axis_size("dp"))[tt.axis_index("dp")]
+
+
+def one_gather_per_matrix(x: Any, piece: Any) -> Any:
+    a, b = (tt.all_gather(piece, "dp", 0).reshape(2, *2 * x.shape[1:])[i] for i in range(2))
+    return torch.relu(x @ a) @ b
+
+
+def without_relu(x: Any, piece: Any) -> Any:
+    a, b = tt.all_gather(piece, "dp", 0).reshape(2, *2 * x.shape[1:])
+    return x @ a @ b
+
+
+def test_a_layer_that_sends_too_much_is_refused():
+    expect(check_layer(one_gather_per_matrix), False, "numbers are right", "gathers its whole row once")
+    expect(check_layer(layer(lambda piece, *_: _Summed.apply(piece))), False, "numbers are right", "its own piece only")
+
+
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
+        (without_relu, "The relu is missing"),
+        (layer(lambda piece, *args: tt.all_gather(piece.detach(), *args)), "no gradient reaches the piece"),
         (in_two_places, "Gather first, and cut the row then."),
         (layer(tt.all_gather, first=1), "The two matrices are swapped"),
-        (layer(tt.gather_from), "gather_from is for ranks that all do the same afterwards"),
+        (layer(tt.gather_from), "Which gather has a reduce_scatter as its backward pass?"),
         (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "This is the mean"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),
     ],
-    ids=["in two places", "exchanged", "gather_from", "mean", "own piece"],
+    ids=["no relu", "no gradient", "in two places", "exchanged", "gather_from", "mean", "own piece"],
 )
 def test_what_is_wrong_with_a_layer_is_told(fn: Callable[..., Any], hint: str):
     expect(check_layer(fn), False, hint, "Mesh(dp=2)")

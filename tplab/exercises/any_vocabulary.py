@@ -15,31 +15,43 @@ from tplab.mesh import Mesh
 MESH, MANY = Mesh(tp=4), 400_000
 """More entries than any model has, so that no number which a program takes for infinity is large enough by luck."""
 
+ROUGH = 1e-4
+
 
 def for_any_vocabulary(
     fn: Callable[..., Any], exercise: Exercise, verdict: Verdict, framework: Framework, num_numbers: int
 ) -> Verdict:
-    """The verdict on a program that is right for few entries: whether it also is for many, and sends no more."""
+    """The verdict on a program that is right for few entries: whether it also is for many, and sends no more. Ids must
+    be integers, and right for logits in bfloat16, which cannot hold an id."""
     sent = {}
-    for num_entries in (24, MANY):
-        logits = _close_logits(num_entries)
+    are_ids = "ids" in exercise.results
+    runs = [(num_entries, "float32", _close_logits(num_entries)) for num_entries in (24, MANY)]
+    for num_entries, dtype, logits in [*runs, (MANY, "bfloat16", _whole_logits(MANY))][: 3 if are_ids else 2]:
         tensors = {"logits": logits} | ({"ids": logits.argmax(-1)} if "ids" in exercise.specs else {})
         specs = tuple(exercise.specs[name] for name in tensors)
+        program = _narrowed(fn, framework) if dtype == "bfloat16" else fn
         try:
-            out = run_of(framework)(fn, MESH, *tensors.values(), in_specs=specs)
+            out = run_of(framework)(program, MESH, *tensors.values(), in_specs=specs)
         except Exception as error:
             return Verdict(False, raised(error, fn, exercise.name, MESH))
         (want,) = (value for name, value in exercise.plain(tensors).items() if name in exercise.results)
-        got = np.asarray(out.per_rank[0].detach() if framework == "torch" else out.per_rank[0], float)
-        if not np.allclose(got, want, rtol=1e-4, atol=1e-3):
-            token = int(np.flatnonzero(~np.isclose(got, want, rtol=1e-4, atol=1e-3))[0])
+        found = out.per_rank[0].detach() if framework == "torch" else out.per_rank[0]
+        kind = str(found.dtype).removeprefix("torch.")
+        got = np.asarray(found.double() if framework == "torch" else found, float)
+        if not np.allclose(got, want, rtol=ROUGH, atol=ROUGH):
+            token = int(np.flatnonzero(~np.isclose(got, want, rtol=ROUGH, atol=ROUGH))[0])
             text = (
-                f"{exercise.name} is right on the check's small examples. With {num_entries:,} entries, in float32, "
+                f"{exercise.name} is right on the check's small examples. With {num_entries:,} entries, in {dtype}, "
                 f"token {token} gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
                 "Is some number in your program large enough, or exact enough, only for a few entries?"
             )
             return Verdict(False, text, verdict.panels)
-        sent[num_entries] = out.trace.bytes_sent()
+        if are_ids and "int" not in kind:
+            text = (
+                f"{exercise.name}: the numbers are right, but they are {kind}.\nAn id looks up a row: return integers."
+            )
+            return Verdict(False, text, verdict.panels)
+        sent.setdefault(num_entries, out.trace.bytes_sent())
     if sent[MANY] > sent[24]:
         text = (
             f"{exercise.name}: the numbers are right, but on {MESH} it sends {sent[24]:,} bytes for 24 entries and "
@@ -47,6 +59,22 @@ def for_any_vocabulary(
         )
         return Verdict(False, text, verdict.panels)
     return Verdict(True, f"{verdict.text}\nIt sends the same however many entries there are.", verdict.panels)
+
+
+def _narrowed(fn: Callable[..., Any], framework: Framework) -> Callable[..., Any]:
+    """`fn` for logits in bfloat16, which NumPy does not have."""
+
+    def program(logits: Any) -> Any:
+        return fn(logits.bfloat16() if framework == "torch" else logits.astype("bfloat16"))
+
+    return program
+
+
+def _whole_logits(num_entries: int) -> np.ndarray:
+    """Two tokens, in whole numbers that bfloat16 can hold: the largest logit is the last but one."""
+    logits = np.random.default_rng(1).integers(-9, 10, (2, num_entries)).astype(np.float32)
+    logits[:, -2] = 10
+    return logits
 
 
 def _close_logits(num_entries: int) -> np.ndarray:

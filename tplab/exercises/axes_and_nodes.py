@@ -39,6 +39,8 @@ AVERAGE = Exercise(
     plain=lambda tensors: {"mean": tensors["gradient"].mean(0, keepdims=True)},
     results={"mean": P(None, "tp")},
     fewest=lambda mesh, tensors: 2 * (mesh.axis_size("dp") - 1) * tensors["gradient"][0].nbytes,
+    excess="One all_reduce of the gradient, over dp, is enough.",
+    slack=1.5,  # a reduce_scatter and an all_gather may need padding
     meshes=(Mesh(dp=2, tp=3), Mesh(dp=4, tp=2), Mesh(dp=3, tp=1), Mesh(dp=1, tp=4)),
     mistakes=(
         Mistake(
@@ -60,6 +62,17 @@ AVERAGE = Exercise(
             _over("tp", divide=True),
         ),
         Mistake("mean", "This is the rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
+        Mistake(
+            "mean",
+            "It is too small by a factor: it is divided twice by the number of ranks along dp. op='mean' divides too.",
+            lambda seen: seen.want / seen.mesh.axis_size("dp"),
+        ),
+        Mistake(
+            "mean",
+            "The sum runs over all ranks, and it is divided by the size of dp. \nAlong tp, ranks have different pieces "
+            "of the gradient, which must not be added up.",
+            lambda seen: _over(("dp", "tp"), divide=False)(seen) / seen.mesh.axis_size("dp"),
+        ),
         added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
     ),
 )
@@ -82,7 +95,7 @@ SIZES = (
     (2**14, 1000, 12_288, 12),
     (96, 8, 48, 6),
     (14, 8, 4, 8),  # a batch that 4 does not divide
-    (4096, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
+    (8, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
     (2**16, 8192, 28_672, 64),
     (10, 10, 10, 1),
 )

@@ -9,17 +9,28 @@ import numpy as np
 
 from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again, bytes_of_a_sum
-from tplab.exercises.plain_block import BLOCK_SPECS, block_tensors, gelu_mlp, one_norm, own_weights, rms_norm
+from tplab.exercises.plain_block import (
+    BLOCK_SPECS,
+    TOLERANCE,
+    block_tensors,
+    gelu_mlp,
+    one_norm,
+    own_weights,
+    rms_norm,
+)
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import P, split
+from tplab.trace.trace import Trace
 
 TOKENS = P(None, "tp")
+MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the backward pass, so that it is not kept
 
 _KEPT = (
     "y is right, but dx is only the part that comes through this rank's own heads and hidden features. The "
     "other ranks' parts are missing.\n"
-    "gather_from is for ranks that all do the same afterwards. Here each rank uses its own weights."
+    "gather_from is for ranks that all do the same afterwards, and here each rank uses its own weights. (Or is y added "
+    "up on all ranks, and then cut?)"
 )
 
 
@@ -36,13 +47,57 @@ def _kept_to_itself(seen: Seen) -> np.ndarray:
     return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
 
 
-# --- what a rank keeps ---------------------------------------------------------------------------------------------
+_OWN_FEATURES = (
+    "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
+    "The ranks share scale, and each then does different work. Which of f and g belongs there?"
+)
+
+
+def _token_mistakes(terms: Callable[[Tensors], np.ndarray]) -> tuple[Mistake, ...]:
+    """What y can be where tokens are not gathered or x is added too early; `terms` of arguments is y - x."""
+
+    def never_gathered(seen: Seen) -> np.ndarray:
+        specs = {**BLOCK_SPECS, "x": TOKENS}
+        pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
+        group = seen.mesh.group(seen.rank, "tp")
+        return seen.own["x"] + sum(terms({name: pieces[name][rank] for name in pieces}) for rank in group)
+
+    return (
+        Mistake(
+            "y",
+            "The tokens are never gathered: each rank's heads and hidden features see only its own tokens, and then "
+            "terms of different tokens are added up.",
+            never_gathered,
+        ),
+        Mistake(
+            "y",
+            "y has x once per rank: it is added before the ranks' terms are added up. Add this rank's x after that.",
+            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
+        ),
+    )
+
+
+# --- what a rank sends and keeps -------------------------------------------------------------------------------------
 
 
 def _graded(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict:
-    """The verdict on the numbers, and in torch on whether a rank keeps only its own tokens outside of the matmuls."""
-    verdict = grade(fn, exercise, framework)
-    if not verdict.passed or framework == "jax":
+    """The verdict on the numbers; on a sum that every rank receives whole; and in torch, on whether a rank keeps only
+    its own tokens outside of the matmuls."""
+    traces: list[Trace] = []
+    verdict = grade(fn, exercise, framework, traces.append)
+    if not verdict.passed:
+        return verdict
+    for trace in traces:
+        size = exercise.tensors(np.random.default_rng(0), trace.mesh)["x"].size
+        for event in trace.events:
+            if event.op == "all_reduce" and np.prod(event.shape) >= size and len(event.group) > 1:
+                text = (
+                    f"{exercise.name}: the numbers are right, but on {trace.mesh} an all_reduce adds up "
+                    f"{list(event.shape)} on every rank, and each rank uses only its own tokens of the sum.\n"
+                    "A reduce_scatter gives each rank just these, and sends half as much."
+                )
+                return Verdict(False, text, verdict.panels)
+    if framework == "jax":
         return verdict
     kept, keeps_all = _kept(fn, exercise)
     if keeps_all:
@@ -102,8 +157,10 @@ def _mlp(tensors: Tensors) -> Tensors:
 
 
 def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """The hidden layer is so wide that gathering the weights sends far more than gathering the tokens."""
     tensors = block_tensors(rng, mesh)
-    return {name: tensors[name] for name in _NAMES}
+    wide = {"a": rng.normal(size=(4, 96)) / 2, "b": rng.normal(size=(96, 4)) / 6}
+    return {name: {**tensors, **wide}[name] for name in _NAMES}
 
 
 SEQUENCE_MLP = Exercise(
@@ -115,6 +172,7 @@ SEQUENCE_MLP = Exercise(
     gradients=_NAMES,
     mistakes=(
         Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
+        *_token_mistakes(lambda tensors: _mlp(tensors)["y"] - tensors["x"]),
         Mistake("dx", _KEPT, lambda seen: _own_tokens(seen, _mlp({**seen.own, "x": seen.tensors["x"]})["dx"])),
         Mistake(
             "dscale",
@@ -122,11 +180,18 @@ SEQUENCE_MLP = Exercise(
             "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
             lambda seen: _own_tokens(seen, _mlp(seen.tensors)["of each token"], 0).sum(0),
         ),
+        Mistake("dscale", _OWN_FEATURES, lambda seen: _mlp({**seen.own, "x": seen.tensors["x"]})["dscale"]),
         added_up_again(
             "dx", "tp", "This is R times too large: a gradient that was already added up is added up again."
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+    excess=(
+        "h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only "
+        "the gradient of scale has to be sent."
+    ),
+    slack=MOST,
+    tolerance=TOLERANCE,
     divided="tp",
 )
 
@@ -156,28 +221,26 @@ TOKENS_SPLIT = Exercise(
             lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
         ),
         Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
-        Mistake(
-            "dx",
-            _KEPT,
-            _kept_to_itself,
-        ),
+        *_token_mistakes(lambda tensors: one_norm(tensors)["y"] - tensors["x"]),
+        Mistake("dx", _KEPT, _kept_to_itself),
         Mistake(
             "dscale",
             "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
             "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
             lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
         ),
-        Mistake(
-            "dscale",
-            "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
-            "The ranks share scale, and each then does different work. Which of f and g belongs there?",
-            lambda seen: own_weights(seen)["dscale"],
-        ),
+        Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
         added_up_again(
             "dscale", "tp", "This is R times too large: a gradient that was already added up is added up again."
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+    excess=(
+        "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
+        "reduce_scatter add up\nand split both terms."
+    ),
+    slack=MOST,
+    tolerance=TOLERANCE,
     divided="tp",
 )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dis
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,8 @@ class Verdict:
 def not_started(fn: Callable[..., Any]) -> bool:
     """Whether `fn` is a stub: nothing but `...`, or with `name = ...` left in it."""
     code = list(dis.get_instructions(fn))
-    if any(one.argval is Ellipsis and two.opname.startswith(("STORE", "RETURN")) for one, two in pairwise(code)):
+    ends = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "RETURN")  # and not STORE_SUBSCR, as in `x[...] = y`
+    if any(one.argval is Ellipsis and two.opname.startswith(ends) for one, two in pairwise(code)):
         return True
     if any("CONST" in one.opname and one.argval not in (None, ...) for one in code):
         return False
@@ -54,6 +57,13 @@ def not_started(fn: Callable[..., Any]) -> bool:
 def untouched(name: str) -> Verdict:
     """The verdict on a stub."""
     return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+
+
+def not_a_function(fn: Any, name: str) -> Verdict | None:
+    """The verdict on anything that was not written with `def` or `lambda`; None for what was."""
+    if isinstance(fn, FunctionType | MethodType):
+        return None
+    return Verdict(False, f"{name}: this is an object of type {type(fn).__name__}. Write a function, with `def`.")
 
 
 def grade(
@@ -71,11 +81,13 @@ def grade(
         return untouched(name)
     if lazy := library_call(fn, exercise.not_with):
         return borrowed(name, lazy)
-    remark, shown, wasteful = "", {}, None
+    remark, shown, wasteful, given = "", {}, None, exercise
     for seed, mesh in enumerate(exercise.meshes):
         tensors = exercise.tensors(np.random.default_rng(seed), mesh)
         try:
             for trial in trials(framework, fn, exercise, mesh, tensors):
+                if any(array.dtype == np.float32 for array in trial.found[0].values()):  # precise enough
+                    exercise = replace(given, tolerance=max(given.tolerance, SINGLE))
                 if verdict := _compared(trial.found, exercise, mesh, tensors, framework) or _refused(trial, exercise):
                     return verdict
                 if seen:
@@ -89,11 +101,11 @@ def grade(
             needed = exercise.fewest(mesh, tensors) // (1 if framework == "torch" else 2)  # JAX computes in float32
             if num_bytes > needed:
                 sent = f"on {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do"
-                if exercise.excess or num_bytes > 2 * needed:
+                if num_bytes > needed * (exercise.slack if exercise.excess else 2):
                     text = f"{name}: the numbers are right, but {sent}.\n{exercise.excess or EXCESS}"
                     wasteful = wasteful or Verdict(False, text)
                 remark = remark or f"\n{sent[0].upper()}{sent[1:]}: is there a collective that you can do without?"
-    if verdict := wasteful or _undivided(fn, exercise, framework):
+    if verdict := wasteful or _undivided(fn, exercise, framework) or _rough(fn, exercise, framework):
         return verdict
     listed = ", ".join(map(str, exercise.meshes))
     equal = "equals" if len(shown) == 1 else "equal"
@@ -101,6 +113,9 @@ def grade(
     panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
     return Verdict(True, f"{text}\nThe picture shows rank 0 of {exercise.meshes[0]}.", panels)
 
+
+SINGLE = 1e-5
+"""The tolerance, relative to the largest entry, for a program that computes in float32."""
 
 EXCESS = "Which of these messages can you do without? Send as little as possible."
 
@@ -142,6 +157,26 @@ def _undivided(fn: Callable[..., Any], exercise: Exercise, framework: Framework)
     )
 
 
+def _rough(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict | None:
+    """The verdict on a program that is right only for whole numbers, or for those that 16 bits can hold."""
+    if not exercise.is_precise:
+        return None
+    mesh = exercise.meshes[0]
+    tensors = {key: x * FINE for key, x in exercise.tensors(np.random.default_rng(0), mesh).items()}
+    single = replace(exercise, tolerance=max(exercise.tolerance, SINGLE))  # float32 is precise enough
+    for trial in trials(framework, fn, single, mesh, tensors):
+        if _compared(trial.found, single, mesh, tensors, framework) is not None:
+            return Verdict(
+                False,
+                f"{exercise.name}: right for small whole numbers, but not for others: they lose digits on their way.\n"
+                "Leave the dtype of the numbers as it is.",
+            )
+    return None
+
+
+FINE = 1 + 2.0**-12
+"""Times this, a whole number needs more bits than a 16-bit number has, and fewer than float32."""
+
 MOST_WORK = 0.7
 """The most that one of four ranks may do of the work of one rank alone."""
 
@@ -166,10 +201,9 @@ def _compared(
         if any(map(np.any, off)):
             rank = next(rank for rank in mesh.ranks if off[rank].any())
             apart = got[rank] - want[rank]
-            hint = _known_mistake(exercise, result, got, want, slack, mesh, tensors) or (
-                f"{int(off[rank].sum())} of {off[rank].size} entries are off, "
-                f"by up to {number_text(float(np.abs(apart).max()))}."
-            )
+            entries = f"{int(off[rank].sum())} of {off[rank].size} entries are off, by up to"
+            by = f"{entries if off[rank].size > 1 else 'It is off by'} {number_text(float(np.abs(apart).max()))}."
+            hint = _known_mistake(exercise, result, got, want, slack, mesh, tensors) or by
             panels = [Panel(f"yours, {result}", got[rank], off[rank]), Panel("right", want[rank])]
             text = f"{exercise.name}: {result} is not right yet on rank {rank} of {mesh}.\n{hint}"
             return Verdict(False, text, [*panels, Panel("yours - right", apart, off[rank])])

@@ -269,6 +269,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         results={"y": puzzle.result},
         mistakes=puzzle.mistakes,
         not_with=RING,
+        is_precise=True,
         meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),
     )
     verdict = grade(fn, exercise, framework, traces.append)

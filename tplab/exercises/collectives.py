@@ -11,6 +11,7 @@ from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, added_up_again, bytes_of_a_sum, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
+from tplab.trace.trace import Trace
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
@@ -31,6 +32,8 @@ def _reversed_pieces(seen: Seen) -> np.ndarray:
     pieces = seen.want.reshape(num_ranks, -1)
     return pieces[(index - np.arange(num_ranks)) % num_ranks].reshape(seen.want.shape)
 
+
+PIECE_BY_PIECE = "Each rank adds up one piece and passes it on: a message is one piece, and never a whole tensor."
 
 SUM_UP = Exercise(
     name="sum_up",
@@ -65,7 +68,8 @@ SUM_UP = Exercise(
     by_hand="`ring_shift`, as above",
     not_with=RING,
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"][0], mesh),
-    excess="Each rank adds up one piece and passes it on: a message is one piece, and never a whole tensor.",
+    excess=PIECE_BY_PIECE,
+    is_precise=True,
 )
 
 
@@ -74,4 +78,12 @@ def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
 
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """
-    return grade(fn, SUM_UP, framework)
+    traces: list[Trace] = []
+    verdict = grade(fn, SUM_UP, framework, traces.append)
+    for trace in traces if verdict.passed else ():
+        sent = [trace.bytes_sent(rank=rank) for rank in trace.mesh.ranks]
+        if max(sent) > sum(sent) / len(sent):  # the total has been compared already: a star sends as much as a ring
+            busiest, share = sent.index(max(sent)), sum(sent) // len(sent)
+            text = f"on {trace.mesh} rank {busiest} sends {max(sent):,} bytes, where in a ring each sends {share:,}"
+            return Verdict(False, f"{SUM_UP.name}: the numbers are right, but {text}.\n{PIECE_BY_PIECE}")
+    return verdict

@@ -1,4 +1,5 @@
-"""The exercise of lab 14: a model cut into stages, each of which must fit into the memory of its rank."""
+"""The exercises of lab 14: a model cut into stages, the largest as small as possible; and so that each stage fits into
+the memory of its rank."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import numpy as np
 
 from tplab.errors import ShapeError
 from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
+from tplab.exercises.drawn import Drawn
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, partition
 from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
@@ -98,6 +101,53 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
     return list(flops.values()), [BYTES_PER_PARAMETER * size for size in num_parameters(layers)], kept
 
 
+FILLED = ([1, 4, 2, 2, 2], [2, 3, 1, 3, 2], [5, 1, 1, 1], [1, 1, 1, 1, 9], [1, 2, 3, 4, 5, 6, 7, 8], [2] * 9)
+"""Costs of layers, to be cut for 4, 3 and 2 ranks."""
+
+
+def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
+    """Whether `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is as
+    small as possible. The learner's cut is drawn under 1F1B."""
+    name = "fill"
+    if wrong := not_a_function(fill, name) or (untouched(name) if not_started(fill) else None):
+        return wrong
+    if lazy := library_call(fill, ("partition", "Trial"), ("tplab",)):
+        return borrowed(name, lazy)
+    shown: Verdict | None = None
+    for costs in FILLED:
+        for ranks in (4, 3, 2):
+            trial = Trial(
+                f"layers of {costs} steps on {ranks} ranks", costs, [0] * len(costs), [0] * len(costs), ranks, 1
+            )
+            given = list(costs)
+            try:
+                found = fill(given, ranks)
+                wrong_form = _form(trial, found)
+            except Exception as error:
+                return Verdict(False, f"{raised(error, fill, name, Mesh(pp=ranks))}\nThis was with {trial.name}.")
+            if wrong_form:
+                return Verdict(False, f"{name}, {trial.name}: {wrong_form}. Every stage needs a layer.")
+            if given != costs:
+                return Verdict(False, f"{name}, {trial.name}: it changes the list that it is given.")
+            has = trial.has([int(bound) for bound in found])
+            best = partition(costs, ranks).largest
+            forward = np.array(has, float)
+            drawn = one_f_one_b(ranks, 8), Costs(forward, forward, forward)
+            if max(has) > best:
+                text = f"{name}, {trial.name}: the stages have {has} steps.\nThe largest could have {best:g}."
+                last = has[-1] == max(has)
+                hint = (
+                    "The last stage takes whatever is left, however much that is."
+                    if last
+                    else "The largest stage sets the pace. How full may a stage be, and how full must it be?"
+                )
+                return Drawn(False, f"{text}\n{hint}", *drawn)
+            shown = shown or Drawn(True, f"{name} is right: no cut of {len(FILLED)} models for 2, 3 and 4 ranks has a "
+                                   f"smaller largest stage.\nThis is {trial.name}:", *drawn)  # fmt: skip
+    assert shown is not None
+    return shown
+
+
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     """Whether `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
     rank of 1F1B needs more than `limit` bytes and the busiest rank has as little to do as possible.
@@ -105,21 +155,28 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     It is tried on small models given as numbers, then on `layers`, measured with a microbatch `ids`; that cut is run.
     """
     name = "my_cut"
-    if not_started(cut):
-        return untouched(name)
-    if lazy := library_call(cut, ("partition",), ("tplab",)):
+    if wrong := not_a_function(cut, name) or (untouched(name) if not_started(cut) else None):
+        return wrong
+    if lazy := library_call(cut, ("partition", "Trial"), ("tplab",)):
         return borrowed(name, lazy)
+    known = getattr(cut, "__globals__", {})
+    if any(isinstance(known.get(one), Trial) for one in cut.__code__.co_names):
+        return borrowed(name, "Trial")
     trial, bounds = SMALL[0], []
     try:
         for trial in (*SMALL, *_real(layers, ids)):
             lists = list(trial.costs), list(trial.weights), list(trial.kept)
+            before = Untouched({})
             given = cut(*lists, trial.ranks, trial.limit)
+            harm = before.damage()
             if given is None and trial.limit < math.inf:
                 return Verdict(False, f"{name}, {trial.name}: it returned None.\n{NONE_FITS}")
             if wrong := _form(trial, given):
                 return Verdict(False, f"{name}, {trial.name}: {wrong}.")
             if lists != (list(trial.costs), list(trial.weights), list(trial.kept)):
                 return Verdict(False, f"{name}, {trial.name}: it changes the lists that it is given.")
+            if harm:
+                return Verdict(False, f"{name}, {trial.name}: {harm}")
             bounds = [int(bound) for bound in (() if given is None else given)]
             if verdict := _graded(name, trial, bounds):
                 return verdict
@@ -131,13 +188,14 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
 
 
 NONE_FITS = (
-    "There are cuts that fit. If yours finds none, it counts more bytes than a rank takes: how many microbatches does "
-    "each rank hold?"
+    "There are cuts that fit, and a rank may take exactly the limit. If yours finds none, does it count more bytes "
+    "than a rank takes? How many microbatches does each rank hold?"
 )
 
 
 SMALL = (
     Trial("four layers on 3 ranks", [1, 6, 3, 3], [0] * 4, [0] * 4, 3, math.inf),
+    Trial("one large layer and three small ones on 3 ranks", [9, 1, 1, 1], [0] * 4, [0] * 4, 3, math.inf),
     Trial("five layers on 4 ranks", [1, 4, 2, 2, 2], [0] * 5, [0] * 5, 4, math.inf),
     Trial("seven layers on 2 ranks, 21 bytes each", [6, 1, 1, 1, 1, 1, 1], [3] * 7, [1] * 7, 2, 21),
     Trial("six equal layers on 3 ranks, 9 bytes each", [1] * 6, [2] * 6, [1] * 6, 3, 9),
@@ -202,7 +260,10 @@ def _panels(trial: Trial, bounds: list[int]) -> list[Panel]:
 def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
     """A hint about a cut that is not the best."""
     if _careful(trial) == tuple(bounds):
-        return "Only rank 0 keeps as many microbatches as there are ranks. Later ranks have more room than that."
+        return (
+            "This would be the best cut if every rank kept as many microbatches as there are ranks. Only rank 0 does: "
+            "later ranks have more room."
+        )
     return f"The busiest rank's work is {largest:,g}, where {least:,g} is possible. All other ranks wait for it."
 
 
@@ -235,6 +296,6 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
     free = replace(trial, limit=math.inf).best().bounds
     return (
         f"We ran your model with this cut on {trial.ranks} ranks. The fullest rank took {max(took):,} bytes of "
-        f"{trial.limit:,}. Without the limit it would have taken {max(trial.takes(free)):,}, and the batch "
-        f"{trial.makespan(free) / trial.makespan(bounds):.2f} times as long."
+        f"{trial.limit:,}. Without the limit it would have taken {max(trial.takes(free)):,} bytes, and the "
+        f"batch {trial.makespan(free) / trial.makespan(bounds):.2f} times the time."
     )

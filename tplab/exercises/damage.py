@@ -15,14 +15,16 @@ class Untouched:
 
     arguments    name -> tensor; anything else among them is not looked at
     generators   whether to look at the generators too
+    gradients    whether to look at the arguments' `.grad` too
     """
 
-    def __init__(self, arguments: Mapping[str, Any], generators: bool = True):
+    def __init__(self, arguments: Mapping[str, Any], generators: bool = True, gradients: bool = False):
         import torch
 
         self._arguments = {name: one for name, one in arguments.items() if isinstance(one, torch.Tensor)}
         self._before = {name: one.detach().clone() for name, one in self._arguments.items()}
         self._states = _states() if generators else {}
+        self._without = [name for name, one in self._arguments.items() if gradients and _gradient(one) is None]
 
     def damage(self) -> str:
         """What has changed, and why that is bad; "" if nothing has."""
@@ -34,6 +36,13 @@ class Untouched:
                     f"it changes its argument {name} in place, which its caller may still need.\n"
                     f"Compute with a new tensor, such as {name}.clone()."
                 )
+        for name in self._without:
+            if _gradient(self._arguments[name]) is not None:
+                return (
+                    f"it leaves a gradient in its argument {name}: called again with the same tensors, it would add to "
+                    f"it and return twice as much.\nDifferentiate a copy, such as {name}.detach().clone(), or use "
+                    "torch.autograd.grad."
+                )
         for library, state in _states().items():
             if not np.array_equal(state, self._states.get(library, state)):
                 return (
@@ -41,6 +50,10 @@ class Untouched:
                     "Every random number that the rest of the program draws from it is then another one."
                 )
         return ""
+
+
+def _gradient(tensor: Any) -> Any:
+    return tensor.grad if tensor.is_leaf else None
 
 
 def _states() -> dict[str, np.ndarray]:

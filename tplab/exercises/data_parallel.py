@@ -9,6 +9,7 @@ import numpy as np
 
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -21,11 +22,11 @@ Replicas = Callable[[Any], Callable[[], Any]]
 
 IGNORED = -100
 TARGETS = {
-    2: [[1, 0, 2, 1], [2, IGNORED, IGNORED, IGNORED]],
+    2: [[1, 0, 2, 1, IGNORED], [2, 0, IGNORED, IGNORED, IGNORED]],
     3: [[1, 0, IGNORED, 2], [IGNORED] * 4, [2, IGNORED, 0, IGNORED]],
     1: [[1, IGNORED, 2, 0]],
 }
-WORDS = 3
+VOCABULARY = 3
 
 
 def check_loss(my_loss: Loss) -> Verdict:
@@ -53,22 +54,27 @@ def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
     from tplab.torch import run
 
     targets = torch.tensor(TARGETS[num_ranks])
-    logits = torch.tensor(np.random.default_rng(0).normal(size=(*targets.shape, WORDS)))
+    logits = torch.tensor(np.random.default_rng(0).normal(size=(*targets.shape, VOCABULARY)))
 
     def program(logits: Any, targets: Any) -> Any:
         own = logits[0].clone().requires_grad_()
+        before = Untouched({"logits": own, "targets": targets[0]})
         loss = my_loss(own, targets[0])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
+        if harm := before.damage():
+            return torch.zeros_like(own), loss.detach(), harm
         loss.backward()
-        return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
+        return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach(), ""
 
     try:
-        per_rank = run(program, Mesh(dp=num_ranks), logits, targets, in_specs=P("dp")).per_rank
+        out = run(program, Mesh(dp=num_ranks), logits, targets, in_specs=P("dp"))
     except Exception as error:
         return Verdict(False, raised(error, my_loss, "my_loss", Mesh(dp=num_ranks)))
-    got = torch.stack([grad for grad, _ in per_rank]) / num_ranks
-    mean = float(sum(loss for _, loss in per_rank)) / num_ranks
+    if harm := next(filter(None, (harm for *_, harm in out.per_rank)), ""):
+        return Verdict(False, f"my_loss: {harm}")
+    got = torch.stack([grad for grad, *_ in out.per_rank]) / num_ranks
+    mean = float(sum(loss for _, loss, _ in out.per_rank)) / num_ranks
     whole = logits.clone().requires_grad_()
     right_mean = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
     (want,) = torch.autograd.grad(right_mean, whole)
@@ -78,15 +84,25 @@ def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
     right = np.where(counted, 1.0, 0.0)
     # A count in float32 is a right answer, and 1/3 in float32 is off by 1e-8.
     if torch.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(mean, float(right_mean.detach()), rtol=1e-6):
+        if any(event.bytes >= logits[0].nbytes for event in out.trace.events if event.kind in ("collective", "send")):
+            return Verdict(False, f"my_loss: the numbers are right, but {WHOLE_BATCH}")
         return [Panel("yours", weights), Panel("right", right)]
+    if bool((got[~torch.tensor(counted)] != 0).any()):
+        return Verdict(False, f"my_loss is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
     off = ~np.isclose(weights, right)
     panels = [Panel("yours", weights, off)]
     panels.append(Panel("right", right))
-    text = f"my_loss is wrong on {num_ranks} ranks. {_hint(mean, weights, counted)}"
+    hint = _hint(mean, float(right_mean.detach()), weights, counted)
+    text = f"my_loss is wrong on {num_ranks} ranks. {hint}"
     return Verdict(False, f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
 
 
-def _hint(mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
+WHOLE_BATCH = """\
+the logits of a rank are sent to others, and every rank computes the loss of the whole batch.
+What is the least that ranks must tell each other, so that all of them divide by the same number?"""
+
+
+def _hint(mean: float, right_mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
     num_ranks, here = len(counted), counted.sum(1)
     total = here.sum()
 
@@ -109,12 +125,20 @@ def _hint(mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
         return "The tokens that are ignored are counted in the denominator."
     if not np.isfinite(mean):
         return "A rank without a counted token has a loss of nan: the mean of no numbers is 0/0.\nDivide the sum."
+    if each_is(1):
+        return (
+            f"The gradients are right, but the mean of the ranks' losses is {mean:.3f}, and not {right_mean:.3f}.\n"
+            "What do you add up over the ranks besides the counts?"
+        )
+    if each_is(one := weights[counted][0]):
+        return f"Every token weighs {one:.3g} times what it should. Which number must every rank divide by?"
     return "The tokens do not all have the same weight."
 
 
 # --- gradients sent during the backward pass --------------------------------------------------------------------------
 
 WIDTH, LAYERS, ROWS = 5, 4, 3
+LARGE_WIDTH, LARGE_LAYERS = 4096, 8
 ENOUGH = 0.8
 """How much of the communication must be hidden, on eight ranks of a modelled H100 node."""
 
@@ -145,10 +169,20 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
         trace = traced(my_replicas)
     except Exception as error:
         return Verdict(False, raised(error, my_replicas, name, Mesh(dp=8)))
+    needed = 2 * 7 / 8 * LARGE_LAYERS * LARGE_WIDTH**2 * 2  # of eight ranks in bfloat16
+    events = trace.select(rank=0, kind="collective").events
+    if (sent := sum(event.bytes for event in events if event.op != "broadcast")) > 1.01 * needed:
+        text = f"{name}: the gradients are right, but rank 0 of 8 sends {sent / 1e6:,.0f} MB, where {needed / 1e6:,.0f}"
+        return Timed(False, f"{text} would do.\nOne all_reduce per gradient is enough.", trace)
     hidden = _share_hidden(trace)
     if hidden < ENOUGH:
         text = f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\n"
-        if _leaves_early(trace):
+        if _leaves_early(trace) and hidden > 0.05:
+            text += (
+                "Below is one step on a modelled H100 node. Which gradients leave later than they could, or are waited "
+                "for\nwhile other layers have yet to compute theirs?"
+            )
+        elif _leaves_early(trace):
             text += (
                 "Gradients leave while the backward pass runs, but the rank waits until each one has arrived.\n"
                 "start(all_reduce, ...) begins to send. When is the mean needed?"
@@ -192,7 +226,8 @@ def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
 
-    def program(model: Any, xs: Any) -> list[list[Any]]:
+    def program(model: Any, xs: Any) -> tuple[list[list[Any]], str]:
+        before = Untouched(dict(model.named_parameters()))
         finish, found = my_replicas(model), []
         if not callable(finish):
             raise TypeError(f"it returned {finish!r}; return the function that is called after the backward pass")
@@ -202,17 +237,19 @@ def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
             model(x).square().mean().backward()
             finish()
             found.append([p.grad.clone() for p in model.parameters()])
-        return found
+        return found, before.damage()
 
     mesh = Mesh(dp=num_ranks)
     try:
         per_rank = run(program, mesh, model, xs, in_specs=(P(), P("dp"))).per_rank
     except Exception as error:
         return Verdict(False, raised(error, my_replicas, "my_replicas", mesh))
+    if harm := next(filter(None, (harm for _, harm in per_rank)), ""):
+        return Verdict(False, f"my_replicas: {harm}")
     for step in range(3):
         own = [_gradients(model, [x[step]]) for x in xs]
         want = _gradients(model, [x[step] for x in xs])
-        got = [found[step] for found in per_rank]
+        got = [found[step] for found, _ in per_rank]
         if step == 2:
             before = _gradients(model, [x[1] for x in xs])
             if all(_alike(mine, want) for mine in got) and num_ranks > 1:
@@ -294,4 +331,5 @@ def traced(my_replicas: Replicas) -> Trace:
         finish()
 
     size = {"dtype": torch.bfloat16, "device": "meta"}
-    return run(program, Mesh(dp=8), _layers(4096, 8, **size), torch.empty(8192, 4096, **size), cluster="h100").trace
+    model, x = _layers(LARGE_WIDTH, LARGE_LAYERS, **size), torch.empty(8192, LARGE_WIDTH, **size)
+    return run(program, Mesh(dp=8), model, x, cluster="h100").trace

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.check import MOST_WORK, Verdict, not_a_function, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Framework
-from tplab.exercises.trials import run_of, weight
+from tplab.exercises.trials import run_of, share_of_work, weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -32,49 +32,80 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
     The weights are chosen so that the result shows the masks: every hidden feature is 1, and feature f adds 2**f.
     """
+    if wrong := not_a_function(fn, "block"):
+        return wrong
     if not_started(fn):
         return untouched("block")
     panels: list[Panel] = []
     for mesh in BLOCK_MESHES:
         num_features = 9 if mesh.axis_size("tp") == 3 else 8
-        x, a = np.ones((TOKENS, WIDTH)), np.full((WIDTH, num_features), 1 / WIDTH)
-        b = np.tile(2.0 ** np.arange(num_features)[:, None], (1, WIDTH))
+        x, a, b = _tensors(num_features)
         args = [array.astype(np.float32) for array in (x, a, b)]
         dy = weight(x)
         program = (_in_torch if framework == "torch" else _in_jax)(fn)
         specs = (P(), P(), P(None, "tp"), P("tp", None))
         try:
             results = run_of(framework)(program, mesh, dy.astype(np.float32), *args, in_specs=specs).per_rank
-            found, dx = ([np.asarray(result[place], float) for result in results] for place in (0, 1))
-            harm = next((result[2] for result in results if framework == "torch" and result[2]), "")
+            found, dx, again = ([np.asarray(result[place], float) for result in results] for place in (0, 1, 2))
+            harm = next((result[3] for result in results if framework == "torch" and result[3]), "")
         except Exception as error:
             return Verdict(False, raised(error, fn, "block", mesh))
         if found[0].shape != x.shape:
             return Verdict(False, f"block: the result has shape {list(found[0].shape)}, but x has {list(x.shape)}.")
         added = [result - x for result in found]
-        if fault := _fault_outside(added, mesh, num_features) or _fault_inside(added[0], mesh, num_features):
+        if fault := (
+            _fault_of_x(found[0], mesh)
+            or _fault_outside(added, mesh, num_features)
+            or _fault_inside(added[0], mesh, num_features)
+            or _fault_of_draws(added[0], again[0] - x, mesh)
+        ):
             return Verdict(False, *fault)
         if harm:
             return Verdict(False, f"block: the masks are right, but {harm}")
         if fault := _fault_backward(dx, dy, added[0], a, b, mesh):
             return Verdict(False, *fault)
         panels = panels or _kept(added[0], mesh, num_features)[1]
+    if fault := _undivided(fn, framework):
+        return Verdict(False, fault)
     listed = ", ".join(map(str, BLOCK_MESHES))
     text = f"block is right on {listed}.\nInside, each rank draws its own mask. Outside, all ranks draw the same one."
     return Verdict(True, text, panels)
 
 
+def _tensors(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, a and b, which make every hidden feature 1, and let feature f add 2**f."""
+    x, a = np.ones((TOKENS, WIDTH)), np.full((WIDTH, num_features), 1 / WIDTH)
+    return x, a, np.tile(2.0 ** np.arange(num_features)[:, None], (1, WIDTH))
+
+
 def _in_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that returns the block's result, the gradient of x, another result, and what has been damaged."""
+
     def program(dy: Any, x: Any, *weights: Any) -> Any:
+        import torch
+
         x.requires_grad_()
         before = Untouched({"x": x, "a": weights[0], "b": weights[1]}, generators=False)  # dropout moves torch's on
         y = fn(x, *weights)
-        if not (hasattr(y, "requires_grad") and y.requires_grad):
+        if not isinstance(y, torch.Tensor):
+            found = "None; is a `return` missing?" if y is None else f"an object of type {type(y).__name__}"
+            raise TypeError(f"it must return a tensor, and it returned {found}")
+        if not y.requires_grad:
             raise TypeError("what it returns has no gradient; is something detached?")
         harm = before.damage()
         if y.shape == dy.shape and not harm:
             y.backward(dy)
-        return y.detach(), dy if x.grad is None else x.grad, harm
+        states, again = [], y
+        for seed in (1, 2):  # from two states of torch's generator: a block that seeds it ends in the same one
+            torch.manual_seed(seed)
+            again = fn(x, *weights)
+            states.append(torch.get_rng_state())
+        if not harm and torch.equal(*states):
+            harm = (
+                "it seeds torch's global generator.\nAll random numbers that the program draws later are then the "
+                "same in every step."
+            )
+        return y.detach(), dy if x.grad is None else x.grad, again.detach(), harm
 
     return program
 
@@ -84,9 +115,17 @@ def _in_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
         import jax
 
         y, backward = jax.vjp(lambda x: fn(x, *weights, jax.random.key(0)), x)
-        return y, backward(dy)[0]
+        return y, backward(dy)[0], fn(x, *weights, jax.random.key(1))
 
     return program
+
+
+def _fault_of_x(y: np.ndarray, mesh: Mesh) -> Fault | None:
+    """What is wrong if the block does not return x plus something: x is 1 here, and nothing that is added is < 0."""
+    if (y != 0).all():
+        return None
+    hint = f"x is 1 everywhere, but {(y == 0).mean():.0%} of the result is 0. Drop only what the block adds to x."
+    return f"block: x does not pass through, on {mesh}.\n{hint}", [corner("rank 0, the result", y, y == 0)]
 
 
 def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Fault | None:
@@ -94,13 +133,16 @@ def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Fa
     for rank, array in enumerate(added):
         differs = array != added[0]
         if differs.any():
-            sums_agree = (array == added[0])[(array != 0) & (added[0] != 0)].all()
-            hint = (
-                "Outside, every rank has a copy of the same tensor, but each rank has dropped different entries, so "
-                "the copies\ndrift apart. Which ranks must draw the same mask here?"
-                if sums_agree
-                else "The ranks also differ in entries that both of them keep. Is the sum over the ranks missing?"
-            )
+            whole = [r for r in (0, rank) if (added[r][added[r].any(-1)] != 0).all()]  # drops nothing
+            if (array == added[0])[(array != 0) & (added[0] != 0)].all():
+                hint = (
+                    "Outside, every rank has a copy of the same tensor, but each rank has dropped different entries, "
+                    "so the copies\ndrift apart. Which ranks must draw the same mask here?"
+                )
+            elif len(whole) == 1:
+                hint = f"Outside, rank {whole[0]} drops nothing. All ranks must apply the same mask there."
+            else:
+                hint = "The ranks also differ in entries that both of them keep. Is the sum over the ranks missing?"
             panels = [corner(f"rank {r}, what it adds", added[r], differs) for r in (0, rank)]
             return f"block: ranks 0 and {rank} of {mesh} return different tensors.\n{hint}", panels
     known = [corner("rank 0, what it adds", added[0])]
@@ -142,6 +184,41 @@ def _fault_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> Fault | N
     return None
 
 
+def _fault_of_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> Fault | None:
+    """What is wrong if the block is run again and draws the masks of the first time."""
+    both = added.any(-1) & again.any(-1)  # the tokens whose masks show in both results
+    masks = {
+        "outside": (added != 0, again != 0),
+        "inside": (added.max(-1), again.max(-1)),  # says which hidden features a token has kept
+    }
+    for place, (first, second) in masks.items():
+        if (first[both] == second[both]).all():
+            hint = "Training would drop the same numbers in every step. Each draw needs a mask of its own."
+            panels = [corner("first run", added), corner("second run", again)]
+            return f"block: {place}, the mask is the same whenever the block runs, on {mesh}.\n{hint}", panels
+    return None
+
+
+def _undivided(fn: Callable[..., Any], framework: Framework) -> str:
+    """What is wrong if every rank computes the whole block; "" if they share the work."""
+    mesh, specs = BLOCK_MESHES[0], {"x": P(), "a": P(None, "tp"), "b": P("tp", None)}
+
+    def with_key(x: Any, a: Any, b: Any) -> Any:
+        import jax
+
+        return fn(x, a, b, jax.random.key(0))
+
+    tensors = {name: array.astype(np.float32) for name, array in zip(specs, _tensors(8))}
+    num_ranks = mesh.axis_size("tp")
+    share = share_of_work(framework, fn if framework == "torch" else with_key, specs, tensors, "tp", num_ranks)
+    if share < MOST_WORK:
+        return ""
+    return (
+        f"block: the masks are right, but on {mesh} the busiest rank does {share:.0%} of what one rank alone would do."
+        "\nLet each rank compute with its own columns of a and its own rows of b."
+    )
+
+
 def _fault_backward(
     dx: list[np.ndarray], dy: np.ndarray, added: np.ndarray, a: np.ndarray, b: np.ndarray, mesh: Mesh
 ) -> Fault | None:
@@ -156,12 +233,15 @@ def _fault_backward(
     for rank in mesh.ranks:
         off = ~(np.abs(dx[rank] - right) <= slack)
         if off.any():
-            hint = (
-                "It is only the part that comes through this rank's own hidden features. What adds up the gradients of "
-                "the ranks?"
-                if all(np.allclose(one, part, rtol=0, atol=slack) for one, part in zip(dx, own))
-                else "Each dropout passes a gradient on where it has kept a number, twice as large."
-            )
+            if all(np.allclose(one, dy, rtol=0, atol=slack) for one in dx):
+                hint = "No gradient comes back through the two layers. Is something detached?"
+            elif all(np.allclose(one, part, rtol=0, atol=slack) for one, part in zip(dx, own)):
+                hint = (
+                    "It is only the part that comes through this rank's own hidden features. What adds up the "
+                    "gradients of the ranks?"
+                )
+            else:
+                hint = "Each dropout passes a gradient on where it has kept a number, twice as large."
             panels = [corner(f"dx, rank {rank}", dx[rank], off), corner("right", right)]
             return (
                 f"block: the masks are right, but the gradient of x is not, on rank {rank} of {mesh}.\n{hint}",

@@ -62,10 +62,11 @@ class Exercise:
     mistakes    known mistakes, the likeliest first
     fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending up to twice as much passes,
                 with a remark
-    excess      if given, sending more than `fewest` is refused, with this hint
+    excess      if given, sending more than `slack` times `fewest` is refused, with this hint
     divided     the axis over which the work must be divided; computing everything on every rank is refused
     by_hand     if given, what the program must be built from, in words; collectives are then refused
     not_with    the names of library functions that would do the exercise
+    is_precise  whether it is run once more with numbers that 16 bits cannot hold, and that are no whole numbers
     tolerance   the largest difference that counts as rounding, relative to the largest entry, in float64
     """
 
@@ -79,9 +80,11 @@ class Exercise:
     mistakes: tuple[Mistake, ...] = ()
     fewest: Callable[[Mesh, Tensors], int] | None = None
     excess: str = ""
+    slack: float = 1.0
     divided: str = ""
     by_hand: str = ""
     not_with: tuple[str, ...] = ()
+    is_precise: bool = False
     tolerance: float = 1e-9
     meshes: tuple[Mesh, ...] = MESHES
 

@@ -1,4 +1,4 @@
-"""The exercise of lab 00: pass numbers around a ring, and keep the largest."""
+"""The exercises of lab 00: pass numbers around a ring, and add them up or keep the largest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors
 from tplab.mesh import Mesh
 from tplab.sharding import P
+from tplab.trace.trace import Trace
+
+# Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
+MESHES = (Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1))
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -21,28 +25,111 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {"x": first + step * rng.permutation(mesh.size)}
 
 
-def _plain(tensors: Tensors) -> Tensors:
-    return {"result": tensors["x"].max(keepdims=True)}
-
-
 def _met(seen: Seen, num_hops: int) -> np.ndarray:
     """The numbers that a rank has seen after this many hops up the ring."""
     index = seen.mesh.index(seen.rank, "ring")
     return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(num_hops + 1)])
 
 
-LARGEST = Exercise(
-    name="largest",
-    tensors=_tensors,
-    specs={"x": P("ring")},
-    plain=_plain,
-    results={"result": P()},
-    # Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
-    meshes=(Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1)),
-    by_hand="`ring_shift`, one hop at a time",
-    not_with=RING,
-    fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
-    mistakes=(
+def _on_a_ring(
+    name: str,
+    tensors: Callable[[np.random.Generator, Mesh], Tensors],
+    plain: Callable[[Tensors], Tensors],
+    mistakes: tuple[Mistake, ...],
+) -> Exercise:
+    """One number per rank -> one result, the same on every rank, made of hops; each number makes R - 1 of them."""
+    return Exercise(
+        name=name,
+        tensors=tensors,
+        specs={"x": P("ring")},
+        plain=plain,
+        results={"result": P()},
+        mistakes=mistakes,
+        meshes=MESHES,
+        by_hand="`ring_shift`, one hop at a time",
+        not_with=RING,
+        fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
+    )
+
+
+# --- the bug to repair ---------------------------------------------------------------------------------------------
+
+
+def _counted_often(seen: Seen) -> np.ndarray:
+    """Every rank adds what arrives to its whole sum, and passes that on."""
+    sums = seen.tensors["x"]
+    for _ in sums[1:]:
+        sums = sums + np.roll(sums, 1)
+    return sums[[seen.mesh.index(seen.rank, "ring")]]
+
+
+TOTAL = _on_a_ring(
+    "total_of_ring",
+    lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
+    lambda tensors: {"result": tensors["x"].sum(keepdims=True)},
+    (
+        Mistake(
+            "result",
+            "Some numbers are counted more than once: the sum that arrives and the sum that you add it to have numbers "
+            "in common.\nWhich number is certainly not in the sum that arrives?",
+            _counted_often,
+        ),
+        Mistake(
+            "result",
+            "This is the rank's own number: nothing that arrives is added to it.",
+            lambda seen: seen.own["x"],
+        ),
+        Mistake(
+            "result",
+            "One number is missing. With R ranks, a number needs R - 1 hops to reach every rank.",
+            lambda seen: _met(seen, len(seen.tensors["x"]) - 2).sum(keepdims=True),
+        ),
+        Mistake(
+            "result",
+            "The rank's own number is counted twice. Is there one hop too many?",
+            lambda seen: seen.want + seen.own["x"],
+        ),
+        Mistake(
+            "result",
+            "This is the number that arrived last. Add up all that arrive.",
+            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[-1:],
+        ),
+    ),
+)
+
+
+def _between_neighbours(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict:
+    """The verdict, also on messages that skip a rank."""
+    traces: list[Trace] = []
+    verdict = grade(fn, exercise, framework, traces.append)
+    for trace in traces if verdict.passed else ():
+        for event in trace.events:
+            if event.peer is not None and (event.peer - event.rank) % trace.mesh.size not in (1, trace.mesh.size - 1):
+                text = (
+                    f"{exercise.name}: the numbers are right, but on {trace.mesh} rank {event.rank} exchanges messages "
+                    f"with rank {event.peer}, which is not its neighbour.\n"
+                    "Pass on what has just arrived, one hop at a time."
+                )
+                return Verdict(False, text, verdict.panels)
+    return verdict
+
+
+def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Whether `fn`, the program of one rank, adds up the numbers of its ring.
+
+    x [1]   ->   their sum [1], the same on every rank of axis "ring"
+    """
+    return _between_neighbours(fn, TOTAL, framework)
+
+
+# --- the exercise --------------------------------------------------------------------------------------------------
+
+
+LARGEST = _on_a_ring(
+    "largest",
+    _tensors,
+    lambda tensors: {"result": tensors["x"].max(keepdims=True)},
+    (
         Mistake(
             "result",
             "This is the rank's own number: nothing that arrives is compared with it.",
@@ -83,4 +170,4 @@ def check_largest(fn: Callable[..., Any], framework: Framework = "torch") -> Ver
 
     x [1]   ->   largest [1], the same on every rank of axis "ring"
     """
-    return grade(fn, LARGEST, framework)
+    return _between_neighbours(fn, LARGEST, framework)

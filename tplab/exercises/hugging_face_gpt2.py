@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from html import escape
+from types import FunctionType
 from typing import Any
+
+import numpy as np
 
 from tplab.checking.report import ParallelReport
 from tplab.errors import PlanError, RankError
 from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.check import MOST_WORK, Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
+from tplab.exercises.trials import share_of_work
 from tplab.mesh import Mesh
+from tplab.sharding import P
 
 MOST_RANKS = 4
 MESHES = (Mesh(tp=2), Mesh(tp=MOST_RANKS), Mesh(tp=1))
@@ -99,13 +106,18 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
     from tplab.torch import check_parallel, gpt2_plan, parallelize
 
     name = getattr(layer, "__name__", "the layer")
+    if not isinstance(layer, type | FunctionType):
+        return Verdict(False, f"{name}: this is an object of type {type(layer).__name__}. Give the class itself.")
     held: list[int] = []
+    harm: list[str] = []
 
     def model(whole: Any) -> Any:
         given = [block.mlp.c_proj for block in whole.transformer.h]
         parallelize(whole, gpt2_plan(whole))
         for block, theirs in zip(whole.transformer.h, given):
+            before = Untouched({"given.weight": theirs.weight, "given.bias": theirs.bias}, generators=False)
             block.mlp.c_proj = layer(theirs)
+            harm.append(before.damage())
             held.append(sum(parameter.numel() for parameter in block.mlp.c_proj.parameters()))
         return whole
 
@@ -118,6 +130,8 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
             return Verdict(False, raised(error, getattr(layer, "forward", layer), name, mesh))
         if not report.ok:
             return _wrong(name, mesh, report)
+        if any(harm):
+            return Verdict(False, f"{name}: the numbers are right, but {next(filter(None, harm))}")
         given = small_gpt2().transformer.h[0].mlp.c_proj
         share = given.weight.numel() // mesh.axis_size("tp") + given.bias.numel()
         if max(held) > share:
@@ -127,9 +141,23 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
             )
             return Verdict(False, text)
     assert report is not None
+    if (share := _share_of_work(layer)) >= MOST_WORK:
+        text = (
+            f"{name}: the numbers are right, but each of {MOST_RANKS} ranks does {share:.0%} of the whole layer's work."
+            "\nMultiply by the rank's own rows, and add up the results."
+        )
+        return Verdict(False, text)
     listed = ", ".join(map(str, MESHES))
     text = f"{name} is right: logits, loss and every gradient equal the unsharded model's on {listed}."
     return Reported(True, text, report)
+
+
+def _share_of_work(layer: Callable[..., Any]) -> float:
+    """The FLOPs of the busiest rank in the layer's forward pass, relative to those of one rank alone."""
+    given = small_gpt2().transformer.h[0].mlp.c_proj
+    x = np.ones((2, SEQUENCE, given.weight.shape[0]), np.float32)
+    specs = {"x": P(None, None, "tp")}
+    return share_of_work("torch", lambda x: layer(deepcopy(given))(x), specs, {"x": x}, "tp", MOST_RANKS)
 
 
 def check_llama_plan(plan: Callable[[], Mapping[str, Any] | None] | Mapping[str, Any]) -> Verdict:

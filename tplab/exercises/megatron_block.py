@@ -20,6 +20,7 @@ from tplab.exercises.exercise import (
 )
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
+    TOLERANCE,
     block_tensors,
     causal_attention,
     gelu_mlp,
@@ -75,6 +76,7 @@ DOWN = Exercise(
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
     divided="tp",
+    not_with=("RowParallelLinear",),
 )
 
 
@@ -138,6 +140,19 @@ PARALLEL_BLOCK = Exercise(
             "divided work begins, after the norm.",
             lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * weight(seen.want),
         ),
+        Mistake(
+            "dx",
+            "y is right, but the gradient of the residual is R times too small: each rank adds 1/R of x, and receives "
+            "the gradient of that part only.\nAdd x after the sum.",
+            lambda seen: seen.want - (1 - 1 / seen.mesh.axis_size("tp")) * weight(seen.want),
+        ),
+        Mistake(
+            "dx",
+            "What comes through the heads and the hidden features is R times too large: dy is the same on every rank, "
+            "and it was added up.\nThe backward pass of reduce_from does not add; that of ring_all_reduce or "
+            "all_gather does.",
+            lambda seen: seen.mesh.axis_size("tp") * (seen.want - weight(seen.want)) + weight(seen.want),
+        ),
         _one_way("attention", "mlp", "The gradients that come through attention are added up, but h also goes to a."),
         _one_way("mlp", "attention", "The gradients that come through a are added up, but h also goes to the heads."),
         Mistake(
@@ -156,6 +171,7 @@ PARALLEL_BLOCK = Exercise(
         "backward will do, half of what the block needs."
     ),
     divided="tp",
+    tolerance=TOLERANCE,
 )
 
 

@@ -27,6 +27,7 @@ GATHER_ALL = Exercise(
     specs={"x": P(("node", "gpu"))},
     plain=lambda tensors: {"y": tensors["x"]},
     results={"y": P()},
+    is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
     mistakes=(
         Mistake(

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from tplab.cost.matmul import matmul_flops
 from tplab.exercises.check import Verdict, grade, raised
 from tplab.exercises.drawn import Timed
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -22,6 +24,9 @@ TOKENS, WIDTH, NUM_RANKS = 8192, 8192, 8
 ENOUGH = 0.9
 """The fraction of the communication that can be hidden which must be hidden, on eight ranks of a modelled H100 node."""
 
+MOST_WORK = 1.2
+"""The most that a rank may compute, as a multiple of its own matmul: additions are little beside it."""
+
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     size = 2 * mesh.axis_size("tp")
@@ -29,7 +34,11 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 
 
 def _plain(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"] @ tensors["w"].T}
+    """y = x @ w.T, and the gradients of sum(y * weight)."""
+    x, w = tensors["x"], tensors["w"]
+    y = x @ w.T
+    dy = weight(y)
+    return {"y": y, "dx": dy @ w, "dw": dy.T @ x}
 
 
 def _in_order(seen: Seen) -> np.ndarray:
@@ -63,6 +72,9 @@ GATHER = Exercise(
     specs={"x": FEATURES, "w": ROWS},
     plain=_plain,
     results={"y": FEATURES},
+    gradients=("x", "w"),
+    is_precise=True,
+    tolerance=1e-5,  # float32 will do
     not_with=("all_gather_matmul",),
     mistakes=(
         Mistake(
@@ -85,6 +97,9 @@ SCATTER = Exercise(
     specs={"x": FEATURES, "w": COLUMNS},
     plain=_plain,
     results={"y": FEATURES},
+    gradients=("x", "w"),
+    is_precise=True,
+    tolerance=1e-5,  # float32 will do
     not_with=("matmul_reduce_scatter",),
     mistakes=(
         Mistake("y", "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.", _own_part),
@@ -99,11 +114,25 @@ SCATTER = Exercise(
 
 
 def check_gather_product(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, computes all_gather(x) @ w.T and hides what it sends.
+    """Whether `fn`, in torch, computes all_gather(x) @ w.T and hides what it sends; it remarks on one direction only.
 
     x [T, D/tp]   w [F/tp, D]   ->   y [T, F/tp]
     """
-    return _graded(fn, GATHER)
+    verdict = _graded(fn, GATHER)
+    if verdict.passed and isinstance(verdict, Timed) and _directions(verdict.trace) < 2:
+        return Timed(True, f"{verdict.text}\n{ONE_WAY}", verdict.trace)
+    return verdict
+
+
+ONE_WAY = (
+    "All pieces now travel in one direction, in twice as many hops. Where a rank has a link to each neighbour, as\n"
+    "on a TPU, that takes longer: can you keep both directions?"
+)
+
+
+def _directions(trace: Trace) -> int:
+    """To how many ranks rank 0 sends."""
+    return len({event.peer for event in trace.events if event.rank == 0 and event.kind == "send"})
 
 
 def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
@@ -129,6 +158,13 @@ def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
             f"{name}: the numbers are right, but it hides {hidden:.0%} of the communication that it could hide.\n"
             f"Below is your layer with {TOKENS:,} tokens on a modelled H100 node. What is there to compute between\n"
             "`start` and `wait`?"
+        )
+        return Timed(False, text, trace)
+    flops = max(trace.select(rank=rank, kind="compute").column("flops").sum() for rank in range(NUM_RANKS))
+    if (times := flops * NUM_RANKS / matmul_flops(TOKENS, 4 * WIDTH, WIDTH)) > MOST_WORK:
+        text = (
+            f"{name}: the numbers are right, but a rank computes {times:.1f} times as much as in one matmul.\n"
+            "Behind each hop, multiply only one piece."
         )
         return Timed(False, text, trace)
     text = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.dropout import Fault, corner, is_off
 from tplab.mesh import Mesh
@@ -33,6 +33,8 @@ def check_drop(fn: Callable[..., Any]) -> Verdict:
     x any shape   p the fraction that is dropped   key an integer, the same on every rank   axis as in tplab's dropout
     """
     name = "drop"
+    if wrong := not_a_function(fn, name):
+        return wrong
     if not_started(fn):
         return untouched(name)
     if lazy := library_call(fn, ("dropout",), ("tplab",)):
@@ -111,13 +113,19 @@ def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
             x = torch.randn(32, 16, generator=torch.Generator().manual_seed(key)) + 10
             before, whole = Untouched({"x": x}), x.clone()
             y = fn(x, _P, key, axis)
+            if not isinstance(y, torch.Tensor):
+                found = "None; is a `return` missing?" if y is None else f"an object of type {type(y).__name__}"
+                raise TypeError(f"it must return a tensor, and it returned {found}")
             harm = harm or before.damage()
             results.append((y.detach() / whole if y.shape == x.shape else y.detach()).numpy())
         return results, harm or _of_other_kinds(fn)
 
-    per_rank = run(program, mesh).per_rank
-    masks = {call: [results[place] for results, _ in per_rank] for place, call in enumerate(calls)}
-    return masks, next((harm for _, harm in per_rank if harm), "")
+    out = run(program, mesh)
+    masks = {call: [results[place] for results, _ in out.per_rank] for place, call in enumerate(calls)}
+    harm = next((harm for _, harm in out.per_rank if harm), "")
+    if not harm and (num_bytes := out.trace.bytes_sent()):
+        harm = f"the ranks send {num_bytes:,} bytes. Ranks that share a key can agree on a mask without any message."
+    return masks, harm
 
 
 def _of_other_kinds(fn: Callable[..., Any]) -> str:
@@ -171,6 +179,9 @@ def _faults(masks: _Masks, mesh: Mesh) -> Iterator[Fault]:
     share = float(np.mean([mask == 0 for drawn in masks.values() for mask in drawn[:1]]))
     if is_off(share, first.size * len(masks), _P):
         yield f"with p = {_P}, {share:.0%} of the numbers are dropped.", [corner("rank 0", first)]
+    if len({int((mask == 0).sum()) for drawn in masks.values() for mask in drawn}) == 1:
+        text = "every mask drops equally many numbers. Each number is dropped with probability p, whatever the others"
+        yield f"{text} do.", [corner("rank 0", first)]
     for (axis, key), drawn in masks.items():
         yield from _fault_of_ranks(axis, key, drawn, mesh)
     yield from _fault_of_keys(masks, _AXES[len(mesh.shape)])

@@ -59,14 +59,28 @@ def _shifted_twice(seen: Seen) -> np.ndarray:
     return np.concatenate([np.zeros_like(seen.want)[: 2 * last], seen.want])[:MICROBATCHES]
 
 
+def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
+    """A rank's outputs in the last rank's ticks: rank r is `last - r` microbatches ahead, then repeats the last."""
+    ahead = seen.mesh.axis_size("pp") - 1 - rank
+    return _whole(seen, rank + 1)[np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)]
+
+
 def _of_all_ranks(seen: Seen) -> np.ndarray:
-    """The outputs of the same ticks on every rank: rank r is `last - r` microbatches ahead, then repeats the last."""
-    ranks = seen.mesh.axis_size("pp")
-    total = np.zeros_like(seen.want)
-    for rank in range(ranks):
-        outputs = _whole(seen, rank + 1)
-        total += outputs[np.minimum(np.arange(MICROBATCHES) + ranks - 1 - rank, MICROBATCHES - 1)]
-    return total
+    return np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0)
+
+
+def _on_the_last_alone(seen: Seen) -> np.ndarray:
+    return seen.want * (seen.rank == seen.mesh.axis_size("pp") - 1)
+
+
+NOT_SHARED = Mistake("ys", "Only the last rank has the outputs. All ranks should return them.", _on_the_last_alone)
+OFTEN = Mistake(
+    "dw",
+    "This is R times the right gradient. JAX cannot know that what you return is the same on every rank, as after\n"
+    "`all_gather`, so it adds up the gradients of all R copies. It knows after `all_reduce`: there, let all ranks but\n"
+    "one add zeros.",
+    lambda seen: seen.want * seen.mesh.axis_size("pp"),
+)
 
 
 def _once_too_late(seen: Seen) -> np.ndarray:
@@ -98,7 +112,14 @@ PIPELINE = Exercise(
         ),
         Mistake("ys", "Your rows are shifted in the wrong direction.", _shifted_twice),
         Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
-        Mistake("ys", "Every rank has added its own output. Only those of the last rank are wanted.", _of_all_ranks),
+        Mistake("ys", "Every rank has added its own outputs. Only those of the last rank are wanted.", _of_all_ranks),
+        Mistake(
+            "ys",
+            "Every rank returns its own outputs. All ranks should return those of the last rank.",
+            lambda seen: _of_one_rank(seen, seen.rank),
+        ),
+        NOT_SHARED,
+        OFTEN,
         Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
     ),
     meshes=MESHES,
@@ -110,24 +131,68 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
 
     w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D], the same on every rank of "pp"
     """
+    hint = "In which tick does the last microbatch leave the last rank?"
+    return _in_ticks(fn, PIPELINE, MICROBATCHES + 4 - 2, hint, "Compute only the stage of the microbatch of this tick.")
+
+
+FOUR = Mesh(pp=4)
+MANY_ROWS = 64
+"""Rows of a microbatch with which choosing a matrix, even by a matmul, is little work beside multiplying with it."""
+
+
+def _in_ticks(fn: Callable[..., Any], exercise: Exercise, exchanges: int, too_slow: str, too_much: str) -> Verdict:
+    """The verdict, also on how often the ranks exchange messages, and on how much they compute in between.
+
+    exchanges   the fewest on four ranks. One more passes: the last tick may send what no rank wants
+    too_slow, too_much   the hints
+    """
     traces: list[Trace] = []
-    verdict = grade(fn, PIPELINE, "jax", traces.append)
-    took, needed = _exchanges(traces), MICROBATCHES + 4 - 2
-    if verdict.passed and took < needed:
-        return Verdict(False, f"{PIPELINE.name}: {ONE_AT_A_TIME.format(took, needed)}")
-    return verdict
-
-
-ONE_AT_A_TIME = (
-    "the numbers are right, but on Mesh(pp=4) the ranks exchange messages only {} times. A pipeline needs at least {}."
-    "\nSend one microbatch at a time, from each rank to the next."
-)
+    verdict = grade(fn, exercise, "jax", traces.append)
+    if not verdict.passed:
+        return verdict
+    took = _exchanges(traces)
+    matmuls = _matmuls_in_a_tick(fn, exercise) if exchanges <= took <= exchanges + 1 else 0
+    if took < exchanges:
+        fault = (
+            f"on {FOUR} the ranks exchange messages only {took} times. A pipeline needs at least {exchanges}.\n"
+            "Send one microbatch at a time, from each rank to the next, with `ppermute`."
+        )
+    elif took > exchanges + 1:
+        fault = f"on {FOUR} the ranks exchange messages {took} times, where {exchanges} would do.\n{too_slow}"
+    elif matmuls > 1:
+        fault = f"on {FOUR} a rank does {matmuls} matmuls per tick, where one stage needs 1.\n{too_much}"
+    else:
+        return verdict
+    return Verdict(False, f"{exercise.name}: the numbers are right, but {fault}")
 
 
 def _exchanges(traces: list[Trace]) -> int:
     """In how many rounds something is sent, in the forward pass on four ranks, which comes first; 0 without one."""
-    trace = next((trace for trace in traces if trace.mesh == Mesh(pp=4)), None)
+    trace = next((trace for trace in traces if trace.mesh == FOUR), None)
     return len({event.step for event in trace.events if event.kind == "send"}) if trace else 0
+
+
+def _matmuls_in_a_tick(fn: Callable[..., Any], exercise: Exercise) -> int:
+    """The most matmuls of a stage's size that a rank does between two exchanges; a batched one counts several times.
+
+    What it does before the first exchange does not count: there it may compute an output only to know its shape.
+    """
+    from tplab.jax import run
+
+    tensors = exercise.tensors(np.random.default_rng(0), FOUR)
+    tensors = {**tensors, "xs": np.repeat(tensors["xs"], MANY_ROWS, axis=1)}
+    arrays = [array.astype(np.float32) for array in tensors.values()]
+    trace = run(fn, FOUR, *arrays, in_specs=tuple(exercise.specs.values()), cluster="h100", keep_values=0).trace
+    of_a_stage, most = 2 * ROWS * MANY_ROWS * WIDTH**2, 0
+    for rank in FOUR.ranks:
+        flops, has_exchanged = 0, False
+        for event in trace.select(rank=rank).events:
+            if event.op == "dot_general" and has_exchanged:
+                flops += event.flops
+                most = max(most, flops)
+            elif event.op == "ppermute":
+                flops, has_exchanged = 0, True
+    return round(most / of_a_stage)
 
 
 # --- the exercise: twice around the ring -----------------------------------------------------------------------------
@@ -203,6 +268,8 @@ LOOP = Exercise(
             "matrix in the same tick.",
             _with(lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)),
         ),
+        NOT_SHARED,
+        OFTEN,
     ),
     meshes=MESHES,
 )
@@ -214,17 +281,10 @@ def check_loop(fn: Callable[..., Any]) -> Verdict:
 
     w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"
     """
-    traces: list[Trace] = []
-    verdict = grade(fn, LOOP, "jax", traces.append)
-    if not verdict.passed:
-        return verdict
-    took, enough = _exchanges(traces), ROUNDS * 4 + 4 - 1
-    if took < enough - 1:
-        return Verdict(False, f"{LOOP.name}: {ONE_AT_A_TIME.format(took, enough - 1)}")
-    if took > enough:
-        text = (
-            f"{LOOP.name}: the numbers are right, but on Mesh(pp=4) the ranks exchange messages {took} times, where "
-            f"{enough} would do.\nMust microbatch 0 wait for the others before its second round?"
-        )
-        return Verdict(False, text)
-    return verdict
+    return _in_ticks(
+        fn,
+        LOOP,
+        ROUNDS * 4 + 4 - 2,
+        "Must microbatch 0 wait for the others before its second round?",
+        "Choose one of the two matrices first, and then multiply.",
+    )

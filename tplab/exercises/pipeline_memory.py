@@ -15,12 +15,12 @@ from tplab.widgets.matrices import Panel
 
 # --- the bug: a matrix that hides ------------------------------------------------------------------------------------
 
-WORDS, SEQUENCE, MICROBATCHES = 65, 16, 4
+VOCABULARY, SEQUENCE, MICROBATCHES = 65, 16, 4
 
 
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
-    """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, words], that a pipeline of any length trains
-    in the same way as one rank does, and whose head is the embedding's matrix."""
+    """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
+    trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
     name = "my_layers"
     if not_started(model):
         return untouched(name)
@@ -46,6 +46,26 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
             f"{name}: every rank trains what it has, but the head and the embedding are now two matrices.\n"
             "Which spec says that two layers share one matrix, whichever ranks they are on?",
         )
+    if (rows := right.get("0.weight")) is not None and len(rows) == VOCABULARY:
+        absent = np.setdiff1d(np.arange(VOCABULARY), _batch()[0].numpy())
+        if len(absent) and not np.any(rows[absent]):
+            return Verdict(
+                False,
+                f"{name}: the matrix gets a gradient only from the embedding: rows of tokens that are not in the batch "
+                "get none, and the head gives one to every row.\nWhat cuts the head off from it, such as `detach()`?",
+            )
+    if not _run(_is_normed, 1, model)[0]:
+        return Verdict(
+            False,
+            f"{name}: every gradient equals that of one rank, but this is another model: nothing normalises what the "
+            "head gets.\nWhere has the norm gone that was between the last block and the head?",
+        )
+    if any(grad.shape == (VOCABULARY,) for grad in right.values()):
+        return Verdict(
+            False,
+            f"{name}: every gradient equals that of one rank, but this is another model: its head has a bias of "
+            f"{VOCABULARY} numbers.\nThe head had the embedding's matrix and nothing else: bias=False.",
+        )
     text = f"{name} is right: on 2 and 4 ranks every gradient equals that of one rank, including the tied one."
     return Verdict(True, text, _panels(4, found["0.weight"], right["0.weight"]) if "0.weight" in found else [])
 
@@ -59,7 +79,8 @@ def _run(program: Callable[..., Any], ranks: int, model: Callable[[], Sequence[A
 def _batch() -> tuple[Any, Any]:
     import torch
 
-    ids = torch.randint(0, WORDS, (MICROBATCHES, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, VOCABULARY, (MICROBATCHES, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    ids[0, :8] = torch.arange(8)  # the rows of the embedding's gradient that a picture shows
     return ids, ids.roll(-1, 1)
 
 
@@ -114,6 +135,24 @@ def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
     return ""
 
 
+def _is_normed(model: Callable[[], Sequence[Any]], ranks: int) -> bool:
+    """Whether the head gets what a new norm returns, of mean square 1 in every token, or has a norm of its own: then
+    twice the input gives the same logits. Within 5 %, for a norm's epsilon."""
+    import torch
+
+    from tplab.torch import stages_of
+
+    *before, head = stages_of(list(model()), one_f_one_b(ranks, 1))[0].children()
+    with torch.no_grad():
+        x, _ = _batch()
+        for layer in before:
+            x = layer(x)
+        squares = x.square().mean(-1)
+        return torch.allclose(squares, torch.ones_like(squares), rtol=0.05) or torch.allclose(
+            head(2 * x), head(x), rtol=0.05, atol=1e-3
+        )
+
+
 def _leaves(x: Any) -> list[Any]:
     """The tensors that a gradient of x would be added to."""
     todo, met, found = [x.grad_fn], set(), []
@@ -163,7 +202,10 @@ def check_most_bytes(most_bytes: MostBytes) -> Verdict:
         stage_bytes, held = _held(schedule)
         where = f"{schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
         try:
-            given = [most_bytes(row, stage_bytes) for row in schedule.by_rank()]
+            lent = list(stage_bytes)
+            given = [most_bytes(row, lent) for row in schedule.by_rank()]
+            if lent != stage_bytes:
+                return Verdict(False, f"{name}: it changes its argument stage_bytes, which its caller may still need.")
             found = np.array(given, float)
         except Exception as error:
             return Verdict(False, f"{name}, with {where}: {type(error).__name__}: {error}")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tplab.errors import TplabError
+from tplab.errors import ScheduleError, TplabError
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, untouched
 from tplab.exercises.drawn import Drawn
-from tplab.schedules import Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
+from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
 
-Row = Callable[[int, int, int], str]
+Cells = str | Sequence[str]
+Row = Callable[[int, int, int], Cells]
+LIBRARY = (*(rule.__name__ for rule in RULES.values()), "auto_schedule")
+"""What would solve a puzzle, or all of it."""
 SIZES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 5))
 
 
 def check_one_f_one_b(row: Row) -> Verdict:
-    """Whether `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text: "F0 F1 B0 ..."."""
+    """Whether `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text, "F0 F1 B0 ...", or in a list."""
     name = getattr(row, "__name__", "row").replace("<lambda>", "my_row")
     if lazy := library_call(row, ("one_f_one_b",)):
         return borrowed(name, lazy)
@@ -115,12 +119,14 @@ def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
     puzzle, name = PUZZLES[number], f"puzzle {number}"
-    if lazy := library_call(fn, ("auto_schedule",)):
+    if lazy := library_call(fn, LIBRARY):
         return borrowed(name, lazy)
     try:
         given = fn()
         if given is None or given is ...:
             return Verdict(None, f"{name}: not started. {puzzle}.\nReplace the `...`, then run this cell again.")
+        if isinstance(given, list | tuple) and all(isinstance(row, str) for row in given):
+            given = "\n".join(given)
         schedule = _read(given) if isinstance(given, str) else given
         if not isinstance(schedule, Schedule):
             return Verdict(False, f"{name}: return a schedule, or its picture as text. It returned {given!r}.")
@@ -161,6 +167,10 @@ def _read(text: str) -> Schedule:
     return Schedule.parse(text) if "." in text else _of_rows(text.strip().splitlines())
 
 
-def _of_rows(rows: list[str]) -> Schedule:
-    """A schedule of one stage per rank, from texts such as "F0 B0"."""
-    return Schedule([[Action.parse(f"{rank}{cell}") for cell in row.split()] for rank, row in enumerate(rows)])
+def _of_rows(rows: Sequence[Cells]) -> Schedule:
+    """A schedule of one stage per rank, from texts such as "F0 B0", or their parts."""
+    cells = [[cell for cell in (row.split() if isinstance(row, str) else row) if cell.strip(".")] for row in rows]
+    for cell in (cell for row in cells for cell in row):
+        if not re.fullmatch(r"[FBIW]\d+", cell):
+            raise ScheduleError(f"{cell!r} is not an action; write a letter and a microbatch, such as F0, B0, I0 or W0")
+    return Schedule([[Action.parse(f"{rank}{cell}") for cell in row] for rank, row in enumerate(cells)])

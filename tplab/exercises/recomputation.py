@@ -40,10 +40,12 @@ def check_recomputed(forget: Forget, again: Again) -> Verdict:
             if isinstance(found, Verdict):
                 return found
             panels = found
-    if verdict := _keeps_more(forget):
+    if verdict := _keeps_more(forget) or _in_flight(forget, again):
         return verdict
     text = f"{name} are right: y, dx and every gradient of a weight, with dropout and without."
-    return Verdict(True, f"{text}\nThe random generator is left as it was found.", panels)
+    return Verdict(
+        True, f"{text}\nThe random generator is left as it was found, and two microbatches may be in flight.", panels
+    )
 
 
 def _line_of(error: Exception, *functions: Callable[..., Any]) -> str:
@@ -72,22 +74,29 @@ def _compared(forget: Forget, again: Again, dropout: float, every: int) -> Verdi
             for piece in pieces:
                 before, given = got_y, got_y.detach().clone()
                 got_y, held = forget(piece, got_y)
-                if wrong := _holds_too_much(got_y, held, before):
+                if wrong := _left_behind(piece) or _holds_too_much(got_y, held, before):
                     return Verdict(False, f"my_forget: {wrong}")
                 if not torch.equal(before, given):
                     return Verdict(False, "my_forget: it changes x in place.")
                 kept.append(held)
             masks = [layer[-1].masks[-1] for layer in layers]
+            if dropout and all(mask.all() for mask in masks):
+                return Verdict(False, f"my_forget: no layer has dropped anything, {where}. Is it in eval mode?")
             right = _plain(layers, x, dy, masks)
             if wrong := _wrong(right, {"y": got_y}, where, dropout):
                 return wrong
             state, got_dx = torch.get_rng_state(), dy
             for piece, held in zip(reversed(pieces), reversed(kept)):
+                before, given = got_dx, got_dx.detach().clone()
                 got_dx = again(piece, held, got_dx)
-                if got_dx is None:
-                    return Verdict(
-                        False, "my_again: it returned None. It must return the gradient of the piece's input."
-                    )
+                if not isinstance(got_dx, torch.Tensor):
+                    what = "None" if got_dx is None else f"a {type(got_dx).__name__}"
+                    text = f"it returned {what}. It must return the gradient of the piece's input."
+                    return Verdict(False, f"my_again: {text}")
+                if wrong := _left_behind(piece):
+                    return Verdict(False, f"my_again: {wrong}")
+                if not torch.equal(before, given):
+                    return Verdict(False, "my_again: it changes dy in place.")
             total = {name: total.get(name, 0) + one for name, one in right.items() if name not in ("y", "dx")}
             found = _gradients(layers)
             alone = {name: right[name] for name in total}
@@ -108,6 +117,47 @@ def _compared(forget: Forget, again: Again, dropout: float, every: int) -> Verdi
         text = "every batch and every layer must drop other numbers. Does your code seed the generator?"
         return Verdict(False, f"my_forget: y and every gradient are right, but {text}")
     return panels
+
+
+def _in_flight(forget: Forget, again: Again) -> Verdict | None:
+    """The verdict on functions that are right for one microbatch after the other, but not with two in flight."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        layers, x, dy = _model(0.5)
+        pieces = [torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:])]
+        torch.manual_seed(7)
+        flights = []
+        for scale in (1, 2):
+            y, kept = x * scale, []
+            for piece in pieces:
+                y, held = forget(piece, y)
+                kept.append(held)
+            flights.append((kept, _plain(layers, x * scale, dy, [layer[-1].masks[-1] for layer in layers])["dx"]))
+        for kept, want in flights:  # first in, first out
+            dx = dy
+            for piece, held in zip(reversed(pieces), reversed(kept)):
+                dx = again(piece, held, dx)
+            if not torch.allclose(dx, want, rtol=0, atol=1e-9):
+                return Verdict(
+                    False,
+                    "my_again: dx is right for one microbatch at a time, but not with two in flight.\nUnder 1F1B, the "
+                    "one that went forward first also goes back first. Is everything that my_again needs in `kept`?",
+                    [Panel("yours, dx", dx.numpy(force=True)), Panel("right", want.numpy(force=True))],
+                )
+    return None
+
+
+def _left_behind(piece: Any) -> str:
+    """What a pass has changed for the rest of the program; "" if nothing has changed."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        return "it leaves gradients switched off. Use `with torch.no_grad():`, which switches them on again."
+    if not all(layer.training for layer in piece.modules()):
+        return "it leaves layers in eval mode, in which dropout drops nothing."
+    return ""
 
 
 def _wrong(
@@ -204,7 +254,7 @@ def _holds_too_much(y: Any, kept: Any, x: Any) -> str:
     if not isinstance(y, torch.Tensor):
         return f"it must return y and what to keep, and y is {y!r}."
     tensors = list(_tensors(kept))
-    if y.requires_grad or any(one.requires_grad for one in tensors):
+    if y.grad_fn is not None or any(one.grad_fn is not None for one in tensors):
         return "what it returns still has its graph, and the graph keeps every activation. Compute y without one."
     floats = sum(one.numel() for one in tensors if one.is_floating_point())
     if floats > x.numel():

@@ -9,6 +9,7 @@ import numpy as np
 
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
@@ -130,9 +131,18 @@ def check_train_split(fn: Train) -> Verdict:
                     f"microbatches and {many:,} for 24.\nA microbatch that has gone forward and back should leave "
                     "nothing behind: neither its tensors nor its graph (`retain_graph`).",
                 )
+        if harm := _left(fn):
+            return Verdict(False, f"{name}: the gradients are right, but {harm}")
         split, whole = _flops(fn, zb_h1), _flops(fn, one_f_one_b)
     except Exception as error:
         return Verdict(False, raised(error, fn, name, Mesh(pp=2)))
+    if split > MOST_WORK * whole:
+        return Verdict(
+            False,
+            f"{name}: the gradients are right, but on two ranks a batch takes {100 * (split / whole - 1):.0f}% more "
+            "FLOPs with I and W than with B.\nIs something computed and not used, or a forward pass run again? I needs "
+            "only the gradient of x, and W only those of the weights.",
+        )
     text = f"{name} is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
     if split > 1.02 * whole:  # below that it is additions, counted only where torch shows them
         text += (
@@ -175,7 +185,7 @@ def _hint(grad: np.ndarray, want: np.ndarray, last: np.ndarray) -> str:
     """A hint from what the wrong gradient looks like."""
     known: Iterator[tuple[Any, str]] = iter(
         [
-            (0 * want, "Nothing has been added to it: does each W add its part?"),
+            (0 * want, "Nothing has been added to it: does each B, or each W, add its part?"),
             (2 * want, "It is twice what it should be: `backward` in I has added it already, before W does."),
             (MICROBATCHES * want, "It is too large by the number of microbatches: the loss is their mean."),
             (last, "It is that of the last microbatch alone: W must add to `.grad`."),
@@ -240,6 +250,34 @@ def _gradients(stage: Any) -> dict[str, np.ndarray]:
         key: np.zeros(tuple(parameter.shape)) if parameter.grad is None else parameter.grad.numpy(force=True).copy()
         for key, parameter in stage.named_parameters()
     }
+
+
+MOST_WORK = 1.22
+"""The most FLOPs of I and W relative to B. W may go through the chain of the stage once more."""
+
+
+def _left(fn: Train) -> str:
+    """What is wrong after a second batch, whose gradients must be added to those of the first; "" if nothing is."""
+    from torch.nn import functional as F
+
+    from tplab.torch import axis_index, run
+
+    def program() -> tuple[str, bool]:
+        stage = _stage(axis_index("pp"))
+        before, found = Untouched(dict(stage.named_parameters())), []
+        for _ in range(2):
+            fn(zb_h1(2, MICROBATCHES), stage, _microbatches(), F.mse_loss)
+            found.append(_gradients(stage))
+            if not all(parameter.requires_grad for parameter in stage.parameters()):
+                return "it leaves parameters behind that no longer require a gradient.", True
+        return before.damage(), all(np.allclose(found[1][key], 2 * grad) for key, grad in found[0].items())
+
+    per_rank = run(program, Mesh(pp=2)).per_rank
+    if harm := next((harm for harm, _ in per_rank if harm), ""):
+        return harm
+    if not all(adds for _, adds in per_rank):
+        return "with a second batch, the gradients of the first are lost: add to what is already in `.grad`."
+    return ""
 
 
 ENOUGH = 0.9

@@ -74,11 +74,12 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
         Mistake(
             result,
             "Here dz compares z with the hidden activation y. What does the loss compare z with?",
-            lambda seen: _formulas(seen, lambda z, y: 2 * (z - y))[result],
+            lambda seen: _formulas(seen, lambda z, y: 2 * (z - y) if z.shape == y.shape else z * np.nan)[result],
         ),
         Mistake(
             result,
-            "This is half the right value: the derivative of (z - target)**2 is 2 * (z - target).",
+            "This is half the right value. The derivative of (z - target)**2 is 2 * (z - target), and nothing has to "
+            "be divided by the number of ranks.",
             lambda seen: seen.want / 2,
         ),
         Mistake(
@@ -177,11 +178,14 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             "gradient of that part only.\nWhich gradient would the bias receive if it were added after the sum?",
             lambda seen: seen.want / seen.mesh.axis_size("tp"),
         ),
-        Mistake(
-            "dbias",
-            "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For inference "
-            "that is enough;\nin training, the ranks' copies of the bias would soon differ.",
-            lambda seen: seen.want * (seen.mesh.index(seen.rank, "tp") == 0),
+        *(
+            Mistake(
+                "dbias",
+                "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For "
+                "inference that is enough;\nin training, the ranks' copies of the bias would soon differ.",
+                lambda seen, one=one: seen.want * (seen.mesh.index(seen.rank, "tp") == one % seen.mesh.axis_size("tp")),
+            )
+            for one in (0, -1)
         ),
         added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
     )
@@ -213,9 +217,25 @@ ROW_LINEAR = Exercise(
             _always_first,
         ),
         *bias_mistakes(),
+        added_over(
+            "dw",
+            "tp",
+            0,
+            _row_linear,
+            "The ranks' pieces of dw are added up. copy_to is for a tensor that all ranks share, and each rank has "
+            "rows of its own.",
+        ),
+        added_up_again(
+            "dw",
+            "tp",
+            "y is right, but this is R times too large: dy is the same on every rank, and it was added up.\n"
+            "The backward pass of all_gather, ring_all_reduce and copy_to adds up gradients. That of reduce_from does "
+            "not.",
+        ),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"] @ tensors["w"], mesh),
     divided="tp",
+    not_with=("RowParallelLinear",),
 )
 
 
@@ -286,7 +306,12 @@ GATED = Exercise(
         *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, _APART) for name in "agb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
+    excess=(
+        "Two sums will do: one forward, of the ranks' terms of z, and one backward, of their parts of dx. So x passes "
+        "through one f, and what comes out through one g."
+    ),
     divided="tp",
+    not_with=("ColumnParallelLinear", "RowParallelLinear", "ParallelMLP"),
 )
 
 

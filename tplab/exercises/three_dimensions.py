@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ from tplab.cost import H100_MEASURED, H100_NODE, Cluster
 from tplab.cost.data_sheets import ETHERNET_10G
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.schedules import one_f_one_b
@@ -81,11 +82,15 @@ def _seconds(layout: str, cluster: str) -> float:
 
 def check_layouts(chosen: Mapping[str, str]) -> Verdict:
     """Whether `chosen`, cluster -> layout, has the fastest layout of LAYOUTS for each of CLUSTERS."""
+    if not isinstance(chosen, Mapping):
+        return Verdict(False, f"my_layouts: give a layout for each cluster by its name, not {chosen!r}.")
+    if unknown := [str(key) for key in chosen if key not in CLUSTERS]:
+        return Verdict(False, f"my_layouts: {unknown[0]!r} is not among the clusters, which are {', '.join(CLUSTERS)}.")
     if not any(chosen.values()):
         return Verdict(None, "my_layouts: not started. Choose a layout for each cluster, then run this cell again.")
     lines, right = [], True
     for cluster in CLUSTERS:
-        layout = chosen.get(cluster) or ""
+        layout = " ".join(str(chosen.get(cluster) or "").replace("×", "x").split())
         if not layout:
             right = False
             lines.append(f"{cluster}: not chosen yet")
@@ -158,9 +163,12 @@ def check_clipping(clip: Clip) -> Verdict:
     for mesh, most in CLIPPED:
         whole = _alone(most)
         try:
-            scales = _scales(mesh, clip, most)
+            found, sent = _scales(mesh, clip, most)
         except Exception as error:
             return Verdict(False, raised(error, clip, name, mesh))
+        if fault := _damaged(found):
+            return Verdict(False, f"{name}: {fault}")
+        scales = [one.factor for one in found]
         wrong = {rank: scale for rank, scale in enumerate(scales) if not abs(scale / whole - 1) <= NEAR}
         if wrong:
             rank, scale = next(iter(wrong.items()))
@@ -169,6 +177,13 @@ def check_clipping(clip: Clip) -> Verdict:
                 f"device by {whole:.6g}."
             )
             return Verdict(False, f"{name}: {said}\n{_why(scales, whole)}")
+        extra, held = sent - _scales(mesh, _nothing, most)[1], sum(one.bytes for one in found)
+        if extra > held / 4:
+            return Verdict(
+                False,
+                f"{name}: the factor is right, but on {mesh} ranks send {extra:,} bytes for it, and their gradients "
+                f"have {held:,}.\nA norm is a sum of squares: what is the least that ranks must tell each other?",
+            )
     return Verdict(True, f"{name} is right: every rank scales by the same factor, that of one device, on three meshes.")
 
 
@@ -178,6 +193,28 @@ CLIPPED = (
     (Mesh(dp=1, pp=4, tp=1), 0.1),
     (Mesh(dp=2, pp=2, tp=2), 1000.0),  # larger than the norm
 )
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a rank's gradients have become: multiplied by `factor`, all of them if `uneven` is empty."""
+
+    factor: float
+    uneven: str
+    bytes: int
+    damage: str
+
+
+def _nothing(*_: Any) -> None:
+    """Clips nothing."""
+
+
+def _damaged(found: Sequence[Scaled]) -> str:
+    """What else than one factor for all gradients is seen after clipping; "" if nothing is."""
+    harm = next((one.damage for one in found if one.damage), "")
+    return harm or next((f"on rank {rank} {one.uneven}" for rank, one in enumerate(found) if one.uneven), "")
+
+
 NEAR = 1e-4
 """A share that no mistake is as small as; torch adds 1e-6 to the norm, and others do not."""
 
@@ -202,11 +239,11 @@ def _why(scales: list[float], whole: float) -> str:
 @cache
 def _alone(most: float) -> float:
     """The factor by which one device scales its gradients."""
-    return _scales(Mesh(dp=1, pp=1, tp=1), None, most)[0]
+    return _scales(Mesh(dp=1, pp=1, tp=1), None, most)[0][0].factor
 
 
-def _scales(mesh: Mesh, clip: Clip | None, most: float) -> list[float]:
-    """The factor by which each rank scales its gradients for a small GPT's first batch."""
+def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[Scaled], int]:
+    """How each rank scales its gradients for a small GPT's first batch, and the bytes that all ranks send."""
     import torch
 
     from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, run, split_batch, stages_of, train_batch
@@ -216,17 +253,44 @@ def _scales(mesh: Mesh, clip: Clip | None, most: float) -> list[float]:
     ids = torch.arange(8 * 9).view(8, 9) % SMALL.vocab_size
     schedule = one_f_one_b(mesh.shape["pp"], 2)
 
-    def program() -> float:
+    def program() -> Scaled:
         torch.set_default_dtype(torch.float64)
         stages = stages_of(gpt_layers(SMALL), schedule)
         load_whole(stages, SMALL, gpt_state(SMALL))
         own = ids.chunk(mesh.shape["dp"])[axis_index("dp")]
         pairs = split_batch(own[:, :-1], own[:, 1:], 2)
         train_batch(schedule, stages, pairs, lambda y, t: cross_entropy(y, t, "tp", 32), data_axis="dp")
-        before = [parameter.grad.clone() for parameter in stages.parameters() if parameter.grad is not None]
+        parameters = {f"{n}.{name}": p for n, stage in stages.items() for name, p in stage.named_parameters()}
+        parameters = {name: p for name, p in parameters.items() if p.grad is not None}
+        before, remembered = {name: _gradient(p) for name, p in parameters.items()}, Untouched(parameters)
         (clip or clip_gradients)(stages, most, stage_specs(SMALL, stages.partition.bounds))
-        after = [parameter.grad for parameter in stages.parameters() if parameter.grad is not None]
-        norms = [torch.stack([grad.norm() for grad in grads]).norm() for grads in (before, after)]
-        return float(norms[1] / norms[0])
+        after = {name: _gradient(p) for name, p in parameters.items()}
+        norms = [torch.stack([grad.norm() for grad in grads.values()]).norm() for grads in (before, after)]
+        factor = float(norms[1] / norms[0])
+        num_bytes = sum(grad.nbytes for grad in before.values())
+        return Scaled(factor, _uneven(before, after), num_bytes, remembered.damage())
 
-    return run(program, mesh).per_rank
+    out = run(program, mesh)
+    return out.per_rank, out.trace.bytes_sent()
+
+
+def _gradient(parameter: Any) -> Any:
+    if parameter.grad is None:
+        raise ValueError("a gradient is None after my_clip; write what it becomes to .grad")
+    return parameter.grad.clone()
+
+
+def _uneven(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Which gradients are not multiplied by one factor; "" if all of them are."""
+    factors = {}
+    for name, old in before.items():
+        factors[name] = factor = float((after[name] * old).sum() / (old * old).sum())
+        if float((after[name] - factor * old).norm()) > NEAR * abs(factor) * float(old.norm()):
+            return f"not all entries of the gradient of {name} are multiplied by the same factor."
+    low, high = min(factors, key=factors.__getitem__), max(factors, key=factors.__getitem__)
+    if not factors[high] > factors[low] * (1 + NEAR):
+        return ""
+    return (
+        f"the gradient of {low} is multiplied by {factors[low]:.6g}, but that of {high} by {factors[high]:.6g}.\n"
+        "To keep the direction of the step, multiply all gradients by the same factor, and each of them once."
+    )

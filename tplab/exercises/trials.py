@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +33,17 @@ def trials(
     specs = tuple(exercise.specs[key] for key in tensors)
     right = exercise.plain(tensors)
     damage: list[str] = []
+    followed: list[weakref.ref[Any]] = []  # the arguments that autograd follows; its graph keeps them alive
 
     def forward(*args: Any) -> tuple[Any, ...]:
-        before = Untouched(dict(zip(tensors, args))) if framework == "torch" else None
+        before = Untouched(dict(zip(tensors, args)), gradients=True) if framework == "torch" else None
+        followed.extend(weakref.ref(arg) for arg in args if getattr(arg, "requires_grad", False))
         returned = fn(*args)
         if before and (harm := before.damage()):
             damage.append(harm)
         results = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
         also, num = exercise.also, len(exercise.results)
-        if len(results) not in (num, num + len(also)) or any(result is None for result in results):
-            found = "1 value" if len(results) == 1 else f"{len(results)} values"
-            got = "None; is a `return` missing?" if returned is None else found
+        if got := _strange(returned, results, len(also), num, framework):
             raise TypeError(f"it must return {', '.join(exercise.results)}, and it returned {got}")
         first = [tuple(split(right[name], spec, mesh)[0].shape) for name, spec in also.items()]
         if len(results) > num and [tuple(result.shape) for result in results[: len(also)]] == first:
@@ -54,14 +56,44 @@ def trials(
     if exercise.gradients:
         chosen = [place for place, key in enumerate(tensors) if key in exercise.gradients]
         weights = {f"weight of {key}": weight(right[key]) for key in exercise.results}
-        gradient = _torch_gradient if framework == "torch" else _jax_gradient
         names = [f"d{key}" for key in tensors if key in exercise.gradients]
-        program = gradient(forward, chosen, len(weights))
+        if framework == "torch":
+            program = _torch_gradient(forward, chosen, len(weights), [*tensors], damage)
+        else:
+            program = _jax_gradient(forward, chosen, len(weights))
         program.__name__ = exercise.name
         found, trace = _run(
             framework, program, mesh, {**weights, **tensors}, (*exercise.results.values(), *specs), names
         )
+        if _are_alive(followed):
+            damage.append(KEPT)
         yield Trial(found, trace, next(iter(damage), ""))
+
+
+KEPT = (
+    "it keeps a tensor in a variable that outlives the call, and with it all that the backward pass needs.\n"
+    "After many steps, the memory is full. Keep a copy without its history, tensor.detach(), or nothing."
+)
+
+
+def _are_alive(tensors: list[weakref.ref[Any]]) -> bool:
+    """Whether one of these tensors is still there, also after garbage has been collected."""
+    if any(tensor() is not None for tensor in tensors):
+        gc.collect()
+    return any(tensor() is not None for tensor in tensors)
+
+
+def _strange(returned: Any, results: tuple[Any, ...], num_also: int, num: int, framework: Framework) -> str:
+    """What was returned, if it is not what was asked for; "" if it is."""
+    if returned is None or any(result is None for result in results):
+        return "None; is a `return` missing?"
+    if len(results) not in (num, num + num_also):
+        return "1 value" if len(results) == 1 else f"{len(results)} values"
+    if num == 1 and not num_also and isinstance(returned, tuple | list):
+        return f"a {type(returned).__name__} with it; return the tensor itself"
+    if framework == "torch" and any(isinstance(result, np.ndarray) for result in results):
+        return "a NumPy array; leave it a tensor"
+    return ""
 
 
 def weight(result: np.ndarray) -> np.ndarray:
@@ -113,11 +145,14 @@ def _array(result: Any) -> np.ndarray:
     return np.asarray(result.detach() if hasattr(result, "detach") else result)
 
 
-def _torch_gradient(forward: Callable[..., Any], chosen: list[int], num_weights: int) -> Callable[..., Any]:
+def _torch_gradient(
+    forward: Callable[..., Any], chosen: list[int], num_weights: int, names: list[str], damage: list[str]
+) -> Callable[..., Any]:
     def program(*args: Any) -> list[Any]:
         import torch
 
         weights, leaves = args[:num_weights], list(args[num_weights:])
+        before = Untouched(dict(zip(names, leaves)))  # a backward pass can do harm too
         for place in chosen:
             leaves[place].requires_grad_()
         loss = torch.stack([(y * w).sum() for y, w in zip(forward(*leaves), weights)]).sum()
@@ -127,6 +162,8 @@ def _torch_gradient(forward: Callable[..., Any], chosen: list[int], num_weights:
                 "`detach()`, `.data`, `torch.no_grad()` or NumPy"
             )
         loss.backward()
+        if harm := before.damage():
+            damage.append(harm)
         grads = [leaves[place].grad for place in chosen]
         return [torch.zeros_like(leaves[place]) if grad is None else grad for place, grad in zip(chosen, grads)]
 

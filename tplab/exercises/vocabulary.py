@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.any_vocabulary import for_any_vocabulary
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_over, added_up_again
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -37,10 +37,12 @@ def _token_loss(tensors: Tensors) -> Tensors:
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """Twelve entries. The second token's logits are so large that exp overflows; the first token's are only that large
-    for the entries of the first rank. The labels are on different ranks."""
+    for the entries of the first rank, and the last token's for those of the last. The labels are on different ranks."""
     logits = rng.integers(-3, 4, (4, 12)).astype(float)
     logits[1] += 1000
-    logits[0, :2] += 1900  # on up to four ranks, exp overflows even if the mean of the ranks' maxima is subtracted
+    logits[[0, 0, 3, 3], [0, 1, -2, -1]] += (
+        1900  # on up to four ranks, exp overflows even if the mean of the ranks' maxima is subtracted
+    )
     return {"logits": logits, "ids": np.array([1, 7, 10, 4])}
 
 
@@ -88,11 +90,26 @@ def _without_maximum(seen: Seen) -> np.ndarray:
         return np.log(np.exp(seen.tensors["logits"]).sum(-1)) - p.of_id
 
 
-def _mean_of_maxima(seen: Seen) -> np.ndarray:
+def _subtracting(chosen: Callable[[np.ndarray], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+    """The loss if something else than the maximum is subtracted, chosen from all ranks' own maxima [R, T]."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        p = _Parts(seen)
+        m = np.broadcast_to(chosen(p.own_max), p.max.shape)
+        with np.errstate(over="ignore", divide="ignore"):
+            return np.log(np.exp(p.pieces - m[:, None]).sum((0, -1))) - (p.of_id - m)
+
+    return wrong
+
+
+def _not_detached(seen: Seen) -> np.ndarray:
+    """The gradient if a rank's part of the maximum's gradient goes to those of its logits that are as large."""
     p = _Parts(seen)
-    mean = p.own_max.mean(0)
-    with np.errstate(over="ignore"):
-        return np.log(np.exp(p.pieces - mean[:, None]).sum((0, -1))) - (p.of_id - mean)
+    piece = p.pieces[p.index]
+    through = (p.owner == p.index) - np.exp(piece - p.max[:, None]).sum(-1) / p.total
+    largest = piece == p.max[:, None]
+    ties = np.maximum(largest.sum(-1), 1) * (p.own_max == p.max).sum(0)  # on this rank, and ranks that have some
+    return seen.want + (through * weight(p.ids) / ties)[:, None] * largest
 
 
 def _maximum_in_one_place(seen: Seen) -> np.ndarray:
@@ -145,9 +162,28 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "exp overflows for the first token. Its large logits are all on one rank, so the mean of the ranks' maxima "
-            "is not large\nenough. Subtract the largest of the maxima.",
-            _mean_of_maxima,
+            "exp overflows for the first token and for the last, whose large logits are all on one rank: the mean of\n"
+            "the ranks' maxima, or the smallest of them, is not large enough. Subtract the largest of the maxima.",
+            _subtracting(lambda maxima: maxima.mean(0)),
+        ),
+        *(
+            Mistake(
+                "loss",
+                "The loss of one token is infinite. Its large logits are all on one rank: exp overflows if another\n"
+                "rank's maximum is subtracted, and after exp, the logarithm of an unlikely entry is log 0. Subtract\n"
+                "the largest of all ranks' maxima, and take the logarithm of the sum only.",
+                _subtracting(lambda maxima, rank=rank: maxima[rank]),
+            )
+            for rank in (0, -1)
+        ),
+        *(
+            Mistake(
+                "loss",
+                "The sum of exponentials is 0 for some token, because what is subtracted is far larger than all of its "
+                "logits.\nSubtract the largest logit of this very token.",
+                _subtracting(chosen),
+            )
+            for chosen in (np.max, lambda maxima: maxima.sum(0))
         ),
         Mistake(
             "loss",
@@ -157,8 +193,23 @@ TOKEN_LOSS = Exercise(
         added_up_again(
             "dlogits",
             "tp",
-            "It is R times too large. The backward pass of all_gather adds up the gradients of all ranks, but here "
-            "each rank\nhas already computed the whole gradient. There is also no need to gather any logits.",
+            "It is R times too large. The backward pass of all_gather, ring_all_reduce and copy_to adds up the\n"
+            "gradients of all ranks, but here each rank has already computed the whole gradient. That of all_reduce\n"
+            "passes it on unchanged.",
+        ),
+        added_over(
+            "dlogits",
+            "tp",
+            1,
+            _token_loss,
+            "The ranks' pieces of dlogits are added up. copy_to is for a tensor that all ranks share, and each "
+            "rank has logits of its own.",
+        ),
+        Mistake(
+            "dlogits",
+            "The loss is right, but part of its gradient goes to each rank's largest logit, through the maximum. The "
+            "loss does not\ndepend on what is subtracted, so compute the maximum of logits.detach().",
+            _not_detached,
         ),
         Mistake(
             "dlogits",
@@ -249,6 +300,12 @@ MOST_LIKELY = Exercise(
             "ids",
             "For the first token, two ranks have equally large logits, and their ids were added. Return the lower id.",
             _of_several(np.sum),
+        ),
+        Mistake(
+            "ids",
+            "A rank without the largest logit contributes 0, and no id is smaller. It must contribute a number that is "
+            "larger than every id.",
+            _of_several(np.min),
         ),
         Mistake(
             "ids",

@@ -6,14 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
+from tplab.exercises.graphs import Graphs
 from tplab.mesh import Mesh
+from tplab.widgets.matrices import Panel
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Accumulate = Callable[[Any, Callable[[Any, Any], Any], Sequence[Any]], Any]
 NAME = "accumulate"
-WIDTH, BATCHES = 6, 3
+WIDTH, ROWS = 6, 4
+PARTS = {2: 3, 3: 4, 1: 2}
+"""Ranks -> how many parts the batch of each of them has."""
 
 
 def check_accumulate(accumulate: Accumulate) -> Verdict:
@@ -24,128 +29,189 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
     """
     if not_started(accumulate):
         return untouched(NAME)
-    for num_ranks in (2, 3, 1):
-        verdict = _checked(accumulate, num_ranks)
-        if verdict is not None:
-            return verdict
+    panels: list[Panel] = []
+    for num_ranks in PARTS:
+        found = _checked(accumulate, num_ranks)
+        if isinstance(found, Verdict):
+            return found
+        panels = panels or found
+    text = "The gradients are those of the mean loss over all parts of all ranks, and they are sent once."
+    tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in PARTS.items())
+    return Verdict(True, f"{NAME} is right.\n{text} Tried: {tried}.", panels)
+
+
+def _ranks(num_ranks: int) -> str:
+    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+
+
+def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | list[Panel]:
+    """What is wrong with it on this many ranks or, if nothing is, a picture of the gradient."""
+    try:
+        num_bytes, per_rank = _accumulated(accumulate, num_ranks)
+    except Exception as error:
+        return Verdict(False, raised(error, accumulate, NAME, Mesh(dp=num_ranks)))
+    num_parts = PARTS[num_ranks]
+    want = _expected(num_ranks)
+    on = f"on {_ranks(num_ranks)} with {num_parts} parts each"
+    found = [[grad for grad in grads if grad is not None] for grads, _ in per_rank]
+    if any(len(grads) < len(want) for grads in found):
+        return Verdict(False, f"{NAME}: some parameters have no gradient. Call loss.backward() for each batch.")
+
+    def panels(wrong: Any = None) -> list[Panel]:
+        got, right = found[-1][0].numpy(force=True), want[0].numpy()
+        off = abs(got - right) > 1e-9 if wrong else None
+        return [Panel(f"your gradient, rank {num_ranks - 1}", got, off), Panel("right", right)]
+
+    if wrong := _wrong_gradient(found, want, (num_ranks, num_parts)):
+        return Verdict(False, f"{NAME}: {wrong.format(on=on)}", panels(wrong))
+    if damage := next((damage for _, damage in per_rank if damage), ""):
+        return Verdict(False, f"{NAME}: the gradients are right, but {damage}")
+    size = sum(grad.numel() * 8 for grad in want)
+    made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks)  # DDP sends the model when it is made
+    sent = max(after - before for after, before in zip(num_bytes, made))
+    once = 2 * (num_ranks - 1) * size // num_ranks
+    if sent <= 1.2 * once:
+        return panels()
+    way = "Once is enough, with an all_reduce, which DDP does by itself in the last backward pass."
+    if sent > (num_parts - 0.5) * once:
+        way = "Every backward pass sends, unless forward and backward run inside `with net.no_sync():`."
     return Verdict(
-        True, f"{NAME} is right: the gradients of the mean loss over {BATCHES} batches, sent once; on 1, 2 and 3 ranks."
+        False,
+        f"{NAME}: the gradients are right, but a rank sends {sent:,} bytes {on}, where {once:,} are enough.\n{way}",
     )
 
 
-def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | None:
-    """What is wrong with it on this many ranks; None if nothing is."""
+def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor], counts: tuple[int, int]) -> str:
+    """What is wrong with the gradients of so many ranks with so many parts each; "" if nothing is."""
     import torch
-    from torch import nn
+
+    def is_multiple(factor: float) -> bool:
+        pairs = [(got, factor * right) for grads in per_rank for got, right in zip(grads, want, strict=True)]
+        return all(torch.allclose(got.double(), right, rtol=1e-5) for got, right in pairs)
+
+    if is_multiple(1):
+        return ""
+    first = per_rank[0]
+    if not all(torch.equal(a, b) for grads in per_rank for a, b in zip(grads, first, strict=True)):
+        return (
+            "the ranks end with different gradients {on}, so their models would drift apart.\nThe last batch must be "
+            "outside of no_sync(): its backward pass sends what was added up."
+        )
+    factor = float(first[0].flatten()[0].double() / want[0].flatten()[0])
+    if is_multiple(factor):
+        return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{_hint(factor, *counts)}"
+    for place in range(counts[1]):
+        alone = _expected(counts[0], only=place)
+        if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
+            return (
+                f"the gradients are not right {{on}}.\nThey are those of batches[{place}] alone, or a multiple of them."
+            )
+    return "the gradients are not those of the mean loss over all batches {on}."
+
+
+def _hint(factor: float, num_ranks: int, num_parts: int) -> str:
+    """What usually makes gradients wrong by this factor."""
+    if abs(factor * num_ranks - 1) < 1e-5:
+        return "DDP takes the mean over the ranks: who divides by their number a second time?"
+    if abs(factor - num_ranks) < 1e-5:
+        return "This is their sum over the ranks, and not their mean."
+    return "Each backward() adds to what is there: divide each loss by the number of batches."
+
+
+def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], list[tuple[list[Tensor | None], str]]]:
+    """The bytes that each rank has sent; and its gradients, and what has been damaged."""
     from torch.nn.parallel import DistributedDataParallel
 
     from tplab.torch import run
 
-    def model() -> nn.Module:
-        generator = torch.Generator().manual_seed(0)
-        layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        return layer
-
-    def batches(rank: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1 + rank)
-        return [torch.randn(4, WIDTH, generator=generator, dtype=torch.float64) for _ in range(BATCHES)]
-
-    def loss_of(net: Any, batch: Tensor) -> Tensor:
-        return net(batch).pow(2).mean()
-
-    def program() -> list[Tensor | None]:
+    def program() -> tuple[list[Tensor | None], str]:
         import torch.distributed as dist
 
-        whole, graphs, given = model(), Graphs(), batches(dist.get_rank())
+        whole, given, graphs = _model(), _batches(dist.get_rank(), PARTS[dist.get_world_size()]), Graphs()
+        own, rows = list(given), []
         net = DistributedDataParallel(whole)
 
         def watched(net: Any, batch: Tensor) -> Tensor:
-            if len(batch) > len(given[0]):
+            rows.append(len(batch))
+            if len(batch) > ROWS:
                 raise ValueError(
-                    f"it asks for the loss of {len(batch)} rows at once, and a part has {len(given[0])}. The batch is "
-                    "cut into parts because it does not fit in memory"
+                    f"it asks for the loss of {len(batch)} rows at once, and a part has {ROWS}. The batch is cut into "
+                    "parts because it does not fit in memory"
                 )
-            return graphs.watch(loss_of(net, batch))
-
-        accumulate(net, watched, given)
-        grads = [parameter.grad for parameter in whole.parameters()]
-        if graphs.most > 1 and None not in grads:
-            raise ValueError(
-                f"the activations of {graphs.most} parts are in memory at the same time, because their backward passes "
-                "come later. The batch is cut into parts because it does not fit in memory"
-            )
-        return grads
-
-    try:
-        out = run(program, Mesh(dp=num_ranks), distributed=True, cluster="h100")
-    except Exception as error:
-        return Verdict(False, raised(error, accumulate, NAME, Mesh(dp=num_ranks)))
-    expected = _expected(model(), [loss_of, *(batches(rank) for rank in range(num_ranks))])
-    on = f"on {num_ranks} rank{'s' * (num_ranks > 1)}"
-    if any(grad is None for grads in out.per_rank for grad in grads):
-        return Verdict(False, f"{NAME}: some parameters have no gradient. Call loss.backward() for each batch.")
-
-    def ratio(grads: Sequence[Any], factor: float) -> bool:
-        return all(torch.allclose(got, factor * want, rtol=1e-9) for got, want in zip(grads, expected, strict=True))
-
-    if not all(ratio(grads, 1.0) for grads in out.per_rank):
-        if all(ratio(grads, BATCHES) for grads in out.per_rank):
-            return Verdict(
-                False,
-                f"{NAME}: the gradients are {BATCHES} times as large as they should be {on}. Each backward() adds to "
-                "what is there: divide each loss by the number of batches.",
-            )
-        first = out.per_rank[0]
-        alike = all(torch.equal(a, b) for grads in out.per_rank for a, b in zip(grads, first, strict=True))
-        if not alike:
-            return Verdict(
-                False,
-                f"{NAME}: the ranks end with different gradients {on}, so their models would drift apart. The last "
-                "batch must be outside of no_sync(): its backward pass sends what was added up.",
-            )
-        return Verdict(False, f"{NAME}: the gradients are not those of the mean loss over all batches {on}.")
-    size = sum(want.numel() * 8 for want in expected)
-    sent = sum(event.bytes for event in out.trace.select(rank=0, kind="collective", op="all_reduce").events)
-    once = 2 * (num_ranks - 1) * size / num_ranks
-    if sent > 1.5 * once:
-        return Verdict(
-            False,
-            f"{NAME}: the gradients are right, but rank 0 sends {sent:,} bytes of them {on}, where {once:,.0f} are "
-            "enough. Every backward pass sends, unless forward and backward run inside `with net.no_sync():`.",
-        )
-    return None
-
-
-class Graphs:
-    """Counts the losses whose backward pass has not run yet: the activations of each are still in memory.
-
-    most   the most of them at the same time
-    """
-
-    def __init__(self) -> None:
-        self._waiting: set[int] = set()
-        self.most = self._made = 0
-
-    def watch(self, loss: Tensor) -> Tensor:
-        """The loss; its backward pass is noted."""
-        if not loss.requires_grad:
+            with graphs.watch():
+                loss = _loss_of(net, batch)
+            if graphs.alive > 1:
+                raise ValueError(
+                    f"the activations of {graphs.alive} parts are in memory at the same time: the backward pass of the "
+                    "one before has not run yet, or it has kept its graph. The batch is cut into parts because it does "
+                    "not fit in memory"
+                )
             return loss
-        self._made += 1
-        number = self._made
-        self._waiting.add(number)
-        self.most = max(self.most, len(self._waiting))
-        seen = loss * 1.0
-        seen.register_hook(lambda _: self._waiting.discard(number))
-        return seen
+
+        before = Untouched({f"batches[{i}]": one for i, one in enumerate(own)})
+        weight = whole.weight.detach().clone()
+        accumulate(net, watched, given)
+        grads = [None if one.grad is None else one.grad.detach().clone() for one in whole.parameters()]
+        damage = before.damage() or _left_behind(net, graphs)
+        if not whole.weight.equal(weight):
+            damage = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
+        if len(given) != len(own):
+            damage = damage or "it changes the list `batches`, which its caller may still need."
+        if sum(rows) > ROWS * len(own):
+            damage = (
+                f"rank {dist.get_rank()} computes the loss of {sum(rows)} rows, and its own parts have "
+                f"{ROWS * len(own)}. Each rank computes each of its own parts once, and nothing else."
+            )
+        return grads, damage
+
+    out = run(program, Mesh(dp=num_ranks), distributed=True, cluster="h100")
+    return [out.trace.bytes_sent(rank=rank) for rank in range(num_ranks)], out.per_rank
 
 
-def _expected(model: Any, given: Sequence[Any]) -> list[Any]:
-    """The gradients of the mean loss, on one device."""
-    loss_of, *ranks = given
-    losses = [loss_of(model, batch) for batches in ranks for batch in batches]
-    mean: Any = sum(losses) / len(losses)
+def _left_behind(net: Any, graphs: Graphs) -> str:
+    """What has changed in `net`, and why that is bad; "" if nothing has."""
+    if not net.require_backward_grad_sync:
+        return (
+            "`net.require_backward_grad_sync` is False afterwards, so DDP would not send the gradients of the next "
+            "step. `with net.no_sync():` puts it back."
+        )
+    if not net.training:
+        return "it leaves `net` in eval mode. Call net.train(), or leave the mode as it is."
+    if frozen := [name for name, one in net.module.named_parameters() if not one.requires_grad]:
+        return f"it leaves {frozen[0]} without requires_grad, so the next step would not train it."
+    if graphs.alive:
+        return "a graph is still in memory afterwards, with its activations. Call backward() without retain_graph."
+    return ""
+
+
+def _model() -> nn.Linear:
+    import torch
+    from torch import nn
+
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+def _batches(rank: int, num_parts: int) -> list[Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1 + rank)
+    return [torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(num_parts)]
+
+
+def _loss_of(net: Any, batch: Tensor) -> Tensor:
+    return net(batch).pow(2).mean()
+
+
+def _expected(num_ranks: int, only: int | None = None) -> list[Tensor]:
+    """The gradients of the mean loss over all parts, or over `only` this one of each rank, on one device."""
+    model = _model()
+    given = [_batches(rank, PARTS[num_ranks]) for rank in range(num_ranks)]
+    parts = [part for parts in given for part in (parts if only is None else [parts[only]])]
+    mean: Any = sum(_loss_of(model, part) for part in parts) / len(parts)
     mean.backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

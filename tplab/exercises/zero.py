@@ -63,6 +63,17 @@ def _without_momentum(seen: Seen) -> np.ndarray:
     return seen.tensors["w"] - RATE * _gradients(seen.tensors).mean(0)
 
 
+def _each_its_own(seen: Seen) -> np.ndarray:
+    """All rows are new, but each rank's are stepped with its own gradient."""
+    gradients, owner = _gradients(seen.tensors), np.repeat(np.arange(seen.mesh.axis_size("dp")), len(seen.own["m"]))
+    m = DECAY * seen.tensors["m"] + gradients[owner, np.arange(len(owner))]
+    return seen.tensors["w"] - RATE * m
+
+
+def _without_decay(seen: Seen) -> np.ndarray:
+    return seen.tensors["w"] - RATE * (seen.tensors["m"] + _gradients(seen.tensors).mean(0))
+
+
 STEP = Exercise(
     name="my_step",
     tensors=_step_tensors,
@@ -79,10 +90,21 @@ STEP = Exercise(
         Mistake("w", "This is a step with this rank's own gradient. The other ranks' gradients are missing.", _alone),
         Mistake(
             "w",
+            "Each rank steps its rows with its own gradient. It needs the mean of all ranks' gradients for these rows.",
+            _each_its_own,
+        ),
+        Mistake(
+            "w",
             "The gradients of all ranks were added up, so the step is too long: take their mean.",
             lambda seen: _stepped(seen.tensors, seen.mesh.axis_size("dp"))["w"],
         ),
         Mistake("w", "This step leaves out the momentum of before.", _without_momentum),
+        Mistake("w", "The momentum of before is multiplied by 0.9 first.", _without_decay),
+        Mistake(
+            "w",
+            "w is stepped with the momentum of before this step. First compute the new m.",
+            lambda seen: seen.tensors["w"] - RATE * seen.tensors["m"],
+        ),
         Mistake("m", "w is right, but m is as it was before the step.", lambda seen: seen.own["m"]),
     ),
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["w"], 2),
@@ -154,6 +176,12 @@ def _exchanged(seen: Seen) -> np.ndarray:
     return np.maximum(seen.own["x"] @ b, 0) @ a
 
 
+def _linear(seen: Seen) -> np.ndarray:
+    x = seen.own["x"]
+    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
+    return x @ a @ b
+
+
 LAYER = Exercise(
     name="my_layer",
     tensors=_layer_tensors,
@@ -162,6 +190,7 @@ LAYER = Exercise(
     results={"y": P("dp")},
     gradients=("x", "piece"),
     mistakes=(
+        Mistake("y", "The relu is missing between the two matrices.", _linear),
         Mistake("y", "The two matrices are swapped: a comes first in the row of numbers, and b second.", _exchanged),
         Mistake(
             "y",
@@ -171,10 +200,15 @@ LAYER = Exercise(
         ),
         Mistake(
             "dpiece",
-            "y and dx are right, but dpiece comes from this rank's own rows of the batch only.\n"
-            "gather_from is for ranks that all do the same afterwards. Here each rank uses its own rows: which gather "
-            "has a reduce_scatter as its backward pass?",
+            "y and dx are right, but dpiece comes from this rank's own rows of the batch only. Every rank uses\n"
+            "the piece, so the gradients of all ranks are added up. Which gather has a reduce_scatter as its backward "
+            "pass? gather_from has none.",
             _own_rows_only,
+        ),
+        Mistake(
+            "dpiece",
+            "y is right, but no gradient reaches the piece. Is the gather outside of the graph, by detach or no_grad?",
+            lambda seen: np.zeros_like(seen.want),
         ),
         Mistake(
             "dpiece",
@@ -183,6 +217,10 @@ LAYER = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
+    excess=(
+        "A unit gathers its whole row once in the forward pass, and at most once more in the backward pass.\n"
+        "Both matrices are in that row."
+    ),
     divided="dp",
     meshes=MESHES,
 )
@@ -194,4 +232,13 @@ def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     x [B/dp, D], this rank's rows of the batch   piece [2 D D / dp]   ->   y [B/dp, D]
     The whole row has a [D, D], followed by b [D, D]. The gradient of `piece` is for all rows of the batch.
     """
-    return grade(fn, LAYER, framework)
+    sums: set[str] = set()
+    verdict = grade(fn, LAYER, framework, lambda trace: sums.update(e.op for e in trace.events if e.op == "all_reduce"))
+    if verdict.passed and sums:
+        return Verdict(False, f"{LAYER.name}: the numbers are right, but {SUMMED}")
+    return verdict
+
+
+SUMMED = """\
+an all_reduce gives every rank the sums for all pieces.
+A rank needs the sum for its own piece only, which takes half of the bytes."""

@@ -1,0 +1,313 @@
+"""The exercises of lab 20: the gradients of ring attention, and a causal ring that computes only what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import Verdict, grade, raised
+from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.trials import run_of, weight
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+TOKENS = P("cp")
+NAMES = ("q", "k", "v")
+MESHES = (Mesh(cp=2), Mesh(cp=3), Mesh(cp=4), Mesh(dp=2, cp=2), Mesh(cp=1), Mesh(cp=6))
+LIBRARY = ("ring_attention", "gather_attention", "head_attention", "head_ring_attention")
+WIDTH = 4
+
+
+def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    return {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES}
+
+
+def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    return q @ k.T / np.sqrt(q.shape[-1])
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    """q [n, d], k, v [m, d], mask [n, m]: True where a query sees a key   ->   o [n, d]"""
+    scores = _scores(q, k) if mask is None else np.where(mask, _scores(q, k), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights @ v / weights.sum(-1, keepdims=True)
+
+
+def _pieces(seen: Seen) -> list[dict[str, np.ndarray]]:
+    """The q, k and v of each rank of the ring."""
+    num_ranks = seen.mesh.axis_size("cp")
+    cut = {name: np.split(seen.tensors[name], num_ranks) for name in NAMES}
+    return [{name: cut[name][r] for name in NAMES} for r in range(num_ranks)]
+
+
+def _index(seen: Seen) -> int:
+    return seen.mesh.index(seen.rank, "cp")
+
+
+# --- the gradients -------------------------------------------------------------------------------------------------
+
+
+def _with_gradients(tensors: Tensors) -> Tensors:
+    """Attention without a mask, and the gradients of sum(o * weight(o))."""
+    q, k, v = (tensors[name] for name in NAMES)
+    o = _attend(q, k, v)
+    dq, dk, dv = _tile_gradients(tensors, q, k, v, weight(o))
+    return {"o": o, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _tile_gradients(
+    whole: Tensors, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, rows: slice = slice(None)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the tile of queries q (`rows` of the whole) with keys k adds to dq, dk and dv: do [n, d] belongs to q."""
+    scores = _scores(whole["q"], whole["k"])[rows]
+    highest = scores.max(-1, keepdims=True)
+    lse = highest + np.log(np.exp(scores - highest).sum(-1, keepdims=True))
+    o = _attend(whole["q"], whole["k"], whole["v"])[rows]
+    p = np.exp(_scores(q, k) - lse)
+    ds = p * (do @ v.T - (do * o).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    return ds @ k, ds.T @ q, p.T @ do
+
+
+def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the tile of rank `query`'s queries with rank `key`'s keys adds."""
+    pieces = _pieces(seen)
+    size = len(pieces[0]["q"])
+    rows = slice(query * size, (query + 1) * size)
+    do = weight(_attend(*(seen.tensors[name] for name in NAMES)))[rows]
+    return _tile_gradients(seen.tensors, pieces[query]["q"], pieces[key]["k"], pieces[key]["v"], do, rows)
+
+
+def _sum_of_tiles(seen: Seen, tiles: Callable[[int, int], tuple[int, int]], which: int) -> np.ndarray:
+    """The sum over the ranks j of a ring, of tile `tiles(this rank, j)` = (query, key)."""
+    index = _index(seen)
+    return np.sum([_tile(seen, *tiles(index, j))[which] for j in range(seen.mesh.axis_size("cp"))], 0)
+
+
+_STALE = (
+    "Every tile of the backward pass was computed with this rank's own k and v: `ctx.saved_tensors` has those.\n"
+    "k and v do travel around the ring. Which line should use them?"
+)
+_AT_HOME = "The gradients for keys of other ranks were added to this rank's own dk and dv. Whose keys were they?"
+_SHORT = (
+    "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are that they\n"
+    "belong to. How many hops take them all the way home?"
+)
+
+
+_STALE_V = "k has travelled, but v is still this rank's own. Both travel, and each tile needs both of one rank."
+_LOCAL = "Only this rank's own tile was computed. Its queries have seen the keys of all ranks."
+
+
+def _half_stale(seen: Seen) -> np.ndarray:
+    """dq where k arrives from each rank in turn, and v stays this rank's own."""
+    pieces, me = _pieces(seen), _index(seen)
+    size = len(pieces[me]["q"])
+    rows = slice(me * size, (me + 1) * size)
+    do = weight(_attend(*(seen.tensors[name] for name in NAMES)))[rows]
+    mine = pieces[me]
+    parts = [_tile_gradients(seen.tensors, mine["q"], other["k"], mine["v"], do, rows)[0] for other in pieces]
+    return np.sum(parts, 0)
+
+
+def _on_its_way(seen: Seen, which: int, hops: int) -> np.ndarray:
+    """The right gradient, `hops` short of home."""
+    names = ("dq", "dk", "dv")
+    num_ranks = seen.mesh.axis_size("cp")
+    whole = np.split(_with_gradients(seen.tensors)[names[which]], num_ranks)
+    return whole[(_index(seen) + hops) % num_ranks]
+
+
+GRADIENTS = Exercise(
+    name="attention",
+    tensors=_tensors,
+    specs=dict.fromkeys(NAMES, TOKENS),
+    plain=_with_gradients,
+    results={"o": TOKENS},
+    gradients=NAMES,
+    not_with=LIBRARY,
+    by_hand="hops (`ring_shift`), so that no rank holds all keys and values",
+    fewest=lambda mesh, tensors: (
+        # forward k and v, R - 1 hops; backward k, v, dk and dv, R hops
+        (6 * mesh.axis_size("cp") - 2) * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
+    ),
+    tolerance=1e-5,  # float32 inside is fine
+    meshes=MESHES,
+    mistakes=(
+        Mistake("dq", _STALE, lambda seen: _sum_of_tiles(seen, lambda me, _: (me, me), 0)),
+        Mistake("dq", _STALE_V, _half_stale),
+        Mistake("dq", _LOCAL, lambda seen: _tile(seen, _index(seen), _index(seen))[0]),
+        Mistake("dk", _STALE, lambda seen: _sum_of_tiles(seen, lambda _, j: (j, j), 1)),
+        Mistake("dk", _AT_HOME, lambda seen: _sum_of_tiles(seen, lambda me, j: (me, j), 1)),
+        *(Mistake("dk", _SHORT, lambda seen, hops=hops: _on_its_way(seen, 1, hops)) for hops in (1, -1)),
+    ),
+)
+
+
+MOST_KEPT = 8
+"""A rank may keep so many times the bytes of its q for the backward pass; q, k, v, o and the log-sum-exp are 4."""
+
+
+def check_gradients(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn`, in torch, is attention over the ranks of "cp", with the right gradients, and keeps no more for them
+    than q, k, v, o and the log-sum-exp.
+
+    q, k, v [S/cp, d]   ->   o [S/cp, d]
+    """
+    exercise = replace(GRADIENTS, name=getattr(fn, "__name__", GRADIENTS.name))
+    verdict = grade(fn, exercise)
+    if not verdict.passed:
+        return verdict
+    mesh = Mesh(cp=8)
+    try:
+        kept = _kept(fn, mesh)
+    except Exception as error:
+        return Verdict(False, raised(error, fn, exercise.name, mesh))
+    if kept <= MOST_KEPT:
+        return verdict
+    text = (
+        f"{exercise.name}: the numbers are right, but on {mesh} a rank keeps {kept:.0f} times as much as its q for\n"
+        "the backward pass. q, k, v, o and the log-sum-exp are only 4 times as much. Whose keys and values, or which\n"
+        "tiles, are kept besides? Let them travel, and compute them, once more."
+    )
+    return Verdict(False, text, verdict.panels)
+
+
+def _kept(fn: Callable[..., Any], mesh: Mesh) -> float:
+    """What a rank holds between the passes, relative to its q: its arguments, and what was kept of the forward pass."""
+
+    def forward(*arguments: Any) -> Any:
+        return fn(*(argument.requires_grad_() for argument in arguments))
+
+    rng = np.random.default_rng(0)
+    tensors = [rng.standard_normal((16 * mesh.size, 16)) for _ in NAMES]
+    run = run_of("torch")(forward, mesh, *tensors, in_specs=TOKENS, out_specs=TOKENS, count_memory=True)
+    return max(int(run.memory[rank].totals[-1]) for rank in mesh.ranks) / (16 * 16 * 8)
+
+
+# --- the causal ring -----------------------------------------------------------------------------------------------
+
+
+def _causal(tensors: Tensors) -> Tensors:
+    q, k, v = (tensors[name] for name in NAMES)
+    return {"o": _attend(q, k, v, np.tri(len(q), dtype=bool))}
+
+
+def _masked_by(seen: Seen, seen_by: Callable[[int, int], str]) -> np.ndarray:
+    """Attention where the tile of this rank's queries with rank j's keys is "all", "triangle" or "none"."""
+    pieces, index = _pieces(seen), _index(seen)
+    size = len(pieces[0]["q"])
+    shapes = {
+        "all": np.ones((size, size), bool),
+        "triangle": np.tri(size, dtype=bool),
+        "none": np.zeros((size, size), bool),
+    }
+    mask = np.concatenate([shapes[seen_by(index, j)] for j in range(len(pieces))], 1)
+    return _attend(pieces[index]["q"], seen.tensors["k"], seen.tensors["v"], mask)
+
+
+def _mean_of_parts(seen: Seen) -> np.ndarray:
+    """The plain mean of the partial results."""
+    pieces, index = _pieces(seen), _index(seen)
+    size = len(pieces[0]["q"])
+    own, triangle = pieces[index], np.tri(size, dtype=bool)
+    mine = [_attend(own["q"], one["k"], one["v"]) for one in pieces[:index]]
+    return np.mean([*mine, _attend(own["q"], own["k"], own["v"], triangle)], 0)
+
+
+def _own_values(seen: Seen) -> np.ndarray:
+    """Keys of this rank and of all earlier ones, each with this rank's own values."""
+    pieces, index = _pieces(seen), _index(seen)
+    size = len(pieces[0]["q"])
+    k = np.concatenate([one["k"] for one in pieces[: index + 1]])
+    mask = np.concatenate([np.ones((size, index * size), bool), np.tri(size, dtype=bool)], 1)
+    return _attend(pieces[index]["q"], k, np.tile(pieces[index]["v"], (index + 1, 1)), mask)
+
+
+CAUSAL = Exercise(
+    name="causal_ring",
+    tensors=_tensors,
+    specs=dict.fromkeys(NAMES, TOKENS),
+    plain=_causal,
+    results={"o": TOKENS},
+    not_with=LIBRARY,
+    by_hand="hops (`ring_shift`), so that no rank holds all keys and values",
+    fewest=lambda mesh, tensors: (
+        (mesh.axis_size("cp") - 1) * 2 * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
+    ),
+    tolerance=1e-5,
+    meshes=MESHES,
+    mistakes=(
+        Mistake("o", "Each token sees all others, later ones too.", lambda seen: _masked_by(seen, lambda *_: "all")),
+        Mistake(
+            "o",
+            "Every tile was cut to a triangle. All keys of an earlier rank are earlier than your queries, so you need "
+            "the whole tile.",
+            lambda seen: _masked_by(seen, lambda me, j: "triangle"),
+        ),
+        Mistake(
+            "o",
+            "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.",
+            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "all" if j > me else "none"),
+        ),
+        Mistake(
+            "o",
+            "Keys of later ranks are masked nowhere. Which tiles do you not need at all?",
+            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "all"),
+        ),
+        Mistake(
+            "o",
+            "Tiles of earlier ranks were cut to a triangle. All their keys are earlier than your queries.",
+            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j <= me else "none"),
+        ),
+        Mistake(
+            "o",
+            "This rank's own tile is needed only below its diagonal: pass `causal=True` there.",
+            lambda seen: _masked_by(seen, lambda me, j: "all" if j <= me else "none"),
+        ),
+        Mistake(
+            "o",
+            "Each rank sees its own tile alone. Merge those that come from earlier ranks.",
+            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "none"),
+        ),
+        Mistake("o", "k has travelled, but v is still this rank's own. Both must travel.", _own_values),
+        Mistake("o", "The partial results were averaged. `merge` weighs them by their log-sum-exps.", _mean_of_parts),
+    ),
+)
+MOST_TILES = 0.75
+"""On four ranks, 10 of 16 tiles are needed: 0.63 of the FLOPs of all tiles."""
+
+
+def check_causal_ring(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn`, in torch, is causal attention over the ranks of "cp", and computes no tile that nobody needs.
+
+    q, k, v [S/cp, d], consecutive tokens   ->   o [S/cp, d]
+    """
+    exercise = replace(CAUSAL, name=getattr(fn, "__name__", CAUSAL.name))
+    verdict = grade(fn, exercise)
+    if not verdict.passed:
+        return verdict
+    try:
+        work = [_flops(fn, Mesh(cp=num_ranks)) for num_ranks in (4, 1)]
+    except Exception as error:
+        return Verdict(False, raised(error, fn, exercise.name, Mesh(cp=4)))
+    share, busiest = sum(work[0]) / max(sum(work[1]), 1), max(work[0]) / max(sum(work[0]), 1)
+    if share > MOST_TILES:
+        text = (
+            f"{exercise.name}: the numbers are right, but four ranks together compute {min(share, 1):.0%} of the\n"
+            "square of scores, and 10 of its 16 tiles would do. Which tiles are masked completely? Skip those,\n"
+            "instead of computing and masking them."
+        )
+        return Verdict(False, text, verdict.panels)
+    shares = f"Four ranks compute {share:.0%} of the square of scores, and the busiest one does {busiest:.0%} of that."
+    return Verdict(True, f"{verdict.text}\n{shares}", verdict.panels)
+
+
+def _flops(fn: Callable[..., Any], mesh: Mesh) -> list[float]:
+    """The FLOPs of each rank, with tiles so large that nothing else counts."""
+    rng = np.random.default_rng(0)
+    tensors = [rng.standard_normal((256, 64)) for _ in NAMES]
+    trace = run_of("torch")(fn, mesh, *tensors, in_specs=TOKENS, cluster="h100").trace
+    return [float(trace.select(rank=rank, kind="compute").column("flops").sum()) for rank in mesh.ranks]

@@ -1,0 +1,333 @@
+"""The exercises of lab 23: a mean over tokens that ranks have unequally many of, and a step with two bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.damage import Untouched
+from tplab.exercises.graphs import Graphs
+from tplab.mesh import Mesh
+from tplab.widgets.matrices import Panel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WIDTH, HIDDEN, ROWS = 6, 12, 24
+
+
+# --- a mean over tokens ----------------------------------------------------------------------------------------------
+
+LENGTH = 10
+TOKENS = {1: (5,), 2: (6, 2), 3: (1, 7, 4), 4: (3, 0, 8, 2)}
+"""Ranks -> how many of the LENGTH tokens count on each of them."""
+TOKEN_MESHES = (Mesh(dp=2, tp=1), Mesh(dp=4, tp=1), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
+
+
+def check_token_mean(token_mean: Callable[[Any, Any], Any]) -> Verdict:
+    """Whether `token_mean(losses, mask)` is a loss whose gradients, averaged over 'dp', are those of the mean over all
+    tokens of all ranks.
+
+    losses, mask [tokens of this rank]   ->   a loss []; mask is 1 where a token counts and 0 elsewhere
+    """
+    name = getattr(token_mean, "__name__", "token_mean")
+    if not_started(token_mean):
+        return untouched(name)
+    panels: list[Panel] = []
+    for mesh in TOKEN_MESHES:
+        counts = TOKENS[mesh.axis_size("dp")]
+        try:
+            found, damage, sent = _token_gradients(token_mean, mesh, counts)
+        except Exception as error:
+            return Verdict(False, raised(error, token_mean, name, mesh))
+        if damage:
+            return Verdict(False, f"{name}: {damage}")
+        want = _whole_token_gradient(counts)
+        if text := _wrong_mean(found, want, counts):
+            where = f"{name} on {mesh}, where the ranks of 'dp' have {_listed(counts)} tokens"
+            return Verdict(False, f"{where}: {text}", _panels(found[0], want, "your gradient of w"))
+        if sent > 1.5 * 8 * LENGTH * (len(counts) - 1):
+            text = f"the gradients are right, but rank 0 sends {sent:,} bytes, as if to gather all losses."
+            way = f"The losses stay where they are. Which one number, of 8 bytes, do {len(counts)} ranks need?"
+            return Verdict(False, f"{name} on {mesh}: {text}\n{way}")
+        panels = panels or _panels(found[0], want, "your gradient of w")
+    meshes = ", ".join(map(str, TOKEN_MESHES))
+    return Verdict(True, f"{name} is right.\nIts gradients are those of the mean over all tokens on {meshes}.", panels)
+
+
+def _panels(found: Tensor, want: Tensor, title: str) -> list[Panel]:
+    """A gradient beside the right one; what differs is marked."""
+    got, right = found.double().numpy(force=True), want.numpy(force=True)
+    return [Panel(title, got, ~(abs(got - right) <= 1e-5 * abs(right).max())), Panel("right", right)]
+
+
+def _tokens(index: int, count: int) -> tuple[Tensor, Tensor]:
+    """The inputs of one rank, [LENGTH, WIDTH], and which of them count."""
+    import torch
+
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return x, (torch.randperm(LENGTH, generator=generator) < count).double()
+
+
+def _token_gradients(
+    token_mean: Callable[[Any, Any], Any], mesh: Mesh, counts: Sequence[int]
+) -> tuple[list[Tensor], str, int]:
+    """Each rank's gradient after averaging over 'dp', what the function has damaged, and the bytes rank 0 has sent."""
+    import torch
+
+    from tplab.torch import all_reduce, axis_index, run
+
+    damages: list[str] = []
+
+    def program() -> Tensor:
+        index = axis_index("dp")
+        x, mask = _tokens(index, counts[index])
+        w = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+        losses = (x @ w).square()
+        before = Untouched({"losses": losses, "mask": mask})
+        loss = token_mean(losses, mask)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise TypeError(f"it must return one number, as a tensor; it returned {_described(loss)}")
+        if damage := before.damage():
+            damages.append(damage)
+            return all_reduce(torch.zeros_like(w), "dp", "mean")
+        if loss.requires_grad:
+            loss.sum().backward()
+        if w.grad is None:
+            raise ValueError(
+                "its result does not depend on losses, so there is no gradient to average. Do not detach it; a rank "
+                "without tokens needs a gradient of zeros too"
+            )
+        return all_reduce(w.grad, "dp", "mean")
+
+    out = run(program, mesh, distributed=True)
+    averaging = 2 * 8 * WIDTH * (len(counts) - 1) // len(counts)
+    return out.per_rank, next(iter(damages), ""), out.trace.bytes_sent(rank=0) - averaging
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a tensor [{', '.join(map(str, shape))}]" if shape is not None else f"{type(value).__name__}"
+
+
+def _whole_token_gradient(counts: Sequence[int]) -> Tensor:
+    import torch
+
+    xs, masks = zip(*(_tokens(index, count) for index, count in enumerate(counts)))
+    w = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+    losses, mask = (torch.cat(xs) @ w).square(), torch.cat(masks)
+    ((losses * mask).sum() / mask.sum()).backward()
+    assert w.grad is not None
+    return w.grad
+
+
+def _wrong_mean(found: Sequence[Tensor], want: Tensor, counts: Sequence[int]) -> str:
+    """What is wrong with the gradients; "" if nothing is."""
+    if any(one.isnan().any() for one in found):
+        return "the gradients are not numbers.\nA rank without tokens divides 0 by 0: what should all ranks divide by?"
+    ratio = _ratio(found, want)
+    if ratio is None:
+        return (
+            "the gradients are no multiple of the right ones.\nEach token must count alike, whichever rank it is on: "
+            "all ranks divide the sum of their losses by the same number."
+        )
+    if abs(ratio - 1) < 1e-6:
+        return ""
+    return f"the gradients are {ratio:.4g} times as large as they should be.\n{_token_hint(ratio, len(counts))}"
+
+
+def _token_hint(ratio: float, ranks: int) -> str:
+    if abs(ratio * ranks - 1) < 1e-6:
+        return "Averaging divides by the number of ranks: who has done that already?"
+    if abs(ratio - ranks) < 1e-6:
+        return "Something is summed over the ranks that is already whole."
+    return "What do you divide the sum by, and what does averaging over the ranks divide it by?"
+
+
+def _ratio(found: Sequence[Tensor], want: Tensor) -> float | None:
+    """The one number by which all of these are a multiple of `want`; None if there is none."""
+    scale = float((found[0].double() * want).sum() / want.square().sum())
+    is_multiple = all(bool((one.double() - scale * want).norm() <= 1e-5 * want.norm()) for one in found)
+    return scale if is_multiple else None
+
+
+def _listed(counts: Sequence[int]) -> str:
+    *most, last = map(str, counts)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+STEP_MESHES = (Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=3), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
+WEIGHTS = {"scale": None, "up": 1, "down": 0}
+"""Parameter -> the dim along which 'tp' cuts it."""
+
+
+def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
+    """Whether `step(net, x, y)` leaves the gradients of the mean squared error over the whole batch in `net`, and
+    returns that error on every rank.
+
+    net     a tensor-parallel MLP; its `scale` is the same on all ranks, and `up` and `down` are cut along 'tp'
+    x, y    [rows of this rank, WIDTH], cut along 'dp'
+    """
+    name = getattr(step, "__name__", "step")
+    if not_started(step):
+        return untouched(name)
+    panels: list[Panel] = []
+    for mesh in STEP_MESHES:
+        try:
+            seen, num_bytes = _stepped(step, mesh)
+        except Exception as error:
+            return Verdict(False, raised(error, step, name, mesh))
+        text, shown = _wrong_step(seen, mesh)
+        if text or (text := _too_much(num_bytes, mesh)):
+            return Verdict(False, f"{name} on {mesh}: {text}", shown)
+        panels = panels or shown
+    meshes = ", ".join(map(str, STEP_MESHES))
+    return Verdict(True, f"{name} is right.\nThe loss and all gradients are those of one rank on {meshes}.", panels)
+
+
+Seen = dict[str, Any]
+"""What one rank has after a step: loss, rows, damage, and the gradient of each parameter."""
+
+
+def _whole() -> dict[str, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"scale": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return {key: torch.randn(shape, generator=generator, dtype=torch.float64) / 2 for key, shape in shapes.items()}
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def _net(rows: list[int], graphs: Graphs) -> nn.Module:
+    """This rank's part of the model; it notes how many rows it is given."""
+    import torch
+    from torch import nn
+
+    from tplab.torch import all_reduce, axis_index, axis_size, copy_to
+
+    class MLP(nn.Module):
+        scale: Tensor
+        up: Tensor
+        down: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            for key, value in _whole().items():
+                dim = WEIGHTS[key]
+                piece = value if dim is None else value.chunk(axis_size("tp"), dim)[axis_index("tp")]
+                self.register_parameter(key, nn.Parameter(piece.clone()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows.append(len(x))
+            with graphs.watch():
+                h = torch.tanh(copy_to(x * self.scale, "tp") @ self.up)
+                return all_reduce(h @ self.down, "tp")
+
+    return MLP()
+
+
+def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[Seen], int]:
+    """What each rank has after a step, and the bytes that rank 0 has sent along 'dp'."""
+    from tplab.torch import axis_index, axis_size, run
+
+    def program() -> Seen:
+        rows, graphs = [], Graphs()
+        net = _net(rows, graphs)
+        x, y = (whole.chunk(axis_size("dp"))[axis_index("dp")].clone() for whole in _batch())
+        before, weights = Untouched({"x": x, "y": y}), Untouched(dict(net.named_parameters()), generators=False)
+        loss = step(net, x, y)
+        grads = {key: parameter.grad for key, parameter in net.named_parameters()}
+        damage = before.damage()
+        if weights.damage():
+            damage = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
+        if frozen := [key for key, parameter in net.named_parameters() if not parameter.requires_grad]:
+            damage = f"it leaves {frozen[0]} without requires_grad, so the next step would not train it."
+        if graphs.alive and None not in grads.values():
+            damage = "the graph of this step is still in memory. Call backward() without retain_graph."
+        return {"loss": _number(loss), "rows": max(rows, default=0), "own": len(x), "damage": damage, **grads}
+
+    out = run(program, mesh, distributed=True)
+    return out.per_rank, out.trace.bytes_sent(rank=0, axis="dp")
+
+
+def _number(loss: Any) -> float:
+    if loss is None:
+        raise TypeError("it must return the loss; is a `return` missing?")
+    if getattr(loss, "numel", lambda: 0)() == 1:
+        return loss.item()
+    if not isinstance(loss, int | float):
+        raise TypeError(f"it must return the loss, one number; it returned {_described(loss)}")
+    return float(loss)
+
+
+def _too_much(num_bytes: int, mesh: Mesh) -> str:
+    """What is wrong with so many bytes along 'dp'; "" if they are no more than gradients need."""
+    ranks, parts = mesh.axis_size("dp"), mesh.axis_size("tp")
+    needed = 2 * (ranks - 1) * 8 * (WIDTH + 2 * WIDTH * HIDDEN // parts) // ranks
+    if num_bytes <= 2 * needed:
+        return ""
+    return (
+        f"the gradients are right, but rank 0 sends {num_bytes:,} bytes along 'dp', and an all_reduce of the gradients "
+        f"sends {needed:,}.\nDoes it gather rows of other ranks, or what the model makes of them?"
+    )
+
+
+def _wrong_step(seen: Sequence[Seen], mesh: Mesh) -> tuple[str, list[Panel]]:
+    """What is wrong with it on this mesh, "" if nothing is; and a picture of a gradient."""
+    import torch
+
+    whole = {key: value.requires_grad_() for key, value in _whole().items()}
+    x, y = _batch()
+    error = (torch.tanh(x * whole["scale"] @ whole["up"]) @ whole["down"] - y).square().mean()
+    error.backward()
+    for rank in seen:
+        if missing := [key for key in WEIGHTS if rank[key] is None]:
+            return f"{missing[0]} has no gradient. Call loss.backward().", []
+        if rank["damage"]:
+            return rank["damage"], []
+    if max(rank["rows"] - rank["own"] for rank in seen) > 0:
+        return "the model gets more rows than the rank's own, so the ranks of 'dp' no longer share the work.", []
+    panels: list[Panel] = []
+    for key, dim in WEIGHTS.items():
+        want = whole[key].grad
+        assert want is not None
+        size = mesh.axis_size("tp")
+        for rank, one in enumerate(seen):
+            piece = want if dim is None else want.chunk(size, dim)[mesh.index(rank, "tp")]
+            shown = _panels(one[key], piece, f"your gradient of {key}, rank {rank}")
+            if not torch.allclose(one[key].double(), piece, rtol=1e-5, atol=1e-9):
+                return f"the gradient of {key} {_gradient_hint(one[key].double(), piece, rank)}", shown
+            panels = panels or shown
+    whole_loss = error.item()
+    for rank, one in enumerate(seen):
+        if abs(one["loss"] - whole_loss) > 1e-5 * whole_loss:
+            times = one["loss"] / whole_loss
+            return (
+                f"all gradients are right, and the loss that rank {rank} returns is {times:.4g} times that of the "
+                "whole batch.\nOver which ranks is the loss the same, and over which is it a part?"
+            ), panels
+    return "", panels
+
+
+def _gradient_hint(found: Tensor, want: Tensor, rank: int) -> str:
+    ratio = _ratio([found], want)
+    if ratio is None:
+        return (
+            f"on rank {rank} is no multiple of that of the whole batch.\nAre gradients combined that belong together, "
+            "those of the copies along 'dp', and only those?"
+        )
+    return (
+        f"on rank {rank} is {ratio:.4g} times that of the whole batch.\nWhat do the loss and the sum of the gradients "
+        "divide it by?"
+    )

@@ -1,0 +1,236 @@
+"""The exercises of lab 26: a guess beside what was measured, useful FLOPs, and a rule that chooses layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any
+
+from tplab.errors import TplabError
+from tplab.exercises.calls import library_call
+from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, untouched
+from tplab.forecast import Forecast, Model, Plan, forecast, plans
+from tplab.forecast.measured import Run, playbook
+from tplab.forecast.why import LOST
+
+# --- a guess -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def measured_runs(model: str, gpus: int) -> tuple[Run, ...]:
+    """The published runs of this model on so many GPUs without a pipeline, the fastest first."""
+    found = [run for run in playbook() if run.is_fitted and (run.model.name, run.plan.ranks) == (model, gpus)]
+    return tuple(sorted(found, key=lambda run: run.seconds))
+
+
+def forecast_of(run: Run) -> Forecast:
+    """What is forecast for a run."""
+    return forecast(run.model, run.plan, run.cluster, batch=run.batch, sequence=run.sequence, stack=run.stack)
+
+
+def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: str, gpus: int) -> Verdict:
+    """What was measured for a layout of this model, beside the fastest one and beside its forecast."""
+    guess = {"dp": dp, "tp": tp, "microbatch": microbatch}
+    if None in guess.values():
+        return Verdict(None, "my_guess: not started. Put three numbers in place of the three None.")
+    for name, number in guess.items():
+        if isinstance(number, bool) or not isinstance(number, Real) or not number >= 1 or number % 1:
+            return Verdict(False, f"{name} is {number!r}; it is a whole number, 1 or more.")
+    dp, tp, microbatch = (int(number) for number in guess.values() if number is not None)
+    if dp * tp != gpus:
+        ranks = f"{dp * tp} rank{'s' if dp * tp > 1 else ''}"
+        return Verdict(False, f"dp {dp} times tp {tp} makes {ranks}, and there are {gpus} GPUs.")
+    runs = measured_runs(model, gpus)
+    if not runs:
+        return Verdict(False, f"No run of {model} on {gpus} GPUs was published.")
+    alike = [run for run in runs if (run.plan.dp, run.plan.tp, run.plan.microbatch) == (dp, tp, microbatch)]
+    if not alike:
+        return Verdict(False, _not_measured(runs, replace(runs[0].plan, dp=dp, tp=tp, microbatch=microbatch, zero=1)))
+    best, mine = runs[0], min(alike, key=lambda run: run.seconds)
+    said = forecast_of(mine)
+    shown = f"Forecast: {said.seconds:.2f} s: {_in_parts(said)}."
+    if mine.seconds <= 1.03 * best.seconds:
+        as_good = f"That is as good as the best of {len(runs)} runs."
+        return Verdict(True, f"Measured: {mine.seconds:.2f} s per step. {as_good}\n{shown}")
+    lost = {name: seconds for name, seconds in said.parts.items() if name != "computing"}
+    part = WORDS[max(lost, key=lambda name: lost[name])]
+    return Verdict(
+        False,
+        f"Measured: {mine.seconds:.2f} s per step, and the best of {len(runs)} runs took {best.seconds:.2f} s: yours "
+        f"takes {mine.seconds / best.seconds:.2f} times as long.\n{shown}\n"
+        f"By the forecast, most of what is not computing goes to {part}. Guess again.",
+    )
+
+
+def _in_parts(one: Forecast) -> str:
+    return ", ".join(f"{part} {seconds:.2f}" for part, seconds in one.parts.items() if seconds > 0.005)
+
+
+def _not_measured(runs: tuple[Run, ...], plan: Plan) -> str:
+    """What a forecast says of a plan that nobody measured, and which ones somebody did."""
+    sizes = sorted({run.plan.microbatch for run in runs if run.plan.tp == plan.tp})
+    known = f"Runs with tp {_listed(sorted({run.plan.tp for run in runs}))} were."
+    if sizes:
+        known = f"With tp {plan.tp}, microbatches of {_listed(sizes)} were."
+    text = f"That was not measured, or it did not run. {known}"
+    one = runs[0]
+    if refusal := plan.refusal(one.model, one.batch, one.sequence):
+        return f"{text}\nIt is not possible: {refusal}."
+    said = forecast_of(one._replace(plan=plan))
+    fits = "" if said.surely_fits else ", so it may not fit" if said.fits else ", so it does not fit"
+    held = f"{said.peak.total / 1e9:.0f} GB with ZeRO 1, and a GPU has {said.usable / 1e9:.0f} GB"
+    return f"{text}\nForecast: {said.seconds:.2f} s. It needs {held}{fits}."
+
+
+def _listed(numbers: list[int]) -> str:
+    return " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
+
+
+# --- useful FLOPs --------------------------------------------------------------------------------------------------
+
+
+MFU_PLANS = (
+    ("llama2-7b", 4096, Plan(dp=4, tp=2, zero=1, sequence_parallel=True)),
+    ("llama3-8b", 8192, Plan(dp=8, tp=2, zero=1, sequence_parallel=True)),
+    ("llama3-8b", 8192, Plan(dp=2, pp=2, cp=2, zero=1, recompute="selective")),
+    ("llama2-7b", 4096, Plan(dp=4, tp=2, zero=1, sequence_parallel=True, recompute="full")),
+    ("llama3-8b", 8192, Plan(dp=8, tp=2, zero=1, sequence_parallel=True, recompute="full")),
+)
+"""(model, tokens in a sequence, plan)."""
+
+
+def check_mfu(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn(forecast)` is the model FLOPs utilisation: what the model needs, whatever is computed twice. What it
+    gets has a forecast's model, plan, batch, sequence and seconds, and no `mfu`."""
+    name = getattr(fn, "__name__", "utilisation")
+    if verdict := not_a_function(fn, name):
+        return verdict
+    if not_started(fn):
+        return untouched(name)
+    for model, sequence, plan in MFU_PLANS:
+        one = forecast(model, plan, CLUSTER, batch=4 * plan.ranks, sequence=sequence)
+        given = {key: getattr(one, key) for key in ("model", "plan", "batch", "sequence", "seconds")}
+        how = "without recomputation" if plan.recompute == "none" else f"with {plan.recompute} recomputation"
+        where = f"{model} on {plan.ranks} GPUs {how}, in sequences of {sequence:,} tokens"
+        try:
+            answer = fn(SimpleNamespace(**given))
+            if answer is None:
+                return Verdict(False, f"{name} returned None for {where}; is a `return` missing?")
+            got = float(answer)
+        except Exception as error:
+            has = f" `one` has {', '.join(given)}." if isinstance(error, AttributeError) else ""
+            return Verdict(False, f"{name}: {type(error).__name__} for {where}: {error}.{has}")
+        if not abs(got / one.mfu - 1) <= 1e-3:
+            text = f"{name} is not right yet. For {where}, it is {one.mfu:.1%}, not {got:.1%}."
+            return Verdict(False, f"{text}\n{_hint(got / one.mfu, plan)}".rstrip())
+    return Verdict(True, f"{name} is right: it counts each useful FLOP once, with and without recomputation.")
+
+
+def _hint(ratio: float, plan: Plan) -> str:
+    if abs(ratio - 4 / 3) < 0.02 and plan.recompute == "full":
+        return (
+            "These FLOPs include those that were computed a second time. A plan that recomputes more would look "
+            "better, and take longer."
+        )
+    if abs(ratio - 4 / 3) < 0.02:
+        return "That is 4/3 of it: the FLOPs of one more forward pass, though no layer is computed a second time here."
+    if abs(ratio - plan.ranks) < 1e-3 * plan.ranks:
+        return f"That is the work of all {plan.ranks} GPUs, relative to the peak of one."
+    if abs(ratio - 1) < 0.02:
+        return "That is nearly right. Do not round, and divide by the 989e12 FLOP/s of the cell above."
+    if abs(ratio - 1 / 3) < 0.01:
+        return "That is the forward pass alone. The backward pass takes twice as many FLOPs."
+    return "Divide the FLOPs that the model needs by those that all GPUs could do in that time."
+
+
+# --- a rule --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to be trained on so many GPUs."""
+
+    model: str
+    gpus: int
+    batch: int
+    sequence: int
+
+    def forecast(self, plan: Plan) -> Forecast:
+        return forecast(self.model, plan, CLUSTER, batch=self.batch, sequence=self.sequence)
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.gpus} GPUs, {self.batch} sequences of {self.sequence:,} tokens"
+
+
+CLUSTER = "h100-measured"
+JOBS = (
+    Job("llama3-8b", 8, 64, 8192),
+    Job("llama3-8b", 64, 256, 8192),
+    Job("llama2-13b", 16, 128, 4096),
+    Job("llama3-70b", 64, 256, 8192),
+    Job("llama3-70b", 256, 1024, 8192),
+)
+MORE_JOBS = (Job("llama3-8b", 32, 128, 8192), Job("llama3-70b", 128, 512, 8192))
+"""No page names these: a rule is more than a list of plans."""
+WORDS = {name: what for name, (what, _) in LOST.items()} | {
+    "computing": "computing in smaller pieces",
+    "dp": "sending gradients and parameters",
+}
+"""What the parts of a step are, for a sentence."""
+FORBIDDEN = ("plans", "forecast", "forecast_rows", "forecast_file", "step", "best_of", "Job")
+
+ENOUGH = 1.15
+"""A plan may take so many times as long as the best one that a search over all plans finds."""
+
+
+@cache
+def best_of(job: Job) -> Forecast:
+    return plans(job.model, CLUSTER, gpus=job.gpus, batch=job.batch, sequence=job.sequence)[0]
+
+
+def check_choose(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn(model, gpus, batch, sequence)` chooses a plan that fits and is nearly as fast as the best, without
+    forecasting times itself."""
+    name = getattr(fn, "__name__", "choose")
+    if verdict := not_a_function(fn, name):
+        return verdict
+    if not_started(fn):
+        return untouched(name)
+    if lazy := library_call(fn, FORBIDDEN):
+        return Verdict(
+            False, f"{borrowed(name, lazy).text} A rule needs no forecast of time: which plan would you try first?"
+        )
+    lines, is_right = [], True
+    for job in JOBS + MORE_JOBS:
+        try:
+            plan = fn(Model.find(job.model), job.gpus, job.batch, job.sequence)
+            line, passed = _judged(job, plan)
+        except TplabError as error:
+            line, passed = str(error), False
+        except Exception as error:
+            line, passed = f"{type(error).__name__}: {error}", False
+        is_right &= passed
+        lines.append(f"{job}:\n   {line}")
+    title = f"{name} is right for all {len(lines)} jobs." if is_right else f"{name} is not right yet."
+    return Verdict(is_right, "\n".join([title, *lines]))
+
+
+def _judged(job: Job, plan: Any) -> tuple[str, bool]:
+    if not isinstance(plan, Plan):
+        return f"it returned {plan!r}; return a Plan", False
+    if plan.ranks != job.gpus:
+        return f"{plan} has {plan.ranks} ranks", False
+    one, best = job.forecast(plan), best_of(job)
+    held = f"{one.peak.total / 1e9:.0f} GB"
+    if not one.surely_fits:
+        return f"{plan} does not fit: {held} of {one.usable / 1e9:.0f} GB", False
+    ratio = one.seconds / best.seconds
+    said = f"{plan}: {one.seconds:.2f} s, {ratio:.2f} times the best, {held}"
+    if ratio <= ENOUGH:
+        return said, True
+    mine, theirs = (dict(found.parts) for found in (one, best))
+    worst = max(mine, key=lambda part: mine[part] - theirs.get(part, 0))
+    return f"{said}; it loses most by {WORDS[worst]}", False
