@@ -75,7 +75,8 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
                 continue
             there = end
             if to != rank:
-                leaves = max(end, free.get((rank, to), 0.0)) if costs.links == "queue" else end
-                free[rank, to] = leaves + carry
+                link = (rank, to) if costs.links == "queue" else (rank, -1)
+                leaves = end if costs.links == "free" else max(end, free.get(link, 0.0))
+                free[link] = leaves + carry
                 there = leaves + carry + costs.transfer
             arrived["F" if action.kind == "F" else "B", action.stage, action.microbatch, to] = there

@@ -71,3 +71,20 @@ def test_commas_and_a_comment_are_allowed(shell):
 def test_a_line_that_makes_no_sense(shell, line, said):
     with pytest.raises(ValueError, match=said):
         run(shell, line, "1")
+
+
+def test_the_doctor_of_a_cell(shell):
+    cell = (
+        "import torch, torch.distributed as dist\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "x = torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()]\n"
+        "model(x).pow(2).mean().backward()\n"
+        "for p in model.parameters():\n    dist.all_reduce(p.grad)\noptimizer.step()\n"
+    )
+    report = run(shell, "dp=2 --doctor --into report", cell)
+    assert shell.user_ns["report"] is report and (report.verdict, report.first.factor) == (
+        "different",
+        pytest.approx(2),
+    )
+    with pytest.raises(ValueError, match="--doctor has no use for --cluster"):
+        run(shell, "dp=2 --doctor --cluster h100", cell)

@@ -48,11 +48,11 @@ def test_the_package_as_a_command_lists_the_commands():
     done = subprocess.run([sys.executable, "-W", "error", "-m", "tplab"], capture_output=True, text=True)
     named = set(re.findall(r"-m (tplab\.\w+)", done.stdout))
     assert (done.returncode, done.stderr) == (0, "")
-    assert named == {"tplab.torchrun", "tplab.record", "tplab.merge"}
+    assert named == {"tplab.torchrun", "tplab.doctor", "tplab.record", "tplab.merge", "tplab.forecast"}
     assert all(find_spec(name) for name in named)
 
 
-@pytest.mark.parametrize("command", ["torchrun", "record", "merge"])
+@pytest.mark.parametrize("command", ["torchrun", "doctor", "record", "merge", "forecast"])
 def test_help_needs_no_framework(command: str):
     code = (
         "import runpy, sys; sys.modules['torch'] = sys.modules['jax'] = None; sys.argv[1:] = ['--help']\n"

@@ -45,6 +45,45 @@ def test_a_run_ends_with_one_screen(script: Path, capsys):
     assert "peak memory of tensors: " in shown and "ranks are idle (not computing) for" in shown
 
 
+LLAMA = """\
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+dist.init_process_group("nccl")
+sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+model = DistributedDataParallel(LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)))
+for step in range(3):
+    ids = torch.randint(256, (2, 32))
+    model(input_ids=ids, labels=ids).loss.backward()
+"""
+SIZES = "layers=2,hidden=64,heads=4,kv_heads=2,ffn=128,vocab=256"
+
+
+def test_a_run_beside_its_forecast(tmp_path: Path, capsys):
+    (tmp_path / "llama.py").write_text(LLAMA)
+    planned = f"{SIZES},batch=8,sequence=32,microbatch=2,zero=0,dtype=float32,stack=tplab"
+    flags = ["--nproc-per-node", "4", "--cluster", "h100-measured", "--forecast", planned]
+    assert torchrun.main([*flags, str(tmp_path / "llama.py")]) == 0
+    shown = capsys.readouterr().out
+    assert "a step of the model, dp 4, microbatch 2, would take " in shown
+    (line,) = (line.split() for line in shown.splitlines() if line.startswith("dp "))
+    assert line[-1] == "3.00"  # DDP sent in three steps what the plan sends in one, three times
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--forecast", "model=llama3-8b"], "--forecast needs the hardware: give --cluster, too"),
+        (["--cluster", "h100", "--forecast", "llama3-8b"], "--forecast is 'llama3-8b'; give columns of a table"),
+        (["--cluster", "h100", "--forecast", "modl=a"], "the column 'modl' is not read; did you mean 'model'?"),
+        (["--cluster", "h100", "--forecast", "model=llama3-8b"], "the row does not say its batch and sequence"),
+    ],
+)
+def test_a_forecast_that_makes_no_sense(script: Path, flags: list[str], said: str, capsys):
+    assert torchrun.main(["--nproc-per-node", "2", *flags, str(script)]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_script_that_says_cuda_runs_with_device_cpu(tmp_path: Path, capsys):
     path = tmp_path / "gpu.py"
     path.write_text("import torch\nx = torch.ones(2).cuda()\nprint(torch.cuda.max_memory_allocated(), 'bytes')\n")

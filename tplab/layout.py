@@ -6,7 +6,7 @@ be cut part by part. Otherwise, the first of two ranks would get all queries and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
@@ -117,13 +117,18 @@ def layout_of(
     shapes: Sequence[Sequence[int] | None],
     mesh: Mesh,
     tolerance: float,
+    likely: Collection[str] = (),
 ) -> Layout | None:
     """How pieces of these shapes and values, one per rank, are laid out: the layout that fits their values, or the
-    simplest one that fits their shapes; None if there is none. tolerance: relative to the largest value."""
+    simplest one that fits their shapes; None if there is none. tolerance: relative to the largest value.
+
+    likely   axes that come first, where several layouts fit, as they do zeros over two axes of one size
+    """
     import numpy as np
 
     known = [shape for shape in shapes if shape is not None]
     fitting = layouts_for(whole.shape, known, mesh) if len(known) == mesh.size else []
+    fitting.sort(key=lambda layout: not set(layout.spec.axis_names) <= set(likely))
     size = tolerance * float(np.abs(whole).max(initial=0))
 
     def fits(layout: Layout) -> bool:

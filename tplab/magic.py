@@ -11,7 +11,9 @@ from tplab.mesh import Mesh
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_USAGE = "%%ranks tp=4 [dp=2 ...] [--cluster h100] [--clock measured] [--seed 0] [--device cpu] [--into name]"
+_USAGE = (
+    "%%ranks tp=4 [dp=2 ...] [--cluster h100] [--clock measured] [--seed 0] [--device cpu] [--into name] [--doctor]"
+)
 
 
 def load(shell: InteractiveShell) -> None:
@@ -26,13 +28,22 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     torch.distributed is already initialized. Every printed line says which rank printed it. The cell's value is a
     `Result`: it has the trace and, in `.per_rank`, the variables that the cell made on each rank. `--into out` stores
     it in `out`.
+
+    With `--doctor` the cell's value is the report of `tplab.torch.same_model`: whether the cell trains the same model
+    on the ranks as on one. What it trains must be made in it, as it runs more than once.
     """
     axes, options = _parsed(line)
-    into = options.pop("into", None)
-    from tplab.torch.scripts import run_cell
-
+    into, is_doctor = options.pop("into", None), options.pop("doctor", False)
     code = compile(shell.transform_cell(cell), shell.compile.cache(cell), "exec")
-    out = run_cell(code, shell.user_ns, Mesh(**axes), **options)
+    if is_doctor:
+        from tplab.torch.checking.same_model import same_model
+        from tplab.torch.scripts import Cell
+
+        out: Any = same_model(Cell(code, shell.user_ns), mesh=Mesh(**axes), **options)
+    else:
+        from tplab.torch.scripts import run_cell
+
+        out = run_cell(code, shell.user_ns, Mesh(**axes), **options)
     if into is not None:
         shell.user_ns[into] = out
     return out
@@ -46,6 +57,9 @@ def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
+            if word == "--doctor":
+                options["doctor"] = True
+                continue
             if name not in ("cluster", "clock", "seed", "device", "into"):
                 raise ValueError(f"%%ranks has no option --{name}; usage: {_USAGE}")
             options[name] = _option(name, value if equals else next(words, ""))
@@ -56,6 +70,8 @@ def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:
         if name in axes:
             raise ValueError(f"%%ranks: there are two axes named {name!r}; give each a name of its own")
         axes[name] = int(size)
+    if options.get("doctor") and (unused := {"cluster", "clock"} & set(options)):
+        raise ValueError(f"%%ranks: --doctor has no use for --{unused.pop()}; leave it out")
     if not axes:
         raise ValueError(f"%%ranks needs the axes of a mesh, such as tp=4; usage: {_USAGE}")
     return axes, options

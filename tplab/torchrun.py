@@ -10,12 +10,22 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_from, whole, write_files
+from tplab.cost import find
 from tplab.errors import CrossedOrderWarning, RankError, TplabError
+from tplab.forecast import Forecast
+from tplab.forecast.beside import beside
+from tplab.forecast.plan import AXES
+from tplab.forecast.rows import forecast_row, unread
 from tplab.mesh import Mesh
 from tplab.trace import summary
+
+if TYPE_CHECKING:
+    from tplab.torch.checking.watch import Watch
 
 _ONLY_REAL = (
     "node-rank",
@@ -42,36 +52,40 @@ _ONLY_REAL = (
     "signals-to-handle",
     "shutdown-timeout",
 )
+_FORECAST = "model=llama3-8b,batch=64,sequence=4096,zero=0"
 _SIMULATED = " (simulated ranks need no GPUs to count)"
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if the script finished on every rank."""
+    """Run the command; 0 if the script finished on every rank. With --check-copies, 1 if copies differ, and 2 if there
+    are none."""
     given = _parser().parse_args(arguments)
     try:
         mesh, num_nodes = _mesh(given)
         _check_files(given)
+        planned = _planned(given, mesh)
     except (ValueError, OSError, TplabError) as error:
         return _refuse(error)
     leave_working_directory_out()
-    from tplab.torch.scripts import launch
+    from tplab.torch.scripts import Script
 
+    watch = _watch(mesh) if given.check_copies else None
     try:
         warnings.simplefilter("ignore", CrossedOrderWarning)  # the summary says them
-        out = launch(
-            given.script,
-            given.args,
-            mesh=mesh,
-            module=given.module,
-            num_nodes=num_nodes,
-            cluster=given.cluster,
-            clock=given.clock,
-            seed=given.seed,
-            device=given.device,
-            count_memory=True,
-            print_live=True,
-        )
+        with watch or nullcontext():
+            out = Script(given.script, given.args, module=given.module).run(
+                mesh,
+                num_nodes=num_nodes,
+                cluster=given.cluster,
+                clock=given.clock,
+                seed=given.seed,
+                device=given.device,
+                count_memory=True,
+                print_live=True,
+                around=watch.around if watch else nullcontext,
+                types=given.types,
+            )
     except KeyboardInterrupt:
         print("tplab.torchrun: interrupted", file=sys.stderr)
         return 130
@@ -87,10 +101,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _refuse(error)
     print("\n" + summary(out.trace, out.peaks))
+    if planned is not None:
+        print("\n" + beside(out.trace, planned))
+    if given.types:
+        out.types.results.clear()  # a script returns nothing
+        print(f"\n{out.types}")
     if out.mapped:
         print("\n" + out.mapped)
     write_files(out.trace, given)
-    return 0
+    if watch is None:
+        return 0
+    from tplab.checking.copies import check_copies
+
+    report = check_copies(watch.seen, f"{Path(given.script).name}, its copies compared with one another")
+    print(f"\n{report}")
+    return report.exit_code
+
+
+def _watch(mesh: Mesh) -> Watch:
+    from tplab.torch.checking.watch import Watch
+
+    return Watch(mesh.size, steps=3, ends=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,9 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--nnodes", default="1", metavar="N", help="number of nodes (default: 1)")
     add("--mesh", metavar="dp=2,tp=4", help="axes of the mesh: they name the groups of ranks in the output")
     add("--cluster", metavar="h100", help="hardware to model: h100, a100, b200, h100-measured, laptop, ...")
+    add("--forecast", metavar=_FORECAST, help="what a step takes by tplab.forecast, and its bytes beside the run's")
     add("--clock", choices=("modelled", "measured"), help="measured: time the ranks' computing on this machine")
     add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")
+    add("--check-copies", action="store_true", help="compare gradients and parameters on ranks that hold copies")
+    add("--types", action="store_true", help="print what each tensor is along each axis: R, I, V or P, line by line")
     add_flags(parser)
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
@@ -137,6 +171,21 @@ def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
             f"node{'s' * (num_nodes > 1)} makes {per_node * num_nodes}; leave --nproc-per-node out, or make them agree"
         )
     return mesh, num_nodes
+
+
+def _planned(given: argparse.Namespace, mesh: Mesh) -> Forecast | None:
+    """The forecast that --forecast asks for. Raises ValueError or TplabError."""
+    if given.forecast is None:
+        return None
+    if given.cluster is None:
+        raise ValueError("--forecast needs the hardware: give --cluster, too")
+    row = dict(pair.partition("=")[::2] for pair in given.forecast.replace(",", " ").split())
+    if not row or not all(row.values()):
+        raise ValueError(f"--forecast is {given.forecast!r}; give columns of a table of plans, as {_FORECAST}")
+    axes = {name: str(size) for name, size in mesh.shape.items() if name in AXES}
+    if sentences := unread(row):
+        raise ValueError(f"--forecast: {sentences[0]}")
+    return forecast_row({"gpus": str(mesh.size), **axes, **row}, find(given.cluster))[1]
 
 
 def _check_files(given: argparse.Namespace) -> None:

@@ -777,3 +777,81 @@ def test_beside_ddp_and_fsdp2():
     assert of_ours["all_gather"].bytes - looks == (2 * DEPTH - 1) * message
     assert of_fsdp["all_gather"].bytes - looks == 2 * DEPTH * message
     assert of_ddp["all_reduce"].bytes == 2 * DEPTH * message
+
+
+FORWARD_OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"op": "sum"},
+    "kept": {"reshard_after_forward": False},
+    "second pieces": {"mesh": Mesh(node=2, dp=2), "axis": ("node", "dp"), "reshard_after_forward": "dp"},
+    "copies": {"mesh": Mesh(node=2, dp=2), "replicate_axis": "node"},
+}
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+@pytest.mark.parametrize("name", FORWARD_OPTIONS)
+def test_in_jax_forward_mode_and_second_derivatives(name: str, in_scan: bool):
+    """jax.jvp, alone and under vmap; Hessian-vector products made in three ways. All ranks have the same data, so
+    gradients that are averaged are those of one device, and a product of pieces, of which each rank has a part, counts
+    1/R."""
+    import jax
+    import jax.numpy as jnp
+
+    from tplab.jax.ranks.context import vary
+
+    options = dict(FORWARD_OPTIONS[name])
+    mesh, axis = options.pop("mesh", Mesh(dp=3)), options.pop("axis", "dp")
+    gain = mesh.size if options.get("op") == "sum" else 1
+    shapes = {"w": (5, 5), "b": (5,)}
+    p, dp = ({n: numbers(*s, seed=seed).astype(np.float32) for n, s in shapes.items()} for seed in (1, 9))
+    x, dx = (numbers(4, 5, seed=seed).astype(np.float32) for seed in (2, 3))
+
+    def layer(p: Any, x: Any) -> tuple[Any, Any]:
+        return jnp.tanh(x @ p["w"] + p["b"]), jnp.argmax(x, 1)
+
+    def derivatives(unit: Any, pieces: Any, tangents: Any, x: Any, dx: Any, dot: Any) -> list[Any]:
+        def model(pieces: Any, x: Any) -> Any:
+            if not in_scan:
+                return unit(pieces, x)[0]
+            return jax.lax.scan(lambda x, _: (unit(pieces, x)[0], None), x, None, length=2)[0]
+
+        loss = lambda pieces: (model(pieces, x) ** 2).sum()  # noqa: E731
+        along = lambda f: lambda pieces: jax.jvp(f, (pieces,), (tangents,))[1]  # noqa: E731
+        per_input = jax.vmap(lambda dx: jax.jvp(lambda x: model(pieces, x), (x,), (dx,))[1])
+        return [
+            jax.jvp(model, (pieces, x), (tangents, dx)),
+            per_input(jnp.stack([dx, -2 * dx])),
+            along(along(loss))(pieces),
+            jax.vmap(lambda s: jax.grad(lambda q: s * loss(q))(pieces))(jnp.array([1.0, 2.0])),
+            jax.grad(loss)(pieces),
+            along(jax.grad(loss))(pieces),
+            jax.grad(along(loss))(pieces),
+            jax.grad(lambda pieces: dot(jax.grad(loss)(pieces), tangents))(pieces),
+        ]
+
+    def program(p: Any, dp: Any) -> list[Any]:
+        unit = on_jax.shard_parameters(layer, axis, **options)
+        pieces, tangents = unit.shard(p), unit.shard(dp)
+
+        def dot(a: Any, b: Any) -> Any:  # of pieces: each has a copy on as many ranks as there are nodes
+            terms = [jnp.vdot(one, other) for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+            return on_jax.all_reduce(sum(terms), axis)
+
+        *values, mapped, one, two, three, four = derivatives(
+            unit, pieces, tangents, vary(x, mesh.axis_names), vary(dx, mesh.axis_names), dot
+        )
+        each = [unit.gather(jax.tree.map(lambda leaf: leaf[place], mapped)) for place in (0, 1)]  # noqa: B023
+        return [*values, each, *(unit.gather(grads) for grads in (one, two, three, four))]
+
+    def dot(a: Any, b: Any) -> Any:
+        return sum(jnp.vdot(a[name], b[name]) for name in a)
+
+    want = derivatives(layer, p, dp, x, dx, dot)
+    want[3] = [jax.tree.map(lambda leaf: leaf[place], want[3]) for place in (0, 1)]  # noqa: B023
+    want[3:7] = jax.tree.map(lambda leaf: gain * leaf, want[3:7])
+    want[7] = jax.tree.map(lambda leaf: gain * gain / mesh.size * leaf, want[7])
+    got = on_jax.run(program, mesh, p, dp).per_rank
+    for rank in got:
+        pairs = zip(jax.tree.leaves(rank), jax.tree.leaves(want), strict=True)
+        for one, other in pairs:  # float32, some twenty sums; a tenth of it is the smallest mistake
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max()))

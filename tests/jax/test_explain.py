@@ -242,7 +242,9 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     "concatenate": (
         lambda x, y: jnp.concatenate([x, y], 1), (COLUMNS, placed((8, 16))), None,
         [f"all_to_all: concatenate needs {columns} cut along another dim than it is",
-         "all_to_all: concatenate needs the result of concatenate cut along another dim than it is"],
+         "all_to_all: concatenate needs the result of concatenate cut along another dim than it is"]
+        if jax.__version_info__ >= (0, 8)
+        else [f"all_gather: concatenate needs all of {columns}, which is sharded over tp"],
     ),
     "psum": (
         lambda x: jax.shard_map(lambda x: lax.psum(x, "dp"), mesh=jax_mesh(GRID), in_specs=PartitionSpec("dp"),
@@ -438,3 +440,59 @@ def test_tensors_of_one_cause_are_one_line_that_fits_into_a_notebook():
     said = str(explain(jax.jit(step), [put((6, 3)), put((6, 3))], put((4, 6), "dp")))
     assert "1 x all_reduce along dp" in said and "2 x " in said.split("\n", 2)[2]
     assert max(map(len, said.splitlines())) <= 80
+
+
+CUBE = Mesh(a=2, b=2, c=2)
+REMATERIALIZED = "an involuntary full rematerialization"
+
+
+def reordered(given, asked, *, whole_first=False):
+    """A program that asks for another sharding of an array than it has, and the array."""
+
+    def program(x):
+        y = jnp.sin(x) * 2
+        y = lax.with_sharding_constraint(y, on(mesh=CUBE)) if whole_first else y
+        return lax.with_sharding_constraint(y * 3, on(*asked, mesh=CUBE))
+
+    return program, placed((16, 32), *given, mesh=CUBE)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "share"),
+    [
+        ((None, ("c", "b")), ("b", None), "1/2"),
+        ((("c", "b", "a"), None), (None, "a"), "1/2"),
+        ((None, ("c", "b", "a")), (("a", "b"), None), "1/4"),
+    ],
+)
+def test_an_involuntary_full_rematerialization_is_named(given, asked, share, capfd):
+    """As XLA itself says, to standard error."""
+    found = explain(*reordered(given, asked))
+    says_so = "Involuntary full rematerialization" in capfd.readouterr().err
+    assert says_so or jax.__version_info__ < (0, 8)  # XLA had other words before
+    (cause,) = [cause for one in found for cause in one.causes]
+    if says_so:
+        assert f"each rank keeps {share} of what it gathers" in cause.why and REMATERIALIZED in cause.why
+    have = str(next(name for name in given if name)).replace('"', "'")
+    assert f"with P({'' if given[0] else 'None, '}{have}) there it would not be sent" in cause.why
+    assert not explain(*reordered(given, given))  # and so it is
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "whole_first"),
+    [
+        (("a", None), (None, "a"), False),  # an all_to_all
+        ((("a", "b"), "c"), (None, ("a", "b")), False),
+        ((None, ("c", "b")), (None, None), False),  # whole is what is asked for
+        ((None, ("c", "b")), ("b", None), True),
+    ],
+)
+def test_what_is_none_is_not_called_one(given, asked, whole_first, capfd):
+    found = explain(*reordered(given, asked, whole_first=whole_first))
+    assert found and "Involuntary" not in capfd.readouterr().err
+    assert not any("rematerialization" in cause.why for one in found for cause in one.causes)
+
+
+def test_axes_of_a_dim_are_in_their_order():
+    (total,) = explain(lambda x: x.sum(1), placed((8, 16), None, ("tp", "dp")))
+    assert total.causes[0].operands == ("x float32[8, 16] P(None, ('tp', 'dp'))",)

@@ -555,18 +555,6 @@ def test_python_cannot_ask_what_a_rank_is(program, line, way_out):
         assert re.search(r"tracing the function \S+ at \S*test_run\.py:\d+", str(caught.value))
 
 
-def test_what_has_no_forward_mode_says_so():
-    layer = lab.shard_parameters(lambda w, x: x @ w, "tp")
-
-    def program(w, x):
-        loss = lambda pieces: (layer(pieces, x) ** 2).sum()  # noqa: E731
-        return jax.jvp(loss, (layer.shard(w),), (layer.shard(w),))[1]
-
-    with pytest.raises(TypeError) as caught:
-        run(program, TP2, np.ones((4, 4), np.float32), np.ones((2, 4), np.float32))
-    assert "shard_parameters has divided" in caught.value.__notes__[-1]
-
-
 def test_what_the_program_raises_comes_out_as_it_is():
     def program(x):
         raise KeyError("lost my shard")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cost import event_simulator
 from tests.schedule_oracle import times
 from tplab.errors import ScheduleError
 from tplab.schedules import (
@@ -88,7 +89,7 @@ def test_lockstep():
     m=st.integers(1, 6),
     parts=st.lists(st.integers(0, 5), min_size=3, max_size=3),
     transfer=st.integers(0, 3),
-    links=st.sampled_from(["free", "queue"]),
+    links=st.sampled_from(["free", "queue", "port"]),
     size=st.integers(0, 4),
 )
 def test_it_agrees_with_the_slow_oracle(name, p, m, parts, transfer, links, size):
@@ -142,6 +143,60 @@ def test_dualpipes_point():
     assert [simulate(RULES["dualpipe"](4, 8), Costs(overlap=part)).makespan for part in (0, 0.5, 1)] == [26, 24, 22]
 
 
+def as_programs(schedule, costs):
+    """The schedule as one list per rank of what `event_simulator` knows: computing, sends, and waits for messages; and
+    the place of each action."""
+    rows, message = schedule.by_rank(), schedule.needs.message
+    place = [(rank, at) for rank, row in enumerate(rows) for at in range(len(row))]
+    goes_to = {place[producer]: place[consumer][0] for consumer, producer in enumerate(message) if producer >= 0}
+    needs = {place[consumer]: place[producer] for consumer, producer in enumerate(message) if producer >= 0}
+    lasts, sizes = costs.durations(schedule), costs.message_sizes(schedule)
+    programs = [[] for _ in rows]
+    for index, (rank, at) in enumerate(place):
+        if (rank, at) in needs and needs[rank, at][0] != rank:
+            programs[rank].append(("wait", str(needs[rank, at])))
+        programs[rank].append(("compute", float(lasts[index])))
+        to = goes_to.get((rank, at), rank)
+        if to != rank:
+            programs[rank].append(("send", str((rank, at)), to, float(sizes[index]), ("", "send", 0, str((rank, at)))))
+    return programs, place
+
+
+@given(
+    name=st.sampled_from(sorted(RULES)),
+    p=st.sampled_from([2, 4]),
+    m=st.sampled_from([8, 12]),
+    times=st.lists(st.floats(1e-6, 1e-4), min_size=16, max_size=16),
+    seed=st.integers(0, 10**6),
+)
+def test_messages_go_in_the_order_of_time(name, p, m, times, seed):
+    """Against an event simulator that knows nothing of schedules: unequal stages, and messages of unequal length, as
+    where some cuts are between nodes."""
+    schedule = RULES[name](p, m)
+    if schedule.joined.any():
+        return  # pairs are no two actions, one after the other
+    chance, num = np.random.default_rng(seed), schedule.num_stages
+    costs = Costs(
+        *(times[:num] if num <= len(times) else list(np.resize(times, num)) for _ in range(3)),
+        transfer=event_simulator.LATENCY, bandwidth=event_simulator.BANDWIDTH, links="port", unit="s",
+        message_bytes=[float(size) for size in chance.choice([1e3, 2e4, 9e4], num)],
+    )  # fmt: skip
+    programs, place = as_programs(schedule, costs)
+    spans, run = event_simulator.simulated(programs), simulate(schedule, costs)
+    for index, action in enumerate(place):
+        if str(action) in spans:
+            assert run.sent[index] == pytest.approx(spans[str(action)][1] - event_simulator.LATENCY, rel=1e-9)
+    ends = [run.end[schedule.offsets[rank + 1] - 1] for rank in range(schedule.num_ranks)]
+    assert ends == pytest.approx([spans[f"end {rank}"][0] for rank in range(schedule.num_ranks)], rel=1e-9)
+
+
+def test_a_rank_that_sends_to_two_has_one_port():
+    """Rank 1 of three sends forwards to rank 2 and backwards to rank 0: through one port, one after the other."""
+    costs = (Costs(message_bytes=3.0, bandwidth=1.0, links=links) for links in ("free", "queue", "port"))
+    makespans = [simulate(one_f_one_b(3, 6), one).makespan for one in costs]
+    assert makespans == sorted(makespans) and makespans[1] < makespans[2]
+
+
 def test_a_queue_on_a_link_delays_what_a_free_link_does_not():
     sends = Costs(message_bytes=2.0, bandwidth=1.0)
     queued = Costs(message_bytes=2.0, bandwidth=1.0, links="queue")
@@ -169,7 +224,7 @@ def test_costs_by_stage_and_by_microbatch():
         (lambda: Costs(forward=float("nan")), "finite number"),
         (lambda: Costs(overlap=2), "0 to 1"),
         (lambda: Costs(bandwidth=0), "no message would ever arrive"),
-        (lambda: Costs(links="slow"), "'free' or 'queue'"),
+        (lambda: Costs(links="slow"), "'free', 'queue' or 'port'"),
         (lambda: simulate(gpipe(3, 1), Costs(forward=[1, 2])), "3 stages"),
         (lambda: simulate(gpipe(3, 1), Costs(message_bytes=[1])), "2 cuts"),
         (lambda: simulate(gpipe(3, 1), Costs(stage_costs=[1, 2])), "2 figures and the schedule has 3 stages"),

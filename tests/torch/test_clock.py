@@ -25,7 +25,7 @@ from tplab.torch import (
     run,
     start,
 )
-from tplab.torch.ranks import simulated
+from tplab.torch.ranks import clocked, simulated
 from tplab.trace import critical_path
 
 # Figures that floating point holds exactly. An operation takes 1/4 + max(flops / 64, bytes / 32) s, in float64
@@ -90,6 +90,10 @@ def test_products_count_two_flops_a_term_in_every_form():
         "_scaled_dot_product_flash_attention_for_cpu": (
             lambda: nn.functional.scaled_dot_product_attention(q, q, q),
             2 * 2 * (2 * 4 * 4 * 8),
+        ),
+        "_scaled_dot_product_flash_attention_for_cpu, causal": (
+            lambda: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True),
+            2 * 2 * (2 * (1 + 2 + 3 + 4) * 8),
         ),
     }
     for name, (program, flops) in programs.items():
@@ -455,7 +459,7 @@ class Stopwatch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seconds = 0.0
-        monkeypatch.setattr(simulated, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        monkeypatch.setattr(clocked, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
 
     def go_on(self, seconds: float) -> None:
         self.seconds += seconds

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tplab import Mesh
 from tplab.pipeline.layer_spec import LayerSpec
@@ -34,6 +36,19 @@ def test_what_is_made_counts_while_it_lives():
         assert (live.now(), live.peak) == (2 * ONE, 2 * ONE)
         del b, c
         assert live.now() == 0
+
+
+def test_tensors_that_hold_nothing_do_not_count():
+    """torch.compile and torch.library.opcheck trace with fake tensors, whose sizes may be symbols."""
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    x = fake.from_tensor(torch.ones(1000), static_shapes=False)
+    with LiveBytes() as live:
+        with fake:
+            y = torch.cat([x, x]) * 2
+            live.made(torch._to_functional_tensor(y))
+        z = torch.ones(1000, device="meta") + 1
+        assert live.now() == live.peak == 0
+        assert isinstance(y, Tensor) and z.is_meta
 
 
 def test_memory_that_several_share_counts_once():

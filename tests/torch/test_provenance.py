@@ -4,10 +4,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,6 +30,7 @@ from tplab.torch import (
     run,
     start,
 )
+from tplab.torch.ranks import meter
 
 FOUR = Mesh(tp=4)
 SMALL, LARGE = 3, 5000  # elements: on both sides of where a received tensor makes us follow operations
@@ -460,3 +464,27 @@ def test_a_message_to_oneself_is_none():
     out = run(program, FOUR)
     assert len(sends(out, 1)) == 2
     assert sends(out, 1)[1] == (1, 0, 0, (0,))
+
+
+@pytest.mark.parametrize("order", ["received first", "mode first"])
+def test_functional_collectives_go_on_where_operations_are_no_longer_followed(order: str, monkeypatch):
+    """torch sends them through modes, so the one that follows operations is out of the stack when they are called."""
+    monkeypatch.setattr(meter, "FOLLOWED", 5)
+
+    def program() -> Tensor:
+        pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = pairs[dist.get_rank() // 2]
+
+        def step(x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = functional.wait_tensor(functional.all_reduce(x, "sum", group)) * 0.5 + 0.5
+            return x
+
+        if order == "received first":
+            return step(step(torch.ones(SMALL)))
+        with FlopCounterMode(display=False):
+            return step(step(torch.ones(SMALL)))
+
+    out = run(program, FOUR, distributed=True)
+    for x in out.per_rank:
+        torch.testing.assert_close(x, torch.full((SMALL,), 1 + 0.5 * 8), rtol=0, atol=0)

@@ -360,7 +360,7 @@ def test_equal_means_in_every_bit():
     for name in COLUMNS:
         changed = stored(example())
         values, other = dict(example().values), {"kind": "wait", "op": "x", "axis": "x", "dtype": "x", "where": "x"}
-        other |= {"phase": "backward", "reduction": "sum"}
+        other |= {"phase": "backward", "reduction": "sum", "types": "tp: P → I"}
         if name == "values":
             values[2] = np.array([1.0, 2.5])
         elif name in ("rank", "peer", "chunk"):
@@ -392,12 +392,12 @@ def columns(**changed: Any) -> Trace:
 
 FAULTS = {
     "a trace needs the column 'kind'; only axis, group, peer, bytes, flops, shape, dtype, message, step, chunk, "
-    "contributors, where, held, phase, reduction, part may be left out":
+    "contributors, where, held, phase, reduction, part, types may be left out":
         lambda: Trace.from_columns(Mesh(tp=2), rank=[0]),
     f"a trace has no column 'flop'; its columns are {NAMES}": lambda: columns(flop=1),
     f"a trace has no column 'time'; its columns are {NAMES}": lambda: example().column("time"),
     "column 'rank' has no table; those with one are kind, op, axis, group, shape, dtype, contributors, where, phase, "
-    "reduction, part":
+    "reduction, part, types":
         lambda: example().codes("rank"),
     "an event's kind is one of compute, send, receive, collective, wait, not 'sent'": lambda: columns(kind="sent"),
     "event 1 is of rank 2; Mesh(tp=2) has ranks 0 to 1": lambda: columns(rank=[0, 2]),

@@ -1,9 +1,13 @@
 """What a recipe says of a step: its learning rate, and what else is done."""
 
+from typing import Any
+
 import pytest
 
 from tplab import Mesh
-from tplab.training.recipe import Recipe, with_all_axes
+from tplab.errors import ShapeError
+from tplab.sequence import TokenLayout
+from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
 
 
 def test_the_rate_warms_up_and_falls_along_a_cosine():
@@ -33,4 +37,18 @@ def test_axes_that_are_left_out_have_one_rank():
     assert with_all_axes(Mesh(tp=2, dp=3)) == Mesh(pp=1, tp=2, dp=3)
     assert with_all_axes(Mesh(dp=2, pp=2, tp=2)) == Mesh(dp=2, pp=2, tp=2)
     with pytest.raises(ValueError, match="an axis of the mesh"):
-        with_all_axes(Mesh(cp=2))
+        with_all_axes(Mesh(ep=2))
+
+
+def test_tokens_are_shared_along_the_context_axis():
+    mesh = Mesh(dp=2, cp=4, tp=2)
+    assert (context_axis(mesh), data_axes(mesh)) == ("cp", ("dp", "cp"))
+    assert Recipe().tokens_on(mesh, 64) == TokenLayout("zigzag", 64, 4)
+    with pytest.raises(ShapeError, match="the number of tokens is 60, which 8 pieces"):
+        Recipe().tokens_on(mesh, 60)
+    assert (context_axis(Mesh(dp=2)), data_axes(Mesh(dp=2))) == (None, ("dp",))
+    assert Recipe().tokens_on(Mesh(dp=2), 7) == TokenLayout("contiguous", 7, 1)
+    wrong: dict[str, Any] = {"layout": "stripes", "scheme": "head_ring"}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} is '{value}'; it must be one of"):
+            Recipe(**{name: value})

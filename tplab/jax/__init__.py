@@ -12,6 +12,7 @@ if find_spec("jax") is None:
 
 from tplab.jax.ranks.devices import prepare  # first: it settles what JAX cannot change later  # isort: skip
 from tplab.jax.checking.check_parallel import check_parallel
+from tplab.jax.checking.same_model import same_model
 from tplab.jax.comm.collectives import (
     Handle,
     all_gather,
@@ -45,6 +46,13 @@ from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParall
 from tplab.jax.layers.memory import gather_again, saved_tensors
 from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.jax.layers.positions import rope, token_positions
+from tplab.jax.layers.sequence_attention import (
+    gather_attention,
+    head_attention,
+    head_ring_attention,
+    ring_attention,
+)
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.jax.models.gpt import GPT
@@ -110,6 +118,7 @@ __all__ = [
     "evaluate_batch",
     "explain",
     "gather_again",
+    "gather_attention",
     "gather_from",
     "gpt2_config",
     "gpt2_params",
@@ -118,6 +127,8 @@ __all__ = [
     "gpt_specs",
     "gpt_state",
     "gradient_norm",
+    "head_attention",
+    "head_ring_attention",
     "load_shards",
     "load_state",
     "matmul_reduce_scatter",
@@ -134,9 +145,12 @@ __all__ = [
     "reduce_scatter",
     "ring_all_gather",
     "ring_all_reduce",
+    "ring_attention",
     "ring_reduce_scatter",
     "ring_shift",
+    "rope",
     "run",
+    "same_model",
     "save_shards",
     "save_state",
     "saved_tensors",
@@ -151,6 +165,7 @@ __all__ = [
     "stages_of",
     "start",
     "temporary_bytes",
+    "token_positions",
     "tokens_per_rank",
     "trace",
     "train",

@@ -76,10 +76,10 @@ def out_shardings_of(traced: Any) -> tuple[Any, ...]:
 
 def own_copy(constant: Any) -> Any:
     """A copy of a constant that JAX may have left in somebody else's memory; anything else as it is. What JAX wraps a
-    NumPy array in is itself one since 0.8."""
+    NumPy array in is itself one since 0.8; before that it had a class, and in 0.7 another name."""
     if isinstance(constant, np.ndarray):
         return constant.copy()
-    return deepcopy(constant) if type(constant).__name__ == "TypedNdArray" else constant
+    return deepcopy(constant) if type(constant).__name__ in ("LiteralArray", "TypedNdArray") else constant
 
 
 def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:

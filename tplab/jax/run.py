@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from tplab.checking.typed import Types
 from tplab.cost.cluster import Cluster, find
 from tplab.errors import SpecError
 from tplab.jax.ranks.context import without_mesh
@@ -18,9 +19,11 @@ from tplab.jax.ranks.devices import rank_of_device
 from tplab.jax.ranks.program import Compiled, is_shape, program_of
 from tplab.jax.tracing.decisions import Asked
 from tplab.jax.tracing.trace import decisions_of, trace_of
+from tplab.jax.tracing.typed import types_of
 from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.trace.trace import Trace
+from tplab.trace.typed import with_types
 
 _KEPT_FOR_TRACE = 4096  # elements of an argument
 
@@ -31,10 +34,13 @@ class Result:
     per_rank   what each rank returned
     value      the results put together as out_specs said: global arrays, each rank's piece on its own device
     trace      everything that was sent: from which rank, to which rank, how large, when
+    types      what each array is along each axis, line by line, where `run` was asked for types
 
     `per_rank` and `trace` are worked out when they are first asked for. If branches or loops depend on data, the trace
     runs the program a second time to see what each rank decides; until then the arguments are kept.
     """
+
+    _types: Callable[[], Types] | None = None
 
     def __init__(
         self,
@@ -77,7 +83,13 @@ class Result:
         reports = self._asked() if self._asked is not None else None
         trace = trace_of(self._compiled, arguments, reports, self._cluster, self._keep_values)
         self._asked = None  # it keeps the arguments alive
-        return trace
+        return trace if self._types is None else with_types(trace, self.types.casts)
+
+    @cached_property
+    def types(self) -> Types:
+        if self._types is None:
+            raise ValueError("run was not asked for types; give types=True")
+        return self._types()
 
     def __repr__(self) -> str:
         program = self._compiled.program
@@ -95,6 +107,7 @@ def run(
     clock: str | None = None,
     seed: int = 0,
     keep_values: int = 1000,
+    types: bool = False,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
@@ -112,6 +125,8 @@ def run(
     clock       "modelled"; None means the same
     seed        each rank's `rank_key()` is derived from it and the rank's number
     keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)
+    types       whether to work out what each array is along each axis, for `Result.types`: replicated, invariant,
+                varying or partial (see the page "Types of tensors on ranks"), from what JAX has traced
 
     `fn` is traced once and compiled for all ranks (one `jax.shard_map` under one `jax.jit`), again for each structure,
     shape and dtype of args; a further call costs a dispatch and returns before the result is ready. What `fn` can read
@@ -138,7 +153,10 @@ def run(
         compiled, arrays = program.compiled(fn, args)
         placed = compiled.place(arrays)
         outputs, asked = decisions_of(compiled).run(compiled, placed, int(seed))
-    return Result(compiled, outputs, asked, placed, int(seed), known, int(keep_values))
+    result = Result(compiled, outputs, asked, placed, int(seed), known, int(keep_values))
+    if types:
+        result._types = partial(types_of, fn, compiled)
+    return result
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:

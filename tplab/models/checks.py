@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from tplab.errors import ShapeError, one_of
 from tplab.mesh import Axis
@@ -11,6 +12,10 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("gather", "scatter", "none")
 """The modes of the overlapped linear layers."""
+
+SequenceScheme = Literal["ring", "gather", "head"]
+SEQUENCE_SCHEMES: tuple[SequenceScheme, ...] = get_args(SequenceScheme)
+"""How ranks that share a sequence attend to one another's tokens."""
 
 Shape = Sequence[int]
 
@@ -109,6 +114,16 @@ def check_heads(
         raise ShapeError(f"sequence_dim is {sequence_dim}; of x [batch, sequence, width] the sequence is dim 1")
 
 
+def check_ids(ids: Shape, context: int, num_ranks: int = 1) -> None:
+    """Raise ShapeError unless a GPT takes ids [batch, tokens]: of up to `context` tokens on all context ranks."""
+    if len(ids) != 2 or ids[1] * num_ranks > context:
+        each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise ShapeError(
+            f"a GPT takes ids [batch, sequence] of up to {context} tokens, but got {list(ids)}{each}; "
+            "GPTConfig.context says how long a sequence may be"
+        )
+
+
 def check_attention_input(shape: Shape, width: int) -> None:
     """Raise ShapeError if x is not [batch, sequence, width]."""
     if len(shape) != 3:
@@ -119,9 +134,9 @@ def check_attention_input(shape: Shape, width: int) -> None:
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Raise ShapeError for a vocabulary without words."""
+    """Raise ShapeError for a vocabulary without entries."""
     if vocab_size < 1:
-        raise ShapeError(f"vocab_size is {vocab_size}; a vocabulary needs one word or more")
+        raise ShapeError(f"vocab_size is {vocab_size}; a vocabulary needs one entry or more")
 
 
 def check_loss(logits: Shape, ids: Shape, reduction: str, label_smoothing: float) -> None:
@@ -132,24 +147,25 @@ def check_loss(logits: Shape, ids: Shape, reduction: str, label_smoothing: float
     if tuple(logits[:-1]) != tuple(ids):
         raise ShapeError(
             f"logits {list(logits)} are for ids {list(logits[:-1])}, but got ids {list(ids)}; the last dim of the "
-            "logits is that of the words"
+            "logits is that of the vocabulary"
         )
 
 
-def check_words(num_columns: int, accepted: Sequence[int], vocab_size: int, whose: str, axis: Axis) -> None:
-    """Raise ShapeError unless logits have one column per word of the rank, with or without padding.
+def check_entries(num_columns: int, accepted: Sequence[int], vocab_size: int, whose: str, axis: Axis) -> None:
+    """Raise ShapeError unless logits have one column per entry of the rank, with or without padding.
 
-    whose   how the sentence about the words begins: "each of the 4 ranks of axis 'tp' has"
+    whose   how the sentence about the entries begins: "each of the 4 ranks of axis 'tp' has"
     """
     if num_columns in accepted:
         return
     if num_columns == vocab_size:
-        way_out = f"scatter_to(logits, {axis!r}) gives each rank its words"
+        way_out = f"scatter_to(logits, {axis!r}) gives each rank its entries"
     else:
-        way_out = "each rank computes those of its own words, as VocabParallelEmbedding.logits does"
+        way_out = "each rank computes those of its own entries, as VocabParallelEmbedding.logits does"
     padded = f" (or {accepted[-1]}, padded)" if accepted[-1] != accepted[0] else ""
     raise ShapeError(
-        f"logits have {num_columns} columns, but of {vocab_size} words {whose} {accepted[0]}{padded}; {way_out}"
+        f"logits have {num_columns} columns, but of {vocab_size} vocabulary entries {whose} "
+        f"{accepted[0]}{padded}; {way_out}"
     )
 
 

@@ -19,7 +19,7 @@ NORMS = ("layer", "rms")
 class GPTConfig:
     """A decoder of transformer blocks with learned positions and a head tied to the embedding, like GPT-2.
 
-    vocab_size     V, any number of words             num_layers     number of blocks
+    vocab_size     V, any number of entries           num_layers     number of blocks
     width          D, of the residual stream          num_heads      H, which divides D
     context        the longest sequence               num_kv_heads   K, which divides H; H if None
     hidden         of the MLP; 4 D if None            activation     "gelu", "gelu_tanh" or "swiglu"
@@ -68,8 +68,8 @@ class Parameter(NamedTuple):
 def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]:
     """Every parameter of a GPT, by its name in the state.
 
-    Split over `axis`: the embedding's words; the output features, and the bias, of query, key, value, gate and up; the
-    input features of output and down. Replicated: the bias of output and down, the norms, the positions.
+    Split over `axis`: the embedding's vocabulary; the output features, and the bias, of query, key, value, gate and up;
+    the input features of output and down. Replicated: the bias of output and down, the norms, the positions.
     """
     deviation = config.deviation
     found = {

@@ -46,8 +46,8 @@ class LayerSpec:
 class TiedSpec(LayerSpec):
     """A layer that shares its weight with every other layer of the same key.
 
-        TiedSpec("words", Embedding, 65, 768)
-        TiedSpec("words", Embedding, 65, 768, forward=lambda layer, x: x @ layer.weight.T)
+        TiedSpec("embedding", Embedding, 65, 768)
+        TiedSpec("embedding", Embedding, 65, 768, forward=lambda layer, x: x @ layer.weight.T)
 
     All of them start with the same values, whichever ranks they are on, and `train_batch` adds up their gradients.
 

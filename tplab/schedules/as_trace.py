@@ -37,7 +37,7 @@ def as_trace(
     takers = np.flatnonzero((message >= 0) & (rank[np.maximum(message, 0)] != rank))
     makers = message[takers]
     carrying = costs.carrying(schedule)[makers]
-    queues = costs.links == "queue"
+    queues = costs.links != "free"
     departs = sent[makers] - carrying if queues else end[makers]
     arrives = departs + carrying + costs.transfer
     number = np.full(len(schedule), -1)

@@ -37,7 +37,8 @@ class Costs:
     message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
                     a message takes transfer + message_bytes / bandwidth
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
-                    carries one message at a time, for message_bytes / bandwidth each
+                    carries one message at a time, for message_bytes / bandwidth each. "port": so does a rank, to
+                    whichever rank it sends, as GPUs do on the modelled clock (`tplab.cost.clock`)
     optimizer_step  time of one rank's optimizer step
     gradient_sync   time to sum one rank's gradients (REDUCE_GRAD), shared among its stages; it occupies the rank
     activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure per stage
@@ -79,8 +80,8 @@ class Costs:
                 raise ScheduleError(
                     f"the cost {name} is {value!r}; it must be a finite number, 0 or more{more[_DIMS.get(name, 0)]}"
                 )
-        if self.links not in ("free", "queue"):
-            raise ScheduleError(f"links are 'free' or 'queue', not {self.links!r}")
+        if self.links not in ("free", "queue", "port"):
+            raise ScheduleError(f"links are 'free', 'queue' or 'port', not {self.links!r}")
         if self.unit not in ("steps", "s"):
             raise ScheduleError(f"the cost unit is {self.unit!r}; it must be 'steps' or 's'")
         if self.bandwidth == 0:

@@ -106,8 +106,9 @@ class _Plan:
             needs.append(schedule.needs.partner)
         crosses = [(need >= 0) & (schedule.rank[np.maximum(need, 0)] != schedule.rank) for need in needs]
         carrying = costs.carrying(schedule)
-        if costs.links == "queue":
-            lags, links = [crossing * costs.transfer for crossing in crosses], _links(schedule, carrying)
+        if costs.links != "free":
+            lags = [crossing * costs.transfer for crossing in crosses]
+            links = _links(schedule, carrying, costs.links == "port")
         else:
             way = costs.transfer + carrying
             lags, links = [crossing * way[np.maximum(need, 0)] for crossing, need in zip(crosses, needs)], None
@@ -136,15 +137,22 @@ def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[n
     return leader, duration
 
 
-def _links(schedule: Schedule, carrying: np.ndarray) -> Links:
-    """The link of each action's message: one per direction between two ranks; none if it stays on its rank."""
+def _links(schedule: Schedule, carrying: np.ndarray, is_port: bool) -> Links:
+    """The link of each action's message: one per direction between two ranks, or one per rank that sends; none if it
+    stays on its rank.
+
+    Only one rank sends on a link, in the order of its row. So what is ready first goes first, also where `relax`
+    advances the ranks in another order than that of time.
+    """
     message = schedule.needs.message
     consumer = np.flatnonzero(message >= 0)
     producer = message[consumer]
     goes_to = schedule.rank.astype(np.intp).copy()
     goes_to[producer] = schedule.rank[consumer]
-    _, link = np.unique(schedule.rank * schedule.num_ranks + goes_to, return_inverse=True)
-    return Links(link, np.where(goes_to == schedule.rank, 0.0, carrying))
+    stays = goes_to == schedule.rank
+    way = schedule.rank * 2 + stays if is_port else schedule.rank * schedule.num_ranks + goes_to
+    _, link = np.unique(way, return_inverse=True)
+    return Links(link, np.where(stays, 0.0, carrying))
 
 
 def _own_rows_in_order(schedule: Schedule) -> bool:

@@ -51,6 +51,13 @@ from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowPara
 from tplab.torch.layers.memory import gather_again, saved_tensors
 from tplab.torch.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
+from tplab.torch.layers.positions import rope, token_positions
+from tplab.torch.layers.sequence_attention import (
+    gather_attention,
+    head_attention,
+    head_ring_attention,
+    ring_attention,
+)
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.classifier import ParallelClassifier, ParallelMLPBlock
 from tplab.torch.models.gpt import GPT
@@ -67,6 +74,7 @@ from tplab.torch.run import Result, run
 from tplab.torch.training.train import train
 
 if TYPE_CHECKING:
+    from tplab.torch.checking.same_model import same_model
     from tplab.torch.scripts import launch
 
 __all__ = [
@@ -115,6 +123,7 @@ __all__ = [
     "dropout",
     "evaluate_batch",
     "gather_again",
+    "gather_attention",
     "gather_from",
     "gather_state",
     "gpt2_config",
@@ -124,6 +133,8 @@ __all__ = [
     "gpt_specs",
     "gpt_state",
     "gradient_norm",
+    "head_attention",
+    "head_ring_attention",
     "launch",
     "llama_plan",
     "load_shards",
@@ -142,9 +153,12 @@ __all__ = [
     "reduce_scatter",
     "ring_all_gather",
     "ring_all_reduce",
+    "ring_attention",
     "ring_reduce_scatter",
     "ring_shift",
+    "rope",
     "run",
+    "same_model",
     "save_shards",
     "save_state",
     "saved_tensors",
@@ -158,6 +172,7 @@ __all__ = [
     "split_state",
     "stages_of",
     "start",
+    "token_positions",
     "tokens_per_rank",
     "train",
     "train_batch",
@@ -173,10 +188,17 @@ def __getattr__(name: str) -> Any:
         from tplab.torch.scripts import launch
 
         return launch
+    if name == "same_model":
+        from tplab.torch.checking.same_model import same_model
+
+        return same_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _name in set(__all__) - {"launch"}:  # torch.compile leaves these alone, and compiles the program around them
+for _name in set(__all__) - {
+    "launch",
+    "same_model",
+}:  # torch.compile leaves these alone, and compiles the program around them
     _function = getattr(globals()[_name], "forward", globals()[_name])
     if isinstance(_function, FunctionType) and _function.__module__.startswith(__name__):
         not_compiled(_function)

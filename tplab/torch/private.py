@@ -77,6 +77,19 @@ graph_task: Callable[[], int] = _C._current_graph_task_id
 """The number of the backward pass that this thread is in; -1 outside of one."""
 transform = _C._functorch.peek_interpreter_stack
 """The transformation of torch.func (grad, vmap, ...) whose function this thread runs; None outside of one."""
+without_transforms = _C._DisableFuncTorch
+"""`with without_transforms():` what is computed is no part of the function that is transformed."""
+
+
+def untransformed(x: Tensor) -> Tensor:
+    """What a tensor is outside of torch.func's transformations: where vmap runs, all samples, along dim 0."""
+    while _C._functorch.is_functorch_wrapped_tensor(x):
+        dim = _C._functorch.maybe_get_bdim(x)
+        x = _C._functorch.get_unwrapped(x)
+        x = x if dim <= 0 else x.movedim(dim, 0)
+    return x
+
+
 forward_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level")
 """How deep the process is in forward-mode differentiation; -1 outside of it."""
 
@@ -151,6 +164,17 @@ def local_of(x: Tensor) -> Tensor:
     return getattr(x, "_local_tensor", x)
 
 
+def start_of(x: Any) -> tuple[int, ...]:
+    """The place in the whole of the first element of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(map(int, compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1]))
+
+
+CLIP = "_clip_grads_with_norm_"
+"""What clip_grad_norm_ calls, by its name in torch.nn.utils.clip_grad, with the norm of all gradients."""
+
+
 def at_end_of_backward(function: Callable[[], Any]) -> None:
     """Call `function` at the end of this thread's current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
@@ -211,15 +235,14 @@ def dtensor_dispatcher() -> Any:
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 """The module of torch's ring attention. Its `custom_ops` says what to do with each kernel."""
-_SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 class ContextParallel:
     """What torch's context_parallel keeps once per process: the attention that replaces `scaled_dot_product_attention`,
-    its table of replaced functions, and the options. Each of them begins as torch has it."""
+    its table of replaced functions, and the options. Each of them begins as it is before the run."""
 
     def __init__(self) -> None:
-        self.attention: Any = _SDPA
+        self.attention: Any = torch.nn.functional.scaled_dot_product_attention
         self.replaced: dict[Any, Any] = {}
         self.options: dict[str, Any] | None = None
 
@@ -235,6 +258,22 @@ class ContextParallel:
             if self.options is None:
                 self.options = vars(type(home._cp_options)())
             vars(home._cp_options).update(self.options)
+
+
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+_KERNELS = [name for name in ("flash", "mem_efficient", "math", "cudnn") if hasattr(_C, f"_set_sdp_use_{name}")]
+_KERNELS_ARE_USED = [getattr(_C, f"_get_{name}_sdp_enabled") for name in _KERNELS]
+_USE_KERNELS = [getattr(_C, f"_set_sdp_use_{name}") for name in _KERNELS]
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels `scaled_dot_product_attention` may use. torch.backends.cuda has a function for each, one by one."""
+    return tuple(is_used() for is_used in _KERNELS_ARE_USED)
+
+
+def put_attention_kernels(kernels: tuple[bool, ...]) -> None:
+    for use, is_used in zip(_USE_KERNELS, kernels, strict=True):
+        use(is_used)
 
 
 def accelerate_states() -> dict[Any, dict[str, Any]]:
@@ -306,3 +345,24 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""q, k, v -> o and log-sum-exp: what scaled_dot_product_attention uses on the CPU, and does not return both of."""
+flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""dq, dk and dv of it, from q, k, v, o and log-sum-exp."""
+flash_on_gpu: Any = torch.ops.aten._scaled_dot_product_flash_attention
+"""The same on GPUs; o and log-sum-exp are the first two of what it returns. Heads are a multiple of 8 wide."""
+
+
+def flash_on_gpu_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of it. Every sequence of the batch has the same length, so there are no lengths to give; nothing is
+    dropped, so the state of the random generator is not read."""
+    state = q.new_zeros(2, dtype=torch.int64)
+    sizes = None, None, q.shape[2], k.shape[2]
+    backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(do, q, k, v, o, lse, *sizes, 0.0, is_causal, state, state, scale=scale)

@@ -12,17 +12,21 @@ import numpy as np
 import torch
 
 from tplab import spare
+from tplab.checking.typed import Types
 from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
-from tplab.errors import CrossedOrderWarning, MeshError, SpecError
+from tplab.errors import CrossedOrderWarning, MeshError, SpecError, TplabError
 from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.torch.ranks import results
+from tplab.torch.ranks.follower import Followed
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.memory import Counted
 from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
+from tplab.torch.ranks.typed import perturbed, types_of
 from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace
+from tplab.trace.typed import with_types
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """What torchrun sets in the environment of the processes it starts."""
@@ -37,12 +41,14 @@ class Result:
     memory     what each rank held at every moment, by kind, where `run` was asked to count it
     peaks      the most bytes of tensors that each rank held at once, where memory was counted
     mapped     a sentence that says which lines of the program said cuda and got the CPU; None where none did
+    types      what each tensor is along each axis, line by line, where `run` was asked for types
     warnings   what may hang on GPUs though it runs here: collectives that ranks issue in opposite orders
     """
 
     peaks: list[int] | None = None
     warnings: Sequence[str] = ()
     _memory: Memory | None = None
+    _types: Types | None = None
 
     def __init__(
         self, per_rank: list[Any], trace: Callable[[], Trace], mesh: Mesh, out_specs: Any, mapped: str | None = None
@@ -54,13 +60,20 @@ class Result:
 
     @cached_property
     def trace(self) -> Trace:
-        return self._make_trace()  # from what was recorded, when it is first read
+        trace = self._make_trace()  # from what was recorded, when it is first read
+        return trace if self._types is None else with_types(trace, self._types.casts)
 
     @property
     def memory(self) -> Memory:
         if self._memory is None:
             raise ValueError("run was not asked to count memory; give count_memory=True")
         return self._memory
+
+    @property
+    def types(self) -> Types:
+        if self._types is None:
+            raise ValueError("run was not asked for types; give types=True")
+        return self._types
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
@@ -94,6 +107,7 @@ def run(
     device: str | torch.device | None = None,
     distributed: bool | More = False,
     count_memory: bool = False,
+    types: bool = False,
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
@@ -124,6 +138,11 @@ def run(
                 program makes on another device. Not for programs with torch.func.grad or vjp, which torch refuses
                 while what autograd saves is being watched
 
+    types       whether to work out what each tensor is along each axis, for `Result.types`: replicated, invariant,
+                varying or partial (see the page "Types of tensors on ranks"). The program runs a second time then, with
+                another seed and other numbers in its arguments, so that nothing looks the same by chance. On simulated
+                ranks only; each operation takes several times as long
+
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
     All ranks share tensors that `fn` reads from its surroundings and not from its arguments. torch's default dtype and
     sys.stdout are each rank's own; Python's and NumPy's generators are not. Simulated ranks compute with as many
@@ -143,7 +162,9 @@ def run(
             "on='simulated'"
         )
     title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
-    program = Counted(fn, place is not None and place.type == "meta") if count_memory else fn
+    if types and (count_memory or not is_simulated):
+        raise ValueError("types=True is for simulated ranks, and not beside count_memory=True; ask in two runs")
+    program = Counted(fn, place is not None and place.type == "meta") if count_memory else Followed(fn) if types else fn
     known = None
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
@@ -174,14 +195,27 @@ def run(
             program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
         )
         mapped, times, may_hang = None, np.asarray, ()
-    returned = [result for result, _ in per_rank] if count_memory else per_rank
+    returned = [result for result, _ in per_rank] if count_memory or types else per_rank
     out = Result(returned, make_trace, mesh, out_specs, mapped)
     out.warnings = may_hang
+    if types:
+        logs, more = [log for _, log in per_rank], _processes(mesh, seed + 1) if distributed is True else None
+        others: tuple[Any, ...] = tuple(perturbed(args, seed))
+        again, why_not = list[Any](), "" if distributed in (True, False) else "a script runs once"
+        about: dict[str, Any] = {"cluster": None, "clock": "modelled", "keep_values": 0, "title": title}
+        try:
+            if not why_not:
+                again, _ = run_on_simulated_ranks(
+                    program, mesh, others, in_specs, seed=seed + 1, device=place, more=more, **about
+                )
+        except TplabError as error:
+            why_not = str(error).partition("\n")[0]
+        out._types = types_of(fn, mesh, args, in_specs, logs, [log for _, log in again], why_not)
     if not count_memory:
         return out
     unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
     if known is not None and unit == "s":
-        name = f"{known.name}, {known.kind_text}"
+        name = f"{known.name}, {known.kind_on(mesh.size)}"
     held = [held.at_times(times(held.times)) for _, held in per_rank]
     out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
     return out

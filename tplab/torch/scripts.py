@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,8 @@ from tplab.torch.distributed.process import Processes
 from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import Result, run
+
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 def launch(
@@ -37,6 +39,7 @@ def launch(
     device: str | torch.device | None = None,
     count_memory: bool = False,
     print_live: bool = False,
+    types: bool = False,
 ) -> Result:
     """Run a script on simulated ranks as torchrun would on processes: `launch("train.py", ["--lr", "0.1"], ranks=8)`.
 
@@ -49,51 +52,98 @@ def launch(
     count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows the run down
     print_live   whether each line that a rank prints appears at once, also those to stderr. Otherwise what ranks print
                  appears at the end, rank by rank
-    cluster, clock, seed, keep_values, device: as of `tplab.torch.run`
+    cluster, clock, seed, keep_values, device, types: as of `tplab.torch.run`, but for types the script runs only once
 
     Returns a `Result`: `.trace`, and in `.per_rank` the top-level variables of each rank's script.
     Raises RankError (a rank raised, or exited with a code other than 0), CollectiveMismatchError, DeadlockError.
     """
     mesh = _mesh(ranks, mesh)
-    local = _per_node(mesh.size, num_nodes)
-    folder = os.getcwd() if module else str(Path(script).resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        spec = _found(str(script)) if module else None
-        path = Path(spec.origin) if spec is not None and spec.origin else Path(script)
-        code = compile(path.read_bytes(), str(path.resolve()), "exec")
-        processes = Processes(
-            mesh,
-            seed,
-            is_joined=False,
-            argv=[str(path) if module else str(script), *args],
-            is_fresh=True,
-            per_node=local,
-            prints_live=print_live,
-        )
-        names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
-        program = _Program(path.stem, code, processes, lambda: names, count_memory)
-        out = run(
-            program,
-            mesh,
-            on="simulated",
-            cluster=cluster,
-            clock=clock,
-            seed=seed,
-            keep_values=keep_values,
-            device=device,
-            distributed=processes,
-        )
-        out.peaks = program.peaks if count_memory else None
-        return out
-    finally:
-        sys.path.remove(folder)
+    return Script(script, args, module=module).run(
+        mesh,
+        num_nodes=num_nodes,
+        cluster=cluster,
+        clock=clock,
+        seed=seed,
+        keep_values=keep_values,
+        device=device,
+        count_memory=count_memory,
+        print_live=print_live,
+        types=types,
+    )
 
 
-def run_cell(code: CodeType, variables: Mapping[str, Any], mesh: Mesh, *, seed: int = 0, **options: Any) -> Result:
+class Script:
+    """A file of Python, or a module, that ranks run as torchrun's processes would. The parameters are `launch`'s."""
+
+    def __init__(self, script: str | Path, args: Sequence[str] = (), *, module: bool = False):
+        self._script, self._args, self._is_module = str(script), [*args], module
+        self._folder = os.getcwd() if module else str(Path(script).resolve().parent)
+
+    def run(
+        self,
+        mesh: Mesh,
+        *,
+        num_nodes: int = 1,
+        seed: int = 0,
+        count_memory: bool = False,
+        print_live: bool = False,
+        around: Around = nullcontext,
+        **options: Any,
+    ) -> Result:
+        """Run it on every rank of `mesh`. around: a context that each rank is in meanwhile. options: as of `run`."""
+        peaks = [0] * mesh.size
+
+        @contextmanager
+        def counted() -> Iterator[None]:
+            with around(), LiveBytes() as live:
+                try:
+                    yield
+                finally:
+                    peaks[this_rank().rank] = live.peak
+
+        local = _per_node(mesh.size, num_nodes)
+        sys.path.insert(0, self._folder)
+        try:
+            spec = _found(self._script) if self._is_module else None
+            path = Path(spec.origin) if spec is not None and spec.origin else Path(self._script)
+            code = compile(path.read_bytes(), str(path.resolve()), "exec")
+            processes = Processes(
+                mesh,
+                seed,
+                is_joined=False,
+                argv=[str(path) if self._is_module else self._script, *self._args],
+                is_fresh=True,
+                per_node=local,
+                prints_live=print_live,
+            )
+            names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
+            program = _Program(path.stem, code, processes, lambda: names, counted if count_memory else around)
+            out = run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
+            out.peaks = peaks if count_memory else None
+            return out
+        finally:
+            sys.path.remove(self._folder)
+
+
+class Cell(NamedTuple):
+    """A notebook's cell, and the notebook's variables."""
+
+    code: CodeType
+    variables: Mapping[str, Any]
+
+
+def run_cell(
+    code: CodeType,
+    variables: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    around: Around = nullcontext,
+    **options: Any,
+) -> Result:
     """Run a notebook's cell on every rank of `mesh`; each has a copy of the notebook's `variables` to begin with."""
     processes = Processes(mesh, seed, is_fresh=True)
-    program = _Program("cell", code, processes, lambda: dict(variables), count_memory=False)
+    program = _Program("cell", code, processes, lambda: dict(variables), around)
     return run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
 
 
@@ -101,15 +151,14 @@ class _Program:
     """Code that each rank runs as its `__main__`.
 
     names   what the module has before the code runs, made separately for each rank
-    peaks   the most bytes of tensors that each rank held, where they are counted
+    around  what the code runs in; it may end the code without an error
     """
 
     def __init__(
-        self, name: str, code: CodeType, processes: Processes, names: Callable[[], dict[str, Any]], count_memory: bool
+        self, name: str, code: CodeType, processes: Processes, names: Callable[[], dict[str, Any]], around: Around
     ):
         self.__name__, self._code, self._processes, self._names = name, code, processes, names
-        self._count_memory = count_memory
-        self.peaks = [0] * processes.mesh.size
+        self._around = around
 
     def __call__(self) -> dict[str, Any]:
         """Run the code. Returns its variables."""
@@ -118,18 +167,14 @@ class _Program:
         before = dict(vars(main))
         assert self._processes.active is not None
         self._processes.active.modules["__main__"] = sys.modules["__main__"] = main
-        live = LiveBytes() if self._count_memory else None
         try:
-            with live or nullcontext():
+            with self._around():
                 exec(self._code, vars(main))
         except SystemExit as end:
             if end.code not in (None, 0):
                 if isinstance(end.code, int):
                     end.args = (f"exit code {end.code}",)
                 raise
-        finally:
-            if live is not None:
-                self.peaks[this_rank().rank] = live.peak
         made = {name: value for name, value in vars(main).items() if before.get(name, main) is not value}
         return {name: value for name, value in made.items() if _is_result(name, value)}
 

@@ -32,7 +32,7 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
-DEFAULTS |= {"phase": "", "reduction": "", "part": ()}
+DEFAULTS |= {"phase": "", "reduction": "", "part": (), "types": ""}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "figures", "warnings", "chunks", "chunk_names")
 """Everything in a trace except its mesh and its events."""
@@ -66,7 +66,8 @@ class Words:
         return len(self.codes)
 
     def __getitem__(self, rows: np.ndarray) -> Words:
-        return Words(self.table, self.codes[rows])
+        codes = self.codes[rows]
+        return Words(self.table, _zeros(len(codes)) if len(self.table) == 1 else codes)
 
     def where(self, wanted: Any) -> np.ndarray:
         """Which rows hold `wanted`."""
@@ -124,12 +125,17 @@ def _words(name: str, given: Any, num_events: int) -> Words:
         if len(codes) and not 0 <= codes.min() <= codes.max() < len(table):
             raise TraceError(f"column {name!r} has places up to {codes.max()} in a table of {len(table)}")
     elif given is None or isinstance(given, str) or (name in _TUPLES and _is_row(given)):
-        table, codes = [given], np.zeros(num_events, np.int32)
+        table, codes = [given], _zeros(num_events)
     else:
         places = Codes()
         codes = places.of(name, given.tolist() if isinstance(given, np.ndarray) else given)
         table = list(places)
     return Words([_plain(name, value) for value in table], codes)
+
+
+def _zeros(count: int) -> np.ndarray:
+    """So many zeros, which take no memory."""
+    return np.broadcast_to(np.zeros((), np.int32), (count,))
 
 
 def _is_row(given: Any) -> bool:

@@ -32,6 +32,7 @@ class Event:
     phase           "backward": it is part of a backward pass; "forward": it is not; "": unknown
     reduction       how a collective combines the ranks' inputs: "sum", "mean", "max", ...; "": it does not
     part            (index, count): a collective has left this rank with one of `count` equal parts; (): no part
+    types           what a collective makes of the types of its tensors, "tp: P → I"; "" where `run` was not asked
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Event:
     phase: str = ""
     reduction: str = ""
     part: tuple[int, ...] = ()
+    types: str = ""
 
     @property
     def duration(self) -> float:

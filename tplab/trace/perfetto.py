@@ -132,7 +132,7 @@ def _args(event: Event) -> dict[str, Any]:
     shown |= {name: number for name in ("message", "step", "chunk") if (number := getattr(event, name)) >= 0}
     if event.contributors:
         shown["contributors"] = str(list(event.contributors))
-    shown |= {name: text for name in ("reduction", "phase", "where") if (text := getattr(event, name))}
+    shown |= {name: text for name in ("reduction", "phase", "types", "where") if (text := getattr(event, name))}
     return shown
 
 

@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
-_FORMS = tuple(name for name in STORED if name not in _NOTED and name != "part")
+_FORMS = tuple(name for name in STORED if name not in (*_NOTED, "part", "types"))
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
 reduction."""
 

@@ -10,10 +10,12 @@ from tplab.data.buckets import BUCKET_BYTES
 from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
+from tplab.models.checks import SEQUENCE_SCHEMES, SequenceScheme
 from tplab.schedules import Schedule, one_f_one_b
+from tplab.sequence import LAYOUTS, LayoutName, TokenLayout
 
-AXES = ("dp", "pp", "tp")
-"""The names of the axes for data, pipeline and tensor parallelism."""
+AXES = ("dp", "pp", "cp", "tp")
+"""The names of the axes for data, pipeline, context and tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class Recipe:
     final                  the fraction of the peak at which the cosine ends
     betas, weight_decay    of AdamW; every parameter decays
     clip                   the largest norm of all gradients together; None: they are not clipped
-    zero                   what is divided over the data-parallel ranks: 0 nothing; 1 the optimizer's states; 2 also
+    zero                   what is divided over the ranks of `data_axes`: 0 nothing; 1 the optimizer's states; 2 also
                            the gradients, which are combined after every microbatch; 3 also the parameters, of which a
                            layer is whole only while it runs. 2 and 3 are for a mesh without pipelines
     bucket_bytes           the most that is sent in one message of gradients, while the last backward pass runs; in JAX
                            the compiler decides
     sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
+    layout, scheme         which tokens of a sequence each context-parallel rank has: "zigzag", "striped" or
+                           "contiguous"; and how its queries see the keys of the others: "ring", "gather" or "head"
     checkpoint_every       recompute activations in groups of this many layers of a stage; None: all are kept
     evaluate_every         how often, in steps, the loss on held-out text is computed, forward only; None: never
     save_every             how often, in steps, a checkpoint is written, if there is a folder; None: at the end
@@ -52,6 +56,8 @@ class Recipe:
     zero: int = 1
     bucket_bytes: float | None = BUCKET_BYTES
     sequence_parallel: bool = False
+    layout: LayoutName = "zigzag"
+    scheme: SequenceScheme = "ring"
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     save_every: int | None = None
@@ -59,6 +65,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.zero not in STAGES:
             raise ValueError(f"zero is {self.zero!r}; train has ZeRO stages 0 to 3")
+        one_of("layout", self.layout, LAYOUTS)
+        one_of("scheme", self.scheme, SEQUENCE_SCHEMES)
         for name in ("evaluate_every", "save_every"):
             every = getattr(self, name)
             if every is not None and every < 1:
@@ -80,6 +88,13 @@ class Recipe:
                 f"{self.microbatches} microbatches; take zero=1, which sends once per step, or a mesh with pp=1"
             )
 
+    def tokens_on(self, mesh: Mesh, length: int) -> TokenLayout:
+        """Which tokens of a sequence each context-parallel rank has. Raises ShapeError where they cannot share it."""
+        axis = context_axis(mesh)
+        if axis is None:
+            return TokenLayout("contiguous", length, 1)
+        return TokenLayout(self.layout, length, mesh.axis_size(axis))
+
     def schedule_on(self, mesh: Mesh) -> Schedule:
         """The schedule of each pipeline, for as many microbatches as run before gradients are combined."""
         return self.schedule(mesh.axis_size("pp"), self.microbatches // self.num_parts)
@@ -98,11 +113,23 @@ class Recipe:
         return step + 1 == self.steps or (self.save_every is not None and (step + 1) % self.save_every == 0)
 
 
+def context_axis(mesh: Mesh) -> str | None:
+    """The axis whose ranks share each sequence; None if the mesh has none."""
+    return "cp" if "cp" in mesh.axis_names else None
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes whose ranks hold the same parameters and compute other tokens, equally many: losses and gradients are
+    averaged over them, and ZeRO divides what is kept among their ranks."""
+    return tuple(name for name in ("dp", "cp") if name in mesh.axis_names)
+
+
 def with_all_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes dp, pp and tp, in its own order; axes that it lacks have one rank. Ranks stay the same.
+    """The mesh with axes dp, pp and tp, in its own order, and cp if it has it. Axes that it lacks have one rank.
+    Ranks stay the same.
 
     Raises ValueError if it has other axes.
     """
     for name in mesh.axis_names:
         one_of("an axis of the mesh", name, AXES)
-    return Mesh(**{name: 1 for name in AXES if name not in mesh.axis_names}, **mesh.shape)
+    return Mesh(**{name: 1 for name in AXES if name != "cp" and name not in mesh.axis_names}, **mesh.shape)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from jax import Array, lax
 from tplab.data.axes import data_axes
 from tplab.data.pieces import Pieces
 from tplab.jax.comm.collectives import axis_index, axis_size
+from tplab.jax.comm.derivatives import with_backward
+from tplab.jax.comm.two_passes import TwoPasses
 from tplab.jax.data.pieces import (
     Gather,
     Reduce,
@@ -108,7 +109,7 @@ class About:
         float_args = [vary(jnp.asarray(leaves[place]), names) for place in floats]
         known = [jax.lax.stop_gradient(x) for x in jax.tree.leaves(after) if _is_array(x)]
         held = [piece.piece for piece in pieces]
-        return _run(call, held, float_args, [jnp.asarray(leaves[place]) for place in fixed], known)
+        return call(held, float_args, [jnp.asarray(leaves[place]) for place in fixed], known)
 
     def gathered(self, params: Any) -> Any:
         """The whole parameters, in their own dtype."""
@@ -119,11 +120,32 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Everything about one call of a unit that JAX does not trace."""
+    """Everything about one call of a unit that JAX does not trace.
+
+    results   the structure of what fn returns, once it has been traced
+    """
 
     about: About
     fn: Any
     shapes: tuple[tuple[int, ...], ...]
+    results: list[Any] = field(default_factory=list)
+    num_fixed: list[int] = field(default_factory=list)
+
+    def __call__(self, held: list[Array], floats: list[Array], fixed: list[Array], after: list[Array]) -> Any:
+        self.num_fixed.append(len(fixed))
+        found = _run(self, [*held, *floats], [*fixed, *after])
+        return self.results[0].unflatten(found)
+
+    def of(self, wholes: Sequence[Array], floats: Sequence[Array], fixed: Sequence[Array]) -> list[Array]:
+        """What fn returns, as a list."""
+        found, structure = jax.tree.flatten(self.fn(wholes, floats, fixed))
+        self.results[:] = [structure]
+        return [jnp.asarray(x) for x in found]
+
+    def parts(self, xs: list[Array], fixed: list[Array]) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
+        """Pieces and floating-point arguments; other arguments, and what comes before the unit."""
+        count, rest = len(self.shapes), self.num_fixed[0]
+        return xs[:count], xs[count:], fixed[:rest], fixed[rest:]
 
     def groups(self, held: Sequence[Array]) -> list[list[int]]:
         """The places of parameters that travel together: they have one dtype, and differ along the same axes."""
@@ -141,8 +163,7 @@ class _Call:
         messages = []
         for places in self.groups(held):
             row = row_of([held[place] for place in places], _dtype(held[places[0]], dtype))
-            row = self._behind(row, after)
-            messages.append(self.about.gather(row, self.about.axis).wait())
+            messages += with_backward(_gathered, _reduced, [row, *self._known(row, after)], self.about)
             self._unpack(places, messages[-1], wholes)
         return wholes, messages
 
@@ -153,20 +174,18 @@ class _Call:
         assert self.about.secondary_axis is not None
         wholes: list[Any] = [None] * len(held)
         for places, piece in zip(self.groups(held), secondary):
-            piece = self._behind(piece, after)
+            piece = _behind(piece, self._known(piece, after))
             self._unpack(places, self.about.gather(piece, self.about.secondary_axis).wait(), wholes)
         return wholes
 
-    def _behind(self, row: Array, after: Any) -> Array:
-        """The same row, which to the compiler is not ready before `after` is.
+    def _known(self, row: Array, after: Any) -> list[Array]:
+        """What a row is not gathered before.
 
         A barrier makes its operands differ along the same axes, by JAX's types. So we take only those parts of `after`
         that differ along no other axes than whole parameters do.
         """
         axes = {*varying_axes(row), *self.about.names()}
-        leaves = [x for x in jax.tree.leaves(after) if _is_array(x) and x.dtype != jax.dtypes.float0]
-        known = [x for x in leaves if varying_axes(x) <= axes]
-        return lax.optimization_barrier((row, known))[0] if known else row
+        return [lax.stop_gradient(x) for x in jax.tree.leaves(after) if _is_float(x) and varying_axes(x) <= axes]
 
     def _unpack(self, places: Sequence[int], message: Array, wholes: list[Any]) -> None:
         for place, whole in zip(places, wholes_in(self.pieces(places), message)):
@@ -185,21 +204,48 @@ class _Call:
         return found
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: _Call, held: list[Array], floats: list[Array], fixed: list[Array], after: list[Array]) -> Any:
-    return call.fn(call.wholes(held, call.about.compute_dtype, after)[0], floats, fixed)
+def _behind(row: Array, known: list[Array]) -> Array:
+    """The same row, which to the compiler is not ready before `known` is."""
+    return lax.optimization_barrier((row, known))[0] if known else row
 
 
-def _forward(
-    call: _Call, held: list[Array], floats: list[Array], fixed: list[Array], after: list[Array]
-) -> tuple[Any, Any]:
+def _gathered(row_and_known: list[Array], about: About) -> list[Array]:
+    """The message of all ranks' rows. Its gradient is reduced as the unit's are, also where JAX differentiates what the
+    unit's own passes compute: for second derivatives."""
+    row, *known = row_and_known
+    return [vary(about.gather(_behind(row, known), about.axis).wait(), about.names())]
+
+
+def _reduced(messages: Sequence[Array], axes: Sequence[Sequence[str]], about: About) -> list[Any]:
+    dtype = messages[0].dtype
+    message = messages[0].astype(about.reduce_dtype or dtype)
+    row = reduced_row(about.reduce(message, about.axis, about.op), about.replicate_axis, about.op)
+    return [vary(row.astype(dtype), tuple(axes[0])), *[None] * (len(axes) - 1)]
+
+
+# --- both passes ------------------------------------------------------------------------------------------------------
+
+
+def _function(call: _Call, xs: list[Array], fixed: list[Array]) -> list[Array]:
+    held, floats, others, after = call.parts(xs, fixed)
+    return call.of(call.wholes(held, call.about.compute_dtype, after)[0], floats, others)
+
+
+def _plain(call: _Call, xs: list[Array], fixed: list[Array]) -> list[Array]:
+    """The same, with whole parameters that are kept for the backward pass."""
+    held, floats, others, _ = call.parts(xs, fixed)
+    return call.of(call.wholes(held, call.about.compute_dtype, [])[0], floats, others)
+
+
+def _forward(call: _Call, xs: list[Array], fixed: list[Array]) -> tuple[list[Array], list[Array], Any]:
     about = call.about
+    held, floats, others, after = call.parts(xs, fixed)
     wholes, messages = call.wholes(held, about.compute_dtype, after)
 
-    def of_floats(wholes: Sequence[Array], floats: Sequence[Array]) -> Any:
-        return call.fn(wholes, floats, fixed)
+    def of_floats(wholes: Sequence[Array], floats: Sequence[Array]) -> list[Array]:
+        return call.of(wholes, floats, others)
 
-    y, pullback = jax.vjp(jax.checkpoint(of_floats, policy=_is_kept), wholes, floats)
+    ys, pullback = jax.vjp(jax.checkpoint(of_floats, policy=_is_kept), wholes, floats)
     kept, structure = jax.tree.flatten(pullback)
     secondary = []
     if about.secondary_axis is not None:
@@ -209,40 +255,24 @@ def _forward(
     places = {id(whole): place for place, whole in enumerate(wholes)} if about.reshard_after_forward else {}
     gaps = [places.get(id(x)) for x in kept]
     residuals = [x for x, place in zip(kept, gaps) if place is None]
-    return y, (held, secondary, residuals, _Static((gaps, structure)))
+    return ys, [*held, *secondary, *residuals], (gaps, structure, len(secondary))
 
 
-def _backward(call: _Call, kept: Any, dy: Any) -> tuple[Any, Any, None, None]:
-    held, secondary, residuals, static = kept
-    gaps, structure = static.value
+def _backward(call: _Call, kept: list[Array], note: Any, dys: list[Any]) -> list[Array]:
+    gaps, structure, num_secondary = note
+    count = len(call.shapes)
+    held, secondary, rest = kept[:count], kept[count : count + num_secondary], iter(kept[count + num_secondary :])
     if any(place is not None for place in gaps):
         # together with dy, so that they are gathered when the backward pass gets here, and not kept from before
-        wholes = call.again(held, secondary, dy)
+        wholes = call.again(held, secondary, dys)
     else:
         wholes = []
-    rest = iter(residuals)
     pullback = structure.unflatten([next(rest) if place is None else wholes[place] for place in gaps])
-    grads, dfloats = pullback(dy)
-    return call.reduced(grads, held), dfloats, None, None
+    grads, dfloats = pullback(dys)
+    return [*call.reduced(grads, held), *dfloats]
 
 
-_run.defvjp(_forward, _backward)
-
-
-@jax.tree_util.register_pytree_node_class
-class _Static:
-    """What goes from the forward to the backward pass besides the arrays."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, static: _Static, _: Any) -> _Static:
-        return static
-
+_run = TwoPasses("tplab_unit", _function, _plain, _forward, _backward)
 
 _REMADE = {*LAYOUTS, "convert_element_type", "slice", "dynamic_slice"}
 

@@ -8,16 +8,20 @@ from typing import Any
 import jax
 from jax import Array
 
-from tplab.errors import ShapeError
+from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.comm.regions import scatter_to
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ParallelMLP
 from tplab.jax.layers.norms import LayerNorm, RMSNorm
 from tplab.jax.layers.parameters import Params, here, nested
+from tplab.jax.layers.positions import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
+from tplab.models.checks import SequenceScheme, check_ids
 from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
+from tplab.sequence import LayoutName
+from tplab.sequence.labels import IGNORED
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,22 @@ class Parts:
     _: KW_ONLY
     sequence_parallel: bool = False
     data_axis: Axis | None = None
+    context_axis: Axis | None = None
+    layout: LayoutName = "zigzag"
+    scheme: SequenceScheme = "ring"
 
     def _drops(self, key: Any) -> Drops:
         return Drops(self.config.dropout, key, self._varies_along)
 
     def _positions(self, weight: Array, ids: Array) -> Array:
-        """A row of `weight` for each position of ids [B, S]: [S, D], or this rank's piece of the sequence."""
-        context, length = len(weight), ids.shape[-1]
-        if ids.ndim != 2 or length > context:
-            raise ShapeError(
-                f"a GPT takes ids [batch, sequence] of up to {context} tokens, but got {list(ids.shape)}; "
-                "GPTConfig.context says how long a sequence may be"
-            )
-        return scatter_to(weight[:length], self.axis, 0) if self.sequence_parallel else weight[:length]
+        """A row of `weight` for each token of ids [B, S]: [S, D], or this rank's piece of the sequence."""
+        num_ranks = 1 if self.context_axis is None else axis_size(self.context_axis)
+        check_ids(ids.shape, len(weight), num_ranks)
+        length = ids.shape[1]
+        rows = weight[:length]
+        if self.context_axis is not None:
+            rows = weight[token_positions(length * num_ranks, self.context_axis, layout=self.layout)]
+        return scatter_to(rows, self.axis, 0) if self.sequence_parallel else rows
 
     @property
     def _sequence_dim(self) -> int | None:
@@ -49,7 +56,7 @@ class Parts:
 
     @property
     def _varies_along(self) -> Axis | None:
-        axes = (self.data_axis, self.axis if self.sequence_parallel else None)
+        axes = (self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
         return tuple(n for axis in axes if axis for n in ((axis,) if isinstance(axis, str) else axis)) or None
 
     @property
@@ -67,6 +74,9 @@ class Parts:
             num_kv_heads=config.num_kv_heads,
             bias=config.bias,
             sequence_dim=self._sequence_dim,
+            context_axis=self.context_axis,
+            layout=self.layout,
+            scheme=self.scheme,
         )
 
     @property
@@ -89,12 +99,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class GPT(Parts):
-    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
+    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n entries
 
     cost                per block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
     sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
                         reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
     data_axis           along which ranks have different ids, and draw different dropout masks
+    context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
+                        (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
 
     `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
     Where R does not divide the vocabulary, `pad_vocabulary` pads embedding.weight so that the ranks can share it.
@@ -124,8 +136,13 @@ class GPT(Parts):
         return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
 
     def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
-        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted."""
-        return vocab_parallel_cross_entropy(self(params, ids, key=key), targets, self.axis, self.config.vocab_size)
+        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted. With a context axis,
+        of the tokens of all its ranks."""
+        logits, size = self(params, ids, key=key), self.config.vocab_size
+        if self.context_axis is None:
+            return vocab_parallel_cross_entropy(logits, targets, self.axis, size)
+        total = vocab_parallel_cross_entropy(logits, targets, self.axis, size, reduction="sum")
+        return all_reduce(total, self.context_axis) / all_reduce((targets != IGNORED).sum(), self.context_axis)
 
 
 class Drops:

@@ -11,12 +11,21 @@ from jax import Array
 from tplab.jax.layers.parameters import Params, here, nested
 from tplab.jax.models.gpt import Parts
 from tplab.mesh import Axis
+from tplab.models.checks import SequenceScheme
 from tplab.models.gpt import GPTConfig, gpt_parameters
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.sequence import LayoutName
 
 
 def gpt_layers(
-    config: GPTConfig, axis: Axis = "tp", *, sequence_parallel: bool = False, data_axis: Axis | None = None
+    config: GPTConfig,
+    axis: Axis = "tp",
+    *,
+    sequence_parallel: bool = False,
+    data_axis: Axis | None = None,
+    context_axis: Axis | None = None,
+    layout: LayoutName = "zigzag",
+    scheme: SequenceScheme = "ring",
 ) -> list[LayerSpec]:
     """The layers of GPT(config, axis): num_layers + 2 of them, each of which is tensor-parallel along `axis`.
 
@@ -27,20 +36,22 @@ def gpt_layers(
     layers 1 to L        x -> x                          blocks
     layer L + 1          x -> logits [B, S, n]           norm, and the head, whose weight is tied to the embedding
 
-    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. The loss of the logits is
+    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. With a context axis, S is the
+    number of tokens that each of its ranks has, in this layout. The loss of the logits is
     vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
     how = {"axis": axis, "sequence_parallel": sequence_parallel, "data_axis": data_axis}
+    how |= {"context_axis": context_axis, "layout": layout, "scheme": scheme}
     return [
-        TiedSpec("words", GPTEmbedding, config, weight="embedding.weight", **how),
+        TiedSpec("embedding", GPTEmbedding, config, weight="embedding.weight", **how),
         *[LayerSpec(GPTBlock, config, **how)] * config.num_layers,
-        TiedSpec("words", GPTHead, config, weight="embedding.weight", **how),
+        TiedSpec("embedding", GPTHead, config, weight="embedding.weight", **how),
     ]
 
 
 @dataclass(frozen=True)
 class GPTEmbedding(Parts):
-    """ids [B, S]   ->   x [B, S, D]: the rows of the words and of the positions."""
+    """ids [B, S]   ->   x [B, S, D]: the rows of the tokens and of the positions."""
 
     def init(self, key: Any) -> Params:
         return _begin(self, ("embedding.weight", "positions.weight"), key)
@@ -66,7 +77,7 @@ class GPTBlock(Parts):
 
 @dataclass(frozen=True)
 class GPTHead(Parts):
-    """x [B, S, D]   ->   logits [B, S, n], of this rank's n words."""
+    """x [B, S, D]   ->   logits [B, S, n], of this rank's n entries."""
 
     def init(self, key: Any) -> Params:
         names = [name for name in gpt_parameters(self.config) if name.startswith("norm.")]

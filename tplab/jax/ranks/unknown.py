@@ -38,7 +38,7 @@ def _instead(error: Exception) -> str:
         return _INSTEAD["numpy"]
     if isinstance(error, jax.errors.TracerIntegerConversionError):
         return _INSTEAD["index"]
-    if of_python and said.startswith("Slice"):
+    if of_python and said.startswith(("Slice", "Array slice")):
         return _INSTEAD["slice"]
     if (of_python and said.startswith("Shapes")) or "jnp.arange" in said or "jnp.repeat" in said:
         return _INSTEAD["shape"]

@@ -55,16 +55,19 @@ class Asked:
         self._results: dict[int, Ask] = {}
         self._users: dict[int, list[_Step]] = {}
         self._names: dict[str, int] = {}
+        self._sizes: dict[int, int] = {}
         self.inputs: list[int] = []
         if jaxpr is None:
             return
         self.inputs = [self._new() for _ in jaxpr.jaxpr.invars]
+        self._sizes = {number: atom.aval.size for number, atom in zip(self.inputs, jaxpr.jaxpr.invars, strict=True)}
         outputs = self._read(jaxpr.jaxpr, self.inputs, "")
         self._names = {name: number for number, name in enumerate(jaxpr.jaxpr.debug_info.arg_names or ())}
         for output, atom, sharding in zip(outputs, jaxpr.jaxpr.outvars, results, strict=False):
             if isinstance(sharding, NamedSharding):
                 self._results.setdefault(output, Ask("", tuple(sharding.spec), len(atom.aval.shape)))
         for step in self._steps:
+            self._sizes |= {number: atom.aval.size for number, atom in zip(step.makes, step.eqn.outvars, strict=True)}
             for number in step.reads:
                 self._users.setdefault(number, []).append(step)
 
@@ -100,6 +103,16 @@ class Asked:
         several do."""
         found = {ask for start in self._starts(name, line, backward, argument) for ask in self._asks(start)}
         return found.pop() if len(found) == 1 else None
+
+    def is_asked_whole(self, name: str, line: str, backward: bool, argument: int | None = None) -> bool:
+        """Whether one of those who ask wants the array whole on every rank."""
+        starts = self._starts(name, line, backward, argument)
+        return any(not any(ask.spec) for start in starts for ask in self._asks(start))
+
+    def size(self, name: str, line: str, backward: bool, argument: int | None = None) -> int:
+        """The number of elements of the whole result of an operation, or of an argument; 0 if there are several."""
+        sizes = {self._sizes.get(start, 0) for start in self._starts(name, line, backward, argument)}
+        return sizes.pop() if len(sizes) == 1 else 0
 
     def _starts(self, name: str, line: str, backward: bool, argument: int | None) -> list[int]:
         if argument is not None:

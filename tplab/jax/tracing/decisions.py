@@ -90,6 +90,11 @@ class Decisions:
         wholes = (atom.val if hasattr(atom, "val") else known[atom] for atom in self._eqn.invars)
         return list(zip(wholes, self._eqn.params["in_specs"], strict=True))
 
+    @property
+    def inputs(self) -> list[tuple[Any, bool]]:
+        """For each input of the ranks' program, its spec, and whether it is no constant."""
+        return [(spec, self._is_given(atom)) for spec, atom in zip(self._eqn.params["in_specs"], self._eqn.invars)]
+
     def names(self, of_arguments: Sequence[str]) -> list[str]:
         """The same for the arguments' names; "" for an input that is none of them."""
         known = dict(zip(self._closed.jaxpr.invars, of_arguments, strict=True))

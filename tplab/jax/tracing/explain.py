@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from tplab.cost import collectives as cost
 from tplab.jax.tracing.asked import Ask, Asked, spec_text
-from tplab.jax.tracing.axes import axes_along
+from tplab.jax.tracing.axes import axes_along, axes_in_order
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.flow import Flow, Place
 from tplab.jax.tracing.hlo import Instruction
 from tplab.jax.tracing.lowered import compiled_for
-from tplab.jax.tracing.sending import Sent, keeps_share, merged, narrow_dtype, sent_by
+from tplab.jax.tracing.sending import Sent, keeps_share, kept_of_all, merged, narrow_dtype, sent_by
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
@@ -205,6 +205,9 @@ class _Why:
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = sent.array, self._text(made, where)
         wide = self._as_wide(place, sent, None)
+        first = self._name_in_program(made), self._line(made), made.one.phase == "backward", self._argument(made)
+        if not self.asked.is_asked_whole(*first):
+            wide = self._as_kept(place, self.asked.size(*first)) + wide
         operation = place.one.primitive
         is_second = self.flow.is_moved(given)
         shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
@@ -215,7 +218,6 @@ class _Why:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
         operation, who, more = "", "the function returns", ""
-        first = self._name_in_program(made), self._line(made), made.one.phase == "backward", self._argument(made)
         ask = None if user is not None else self.asked.of(*first)
         if user is not None:
             operation, line = self._name_in_program(user), self._line(user)
@@ -236,6 +238,7 @@ class _Why:
         if sent.op == "all_gather" and (shape := self.asked.reshaped(*first)) is not None:
             operation, who = "reshape", "reshape needs"
             more = f": its pieces are no pieces of the new shape {list(shape)}" + more
+            wide = self._as_kept(place) + self._as_wide(place, sent, None)
         why = {
             "all_gather": f"{who} all of {operand}{shards}",
             "all_to_all": f"{who} {operand} cut along another dim than it is",
@@ -270,7 +273,8 @@ class _Why:
         spec = [*ask.spec, *[None] * (ask.num_dims - len(ask.spec))]
         if spec[dims[0]] is not None:
             return None
-        spec[dims[0]] = tuple(axis.split(",")) if "," in axis else axis
+        order = axes_in_order(self.mesh, self.module.groups(place.one))
+        spec[dims[0]] = order if len(order) > 1 else axis
         return tuple(spec)
 
     def _argument(self, place: Place) -> int | None:
@@ -298,6 +302,17 @@ class _Why:
         """Where 16-bit numbers are sent as float32."""
         dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
         return f"; sent as {dtype} on GPUs" if dtype else ""
+
+    def _as_kept(self, place: Place, size: int = 0) -> str:
+        """Where ranks gather an array and keep only pieces of it. `size`: the number of elements of the whole, if it is
+        gathered only to be cut in another way."""
+        times = kept_of_all(self.flow, place)
+        if times < 2:
+            return ""
+        words = f"; each rank keeps 1/{times} of what it gathers"
+        if place.one.arrays[-1].size != size:
+            return words
+        return f"{words}, as XLA knows no direct way between the shardings (an involuntary full rematerialization)"
 
     def _as_written(self, place: Place, primitive: str, operand: str) -> str:
         who = "the gradient of your program has" if "transpose(" in place.one.origin else "your program has"

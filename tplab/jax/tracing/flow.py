@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.jax.tracing.axes import axes_along
+from tplab.jax.tracing.axes import axes_in_order
 from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module, iota
 from tplab.mesh import Mesh
 
@@ -179,7 +179,7 @@ class Flow:
         pieces = []
         for dim in range(num_dims):
             groups = np.moveaxis(ranks, dim, -1).reshape(-1, shape[dim]).tolist()
-            pieces.append((shape[dim], axes_along(self.mesh, tuple(map(tuple, groups)))[0]))
+            pieces.append((shape[dim], ",".join(axes_in_order(self.mesh, tuple(map(tuple, groups))))))
         return pieces
 
     # --- forwards ------------------------------------------------------------------------------------------------

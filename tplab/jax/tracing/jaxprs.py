@@ -15,6 +15,7 @@ from tplab.lines import line_text
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "tplab_linear", "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter",
+    "tplab_unit", "tplab_unit_tangent",
 }  # fmt: skip
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
@@ -61,27 +62,45 @@ def line_of(eqn: Any, jaxpr: Any) -> str | None:
 
     Those are identified by the line that calls them: JAX may have cached their jaxprs from elsewhere.
     """
+    frames = frames_of(eqn, jaxpr)
+    return line_text(*frames[0]) if frames else None
+
+
+def frames_of(eqn: Any, jaxpr: Any) -> tuple[tuple[str, int], ...]:
+    """The lines of the user's program that an equation of `jaxpr` comes from, each a file and a line, the innermost
+    first, up to the function that tplab was given."""
     traceback = eqn.source_info.traceback
     if traceback is None or (jaxpr.debug_info.func_filename or "").startswith(_JAX):
-        return None
+        return ()
+    found = []
     for frame in traceback.frames:
+        if frame.file_name in _BEGINNINGS:
+            break
         if not frame.file_name.startswith(_NOT_THE_PROGRAM):
-            return line_text(frame.file_name, frame.line_num)
-    return None
+            found.append((frame.file_name, frame.line_num))
+    return tuple(found)
 
 
 def line_of_frames(frames: Sequence[tuple[str, int]]) -> str:
     """The line of the user's program among frames, each a file and a line, the innermost first: the first that is not
     in an installed package. If all are, it is the innermost that is neither JAX's nor tplab's. "" if there is none."""
     outside = [frame for frame in frames if not frame[0].startswith(_NOT_THE_PROGRAM)]
+    return line_text(*(own_frames(outside) or frames)[0]) if frames else ""
+
+
+def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Frames that are not in an installed package, such as optax; all of them if each is."""
     own = [
-        frame for frame in outside
+        frame for frame in frames
         if not _INSTALLED.intersection(Path(frame[0]).parts) and not frame[0].startswith(_STANDARD_LIBRARY)
     ]  # fmt: skip
-    return line_text(*(own or outside or frames)[0]) if frames else ""
+    return tuple(own or frames)
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep
+_HERE = Path(__file__).resolve().parents[1]
+_BEGINNINGS = {str(_HERE / "ranks" / "program.py"), str(_HERE / "checking" / "lines.py")}
+"""Where tplab calls the program."""
 _NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)

@@ -57,6 +57,16 @@ def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
     return bool(users) and not rest and all(u.one.op == "dynamic-slice" and u.one.arrays[0].size == size for u in users)
 
 
+def kept_of_all(flow: Flow, place: Place) -> int:
+    """How many times as much a rank gathers as it keeps, where all that it does with it is to take a piece of it, by
+    its own number; otherwise 0."""
+    one = place.one
+    users = list(flow.needed_by(place)) if one.op.startswith("all-gather") else []
+    sizes = {user.one.arrays[0].size for user in users}
+    is_cut = len(sizes) == 1 and all(user.one.op == "dynamic-slice" for user in users)
+    return one.arrays[-1].size // sizes.pop() if is_cut else 0
+
+
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
     """The 16-bit dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says so."""
     one = place.one

@@ -61,7 +61,7 @@ def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster
     _Taking(recorder, record).down(tasks, hops, times, timed=cluster is not None)
     if cluster is None:
         return recorder.trace(unit="steps")
-    return recorder.trace(cluster=cluster.name, figures=cluster.kind_text)
+    return recorder.trace(cluster=cluster.name, figures=cluster.kind_on(num_ranks))
 
 
 def decisions_of(compiled: Compiled) -> Decisions:

@@ -15,12 +15,13 @@ from tplab.jax.data.unit import PIECE, is_sharded
 from tplab.jax.pipeline.flat import Kind, Slot
 from tplab.jax.pipeline.stages import Blueprint, Blueprints, Stages, blueprints_of
 from tplab.jax.run import run
-from tplab.mesh import Mesh
+from tplab.mesh import Axis, Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.models.state import merge_state, split_state
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.schedules import Schedule
 from tplab.sharding import cut
+from tplab.training.recipe import data_axes
 
 
 def blueprints_on(
@@ -37,14 +38,14 @@ def blueprints_on(
     return found[0]
 
 
-def sharded_layer(spec: LayerSpec, axis: str) -> LayerSpec:
+def sharded_layer(spec: LayerSpec, axis: Axis) -> LayerSpec:
     """The same layer, with its parameters cut over `axis` (ZeRO stage 3)."""
     if isinstance(spec, TiedSpec) and spec.key is not None:
         return TiedSpec(spec.key, _sharded, spec, axis, weight=f"{spec.weight}.{PIECE}")
     return LayerSpec(_sharded, spec, axis)
 
 
-def _sharded(spec: LayerSpec, axis: str) -> ShardedLayer:
+def _sharded(spec: LayerSpec, axis: Axis) -> ShardedLayer:
     layer = shard_parameters(spec.build(), axis)
     assert isinstance(layer, ShardedLayer)
     return layer
@@ -88,7 +89,7 @@ class GPTPacking:
         for place in self._places():
             own = pieces[self.mesh.index(place.rank, self.axis)][place.name]
             whole = np.zeros(place.shape, place.kind.dtype)
-            whole[: len(own)] = own  # the last ranks have fewer words
+            whole[: len(own)] = own  # the last ranks have fewer entries
             row = rows[place.kind][self._row(place.rank, place.kind)]
             row[place.columns] = whole.reshape(-1)[place.held.start : place.held.stop]
         return Stages({kind: jnp.asarray(x.reshape(-1)) for kind, x in rows.items()}, self.blueprints)
@@ -102,8 +103,8 @@ class GPTPacking:
             whole = state.setdefault(place.name, np.zeros(place.shape, place.kind.dtype)).reshape(-1)
             row = rows[place.kind][self._row(place.rank, place.kind)]
             whole[place.held.start : place.held.stop] = row[place.columns]
-        for state, words in zip(states, cut(self.config.vocab_size, self.tp.size, "ceil")):
-            state["embedding.weight"] = state["embedding.weight"][: len(words)]
+        for state, entries in zip(states, cut(self.config.vocab_size, self.tp.size, "ceil")):
+            state["embedding.weight"] = state["embedding.weight"][: len(entries)]
         return merge_state(states, self.specs, self.tp, np.concatenate)
 
     def names_on(self, rank: int) -> list[str]:
@@ -135,8 +136,8 @@ class GPTPacking:
                     whole = gpt_layer_name(self.config, layer, rest.removesuffix(f".{PIECE}"))
                     held = range(slot.size)
                     if rest.endswith(f".{PIECE}"):
-                        parts = cut(math.prod(shape), self.mesh.axis_size("dp"), "ceil")
-                        held = parts[self.mesh.index(rank, "dp")]
+                        parts = cut(math.prod(shape), self.mesh.axis_size(data_axes(self.mesh)), "ceil")
+                        held = parts[self.mesh.index(rank, data_axes(self.mesh))]
                     yield _Place(rank, whole, shape, held, slot.kind, begin[slot.kind] + slot.begin)
 
 

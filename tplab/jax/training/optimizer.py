@@ -20,7 +20,7 @@ from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import vary
 from tplab.jax.training.gpt_stages import GPTPacking
 from tplab.sharding import P
-from tplab.training.recipe import Recipe
+from tplab.training.recipe import Recipe, data_axes
 
 
 class Optimizer:
@@ -31,11 +31,11 @@ class Optimizer:
     """
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
-        self._packing, self._clip = packing, recipe.clip
+        self._packing, self._clip, self._data_axes = packing, recipe.clip, data_axes(packing.mesh)
         b1, b2 = recipe.betas
         self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
-        self._sharded = shard_optimizer(self._adamw, "dp") if recipe.zero in (1, 2) else None
-        self._num_parts = packing.mesh.axis_size("dp") if self._sharded is not None else 1
+        self._sharded = shard_optimizer(self._adamw, self._data_axes) if recipe.zero in (1, 2) else None
+        self._num_parts = packing.mesh.axis_size(self._data_axes) if self._sharded is not None else 1
 
     def reduced(self, grads: Stages) -> Stages:
         """Inside a rank's program: the gradients in the form that `update` takes; with ZeRO 1 and 2 this rank's part of
@@ -83,7 +83,10 @@ class Optimizer:
     def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
         """The norm with each number of the model once: pieces of the gradients times those of ones and zeros."""
         ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
-        counts = {kind: held_of(pieces_of([x], "dp"), [x], "dp")[0] for kind, x in once(ones, self._blueprints).items()}
+        counts = {
+            kind: held_of(pieces_of([x], self._data_axes), [x], self._data_axes)[0]
+            for kind, x in once(ones, self._blueprints).items()
+        }
         counted = {kind: x * counts[kind] for kind, x in pieces.flat.items()}
         return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
 
@@ -115,4 +118,4 @@ class Optimizer:
         return self._packing.blueprints.sizes
 
     def _axes(self, kind: Kind) -> tuple[str, ...]:
-        return kind.axes if self._sharded is None else ("dp", *kind.axes)
+        return kind.axes if self._sharded is None else (*self._data_axes, *kind.axes)

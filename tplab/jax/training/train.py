@@ -25,7 +25,7 @@ from tplab.pipeline.microbatches import split_batch
 from tplab.sharding import P
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
-from tplab.training.recipe import Recipe, with_all_axes
+from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
 from tplab.training.stop import Stop
 
 
@@ -41,7 +41,8 @@ def train(
     on: str | None = None,
     seed: int = 0,
 ) -> Trained:
-    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", context parallelism "cp" and tensor
+    parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
 
@@ -90,9 +91,23 @@ class _Loop:
 
     def __init__(self, config: GPTConfig, recipe: Recipe, mesh: Mesh, on: str | None, seed: int):
         self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
-        layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
+        self._tokens, self._data_axes = recipe.tokens_on(mesh, config.context), data_axes(mesh)
+        self._batch = P("dp", context_axis(mesh))
+        layers = gpt_layers(
+            config,
+            sequence_parallel=recipe.sequence_parallel,
+            data_axis="dp",
+            context_axis=context_axis(mesh),
+            layout=recipe.layout,
+            scheme=recipe.scheme,
+        )
         if recipe.zero == 3:
-            layers = [sharded_layer(layer, "dp") for layer in layers]
+            layers = [sharded_layer(layer, self._data_axes) for layer in layers]
+        if recipe.scheme == "ring" and self._tokens.num_ranks > 1 and mesh.axis_size("pp") > 1:
+            raise ValueError(
+                f"scheme='ring' on pipelines of {mesh.axis_size('pp')} ranks: in XLA a hop joins the whole mesh, and "
+                "the ranks of a pipeline run different stages; take scheme='gather' or 'head', or a mesh with pp=1"
+            )
         self._schedule = recipe.schedule_on(mesh)
         self.packing = GPTPacking(blueprints_on(mesh, layers, self._schedule, on=on), config, mesh)
         self.optimizer = Optimizer(self.packing, recipe)
@@ -105,7 +120,7 @@ class _Loop:
         def evaluate(stages: Stages, ids: Array, targets: Array) -> Array:
             pairs = split_batch(ids, targets, recipe.microbatches)
             whole = recipe.schedule(mesh.axis_size("pp"), recipe.microbatches)
-            return evaluate_batch(whole, stages, pairs, self._loss, data_axis="dp")
+            return evaluate_batch(whole, stages, pairs, self._loss, data_axis=self._data_axes)
 
         self._programs = step, evaluate
 
@@ -123,13 +138,14 @@ class _Loop:
         specs = stages.specs, self.optimizer.specs
         key = jax.random.fold_in(jax.random.key(self._seed), number)
         return run(
-            self._programs[0], self._mesh, stages, state, *batch, self._recipe.rate(number), key,
-            in_specs=(*specs, P("dp"), P("dp"), P(), P()), out_specs=(*specs, P(), P()), on=self._on,
+            self._programs[0], self._mesh, stages, state, *map(self._tokens.arrange, batch),
+            self._recipe.rate(number), key,
+            in_specs=(*specs, self._batch, self._batch, P(), P()), out_specs=(*specs, P(), P()), on=self._on,
         ).value  # fmt: skip
 
     def evaluate(self, stages: Stages, batch: tuple[np.ndarray, np.ndarray]) -> float:
         """The loss on a batch, without dropout: forward only."""
-        specs = (stages.specs, P("dp"), P("dp"))
+        specs, batch = (stages.specs, self._batch, self._batch), tuple(map(self._tokens.arrange, batch))
         return float(
             run(self._programs[1], self._mesh, stages, *batch, in_specs=specs, out_specs=P(), on=self._on).value
         )
@@ -156,7 +172,7 @@ class _Loop:
             stages,
             split_batch(ids, targets, self._schedule.num_microbatches),
             self._loss,
-            data_axis="dp",
+            data_axis=self._data_axes,
             average=not recipe.zero,
             checkpoint_every=recipe.checkpoint_every,
             first=first,

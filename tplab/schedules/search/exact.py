@@ -31,7 +31,7 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
         raise ScheduleError(
             "the exact solver needs OR-Tools: pip install ortools; or use solver='heuristic'"
         ) from error
-    if costs.links == "queue":
+    if costs.links != "free":
         raise ScheduleError("the exact solver does not know links that queue; use links='free', or solver='heuristic'")
 
     run = simulate(start, costs)

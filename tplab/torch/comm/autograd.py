@@ -48,7 +48,10 @@ def start_on(call: Call, x: Tensor) -> Pending:
 def varying(x: Tensor, axis: Axis) -> Tensor:
     """The same replicated x, but each rank then uses it in its own way: its gradient is the sum of theirs."""
     check_no_forward_mode()
-    return _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[return-value]
+    y: Tensor = _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[assignment]
+    if (types := (rank := this_rank()).types) is not None:
+        types.cast("copy_to", rank.place(axis).group, x, y)
+    return y
 
 
 def _is_followed(x: Tensor) -> bool:
@@ -99,6 +102,8 @@ class _Blocking(torch.autograd.Function):
         pending = this_rank().begin(exchange.call, x)
         y = pending.wait()
         exchange.sizes = pending.sizes
+        if (types := this_rank().types) is not None:
+            types.began(exchange)
         return y
 
     @staticmethod
@@ -120,6 +125,8 @@ class _Blocking(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call = ctx.exchange.call
+        if (types := this_rank().types) is not None and call.op in ("all_reduce", "broadcast"):
+            types.gradient(ctx.exchange, call.place.group, grads[0])
         x, y = ctx.saved_tensors or (None, None)
         dx = _TRANSPOSED[call.op](call, grads[0], Forward(x, y, ctx.exchange.sizes))
         return (do(*dx) if isinstance(dx, Plan) else dx), None

@@ -116,6 +116,8 @@ class _Gather(torch.autograd.Function):
         pending = rank.begin(rank.call("all_gather", axis, (dim,)), x)
         y = pending.wait()
         sizes.all = pending.sizes or (x.shape[dim],)
+        if rank.types is not None:
+            rank.types.cast("gather_from", rank.place(axis).group, x, y)
         return y
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from tplab.errors import ShapeError
 from tplab.torch.private import no_dispatch, num_modes, premul_factor
-from tplab.torch.ranks.rank import Apart, Call, Place
+from tplab.torch.ranks.rank import Apart, Call, Place, current_rank_or_none
 
 Put = Tensor | Sequence[Tensor]
 """What a rank puts into a collective: a tensor, or several that count as one, behind one another."""
@@ -302,3 +302,5 @@ def _write(output: Tensor, y: Tensor) -> None:
 
 def _copy(output: Tensor, y: Tensor) -> None:
     output.data.copy_(y if y.shape == output.shape else y.view(output.shape))
+    if (rank := current_rank_or_none()) is not None and rank.types is not None:
+        rank.types.carried(y, output)

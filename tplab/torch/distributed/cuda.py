@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader
 
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
+from tplab.torch.distributed.kernels import flex_attention_on_cpu
 from tplab.torch.distributed.ring_attention import cpu_kernels
 from tplab.torch.distributed.sharded_attention import tables_with_attention
-from tplab.torch.private import CONTEXT_PARALLEL, DTENSOR, dtensor_dispatcher, no_torch_function
+from tplab.torch.private import CONTEXT_PARALLEL, DTENSOR, FLEX_ATTENTION, dtensor_dispatcher, no_torch_function
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -54,6 +55,7 @@ class CudaOnCpu:
             _FSDP: self._change_fsdp,
             CONTEXT_PARALLEL: self._change_attention,
             DTENSOR: self._change_dtensor,
+            FLEX_ATTENTION: lambda module: self._add(flex_attention_on_cpu(module)),
         }
         self._change_imported()
         self._is_there = False
@@ -142,8 +144,8 @@ class CudaOnCpu:
         self._torchs += [vars(home).get(name, _INHERITED) for home, name, _ in values]
 
     def _change_imported(self) -> None:
-        """Change modules that take seconds to import, if a program has imported them."""
-        for name in [name for name in self._not_imported if name in sys.modules]:
+        """Change modules that take seconds to import, if a program has imported them. A change may import another."""
+        while name := next((name for name in self._not_imported if name in sys.modules), None):
             self._not_imported.pop(name)(sys.modules[name])
 
     def _change_fsdp(self, module: ModuleType) -> None:

@@ -20,6 +20,7 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
+from tplab.torch.distributed.kernels import Kernels
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
@@ -94,7 +95,7 @@ class Processes:
         self.per_node = per_node or mesh.size
         self._argv = argv
         self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
-        self._hooks = Hooks()
+        self._hooks, self._kernels = Hooks(), Kernels()
         self._threads = Threads(self._beside)
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
@@ -109,6 +110,7 @@ class Processes:
     def map_cuda(self) -> None:
         """From the beginning of the run, every mention of cuda in the program means the CPU."""
         self._cuda = CudaOnCpu(self.per_node)
+        self._kernels.note = self._cuda.note
 
     @property
     def mapped(self) -> str | None:
@@ -169,12 +171,14 @@ class Processes:
             kind._shared_state = process.states.setdefault(kind, {})
         process.attention.put()
         put_module_hooks(process.hooks)
+        self._kernels.turn(process)
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
         """From the notebook to the ranks."""
         assert self._kernel is not None
         self._hooks.put()
+        self._kernels.enter()
         self._threads.put()
         if self._cuda is not None:
             self._cuda.put()
@@ -190,6 +194,7 @@ class Processes:
             self._cuda.take_back()
         self._threads.take_back()
         self._hooks.take_back()
+        self._kernels.leave()
         if self._finder in sys.meta_path:  # Ctrl-C may have interrupted this before
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ

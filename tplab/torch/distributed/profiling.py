@@ -263,7 +263,11 @@ def _shapes(inputs: Any) -> list[list[int]]:
 
 def _events(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Event]:
     """What a thread has recorded, in the order of the beginnings, the recording itself first. What began during
-    `silences`, or has not ended, is left out."""
+    `silences`, or has not ended, is left out.
+
+    torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:
+    otherwise torch would take an operation for a part of its neighbour, and drop it if both have one name.
+    """
     found: list[Event] = []
     began: dict[int, Event] = {}
     silent: list[tuple[int, int]] = []
@@ -272,8 +276,9 @@ def _events(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list
             silent.append((start, end))
         else:
             silent[-1] = silent[-1][0], max(silent[-1][1], end)
+    at = 0
     for record in records:
-        kind, at = record.kind(), int(record.start_us() * 1000)
+        kind, at = record.kind(), max(at + 1, int(record.start_us() * 1000))
         if kind == "pop":
             if (event := began.pop(record.handle(), None)) is not None:
                 event.values["end_ns"] = at

@@ -65,8 +65,8 @@ def whole(x: Any) -> Tensor:
 
 
 def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) -> PlainGPT:
-    """Shard a PlainGPT in place with torch's `parallelize_module`: columns then rows, and the words of embedding and
-    head.
+    """Shard a PlainGPT in place with torch's `parallelize_module`: columns then rows, and the vocabulary of embedding
+    and head.
 
     share_input   query, key and value get their input as one DTensor, so that its gradient is summed once for all three
                   (PrepareModuleInput). False: each sums its own, as parallelize_module does by default

@@ -1,46 +1,60 @@
-"""A GPT of this package's layers. On a mesh whose axis has one rank it is the whole model."""
+"""A GPT of this package's layers. On a mesh whose axes have one rank it is the whole model."""
 
 from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tplab.errors import ShapeError
 from tplab.mesh import Axis
+from tplab.models.checks import SequenceScheme, check_ids
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters
+from tplab.sequence import LayoutName
+from tplab.sequence.labels import IGNORED
+from tplab.torch.comm.collectives import all_reduce, axis_size
 from tplab.torch.comm.regions import scatter_to
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.linear import ParallelMLP
 from tplab.torch.layers.norms import LayerNorm, RMSNorm
 from tplab.torch.layers.parameters import drawn_normal
+from tplab.torch.layers.positions import token_positions
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 class GPT(nn.Module):
-    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n words
+    """ids [B, S], the same on every rank of `axis` (R ranks)   ->   logits [B, S, n], of this rank's n entries
 
     cost                per block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
     sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
                         reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
     data_axis           along which ranks have different ids, and draw different dropout masks
+    context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
+                        (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
 
     `loss` is the mean cross-entropy, computed on the sharded logits. `gpt_specs` says how the parameters lie on a mesh.
     """
 
     def __init__(
-        self, config: GPTConfig, axis: Axis = "tp", *, sequence_parallel: bool = False, data_axis: Axis | None = None
+        self,
+        config: GPTConfig,
+        axis: Axis = "tp",
+        *,
+        sequence_parallel: bool = False,
+        data_axis: Axis | None = None,
+        context_axis: Axis | None = None,
+        layout: LayoutName = "zigzag",
+        scheme: SequenceScheme = "ring",
     ):
         super().__init__()
         self.config, self.axis = config, axis
-        self.sequence_dim = 1 if sequence_parallel else None
-        self.varies_along = together(data_axis, axis if sequence_parallel else None)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, axis, sequence_dim=self.sequence_dim)
+        self.spread = spread = Spread(axis, sequence_parallel, data_axis, context_axis, layout=layout, scheme=scheme)
+        self.embedding = spread.embedding(config)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(
-            Block(config, axis, self.sequence_dim, self.varies_along) for _ in range(config.num_layers)
-        )
-        self.norm = norm_of(config, axis, self.sequence_dim)
+        self.blocks = nn.ModuleList(Block(config, spread) for _ in range(config.num_layers))
+        self.norm = spread.norm(config)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,15 +62,20 @@ class GPT(nn.Module):
         draw_parameters(self, self.config, self.axis)
 
     def forward(self, ids: Tensor) -> Tensor:
-        positions = positions_of(self.positions.weight, ids, self.axis, self.sequence_dim)
-        x = dropout(self.embedding(ids) + positions, self._p, axis=self.varies_along)
+        positions = self.spread.rows(self.positions.weight, ids)
+        x = dropout(self.embedding(ids) + positions, self._p, axis=self.spread.varies_along)
         for block in self.blocks:
             x = block(x)
         return self.embedding.logits(self.norm(x))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted."""
-        return vocab_parallel_cross_entropy(self(ids), targets, self.axis, self.config.vocab_size)
+        """The mean cross-entropy of targets [B, S], the same on every rank of `axis`; -100 is not counted.
+
+        Along the context axis each rank has its share: the mean over ranks is that over all tokens. Average gradients
+        along it, as along the data axis.
+        """
+        loss = vocab_parallel_cross_entropy(self(ids), targets, self.axis, self.config.vocab_size, reduction="sum")
+        return loss / self.spread.tokens_per_rank(targets).to(loss.dtype)
 
     @property
     def _p(self) -> float:
@@ -66,27 +85,11 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None, varies_along: Axis | None):
+    def __init__(self, config: GPTConfig, spread: Spread):
         super().__init__()
-        self.p, self.varies_along = config.dropout, varies_along
-        self.norm_1 = norm_of(config, axis, sequence_dim)
-        self.attention = ParallelSelfAttention(
-            config.width,
-            config.num_heads,
-            axis,
-            num_kv_heads=config.num_kv_heads,
-            bias=config.bias,
-            sequence_dim=sequence_dim,
-        )
-        self.norm_2 = norm_of(config, axis, sequence_dim)
-        self.mlp = ParallelMLP(
-            config.width,
-            config.hidden_width,
-            axis,
-            activation=config.activation,
-            bias=config.bias,
-            sequence_dim=sequence_dim,
-        )
+        self.p, self.varies_along = config.dropout, spread.varies_along
+        self.norm_1, self.attention = spread.norm(config), spread.attention(config)
+        self.norm_2, self.mlp = spread.norm(config), spread.mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.p if self.training else 0.0
@@ -97,24 +100,71 @@ class Block(nn.Module):
 # --- what the whole model and its layers share -----------------------------------------------------------------------
 
 
-def norm_of(config: GPTConfig, axis: Axis, sequence_dim: int | None) -> nn.Module:
-    """The norm that the configuration asks for."""
-    kind = LayerNorm if config.norm == "layer" else RMSNorm
-    return kind(config.width, sequence_axis=None if sequence_dim is None else axis)
+@dataclass(frozen=True)
+class Spread:
+    """Along which axes the layers of a GPT are spread; the arguments are those of GPT. It makes the layers."""
 
+    axis: Axis
+    sequence_parallel: bool
+    data_axis: Axis | None
+    context_axis: Axis | None
+    _: KW_ONLY
+    layout: LayoutName
+    scheme: SequenceScheme
 
-def positions_of(weight: Tensor, ids: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """A row of `weight` for each position of ids [B, S]: [S, D], or this rank's piece of the sequence.
+    @property
+    def varies_along(self) -> Axis | None:
+        """Along which axes ranks have different tokens, so that they draw different dropout masks."""
+        axes = (self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
+        return tuple(name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis)) or None
 
-    Raises ShapeError where there are more positions than rows.
-    """
-    context, length = len(weight), ids.shape[-1]
-    if ids.dim() != 2 or length > context:
-        raise ShapeError(
-            f"a GPT takes ids [batch, sequence] of up to {context} tokens, but got {list(ids.shape)}; "
-            "GPTConfig.context says how long a sequence may be"
+    def embedding(self, config: GPTConfig) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
+
+    def norm(self, config: GPTConfig) -> nn.Module:
+        kind = LayerNorm if config.norm == "layer" else RMSNorm
+        return kind(config.width, sequence_axis=self.axis if self.sequence_parallel else None)
+
+    def attention(self, config: GPTConfig) -> ParallelSelfAttention:
+        about: dict[str, Any] = {"context_axis": self.context_axis, "layout": self.layout, "scheme": self.scheme}
+        return ParallelSelfAttention(
+            config.width,
+            config.num_heads,
+            self.axis,
+            num_kv_heads=config.num_kv_heads,
+            bias=config.bias,
+            sequence_dim=self._sequence_dim,
+            **about,
         )
-    return weight[:length] if sequence_dim is None else scatter_to(weight[:length], axis, 0)
+
+    def mlp(self, config: GPTConfig) -> ParallelMLP:
+        return ParallelMLP(
+            config.width,
+            config.hidden_width,
+            self.axis,
+            activation=config.activation,
+            bias=config.bias,
+            sequence_dim=self._sequence_dim,
+        )
+
+    def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """A row of `weight` for the position of each token of ids [B, S]: [S, D], or this rank's piece of them."""
+        num_ranks = 1 if self.context_axis is None else axis_size(self.context_axis)
+        check_ids(ids.shape, len(weight), num_ranks)
+        rows = weight[: ids.shape[1]]
+        if self.context_axis is not None:
+            positions = token_positions(ids.shape[1] * num_ranks, self.context_axis, layout=self.layout)
+            rows = weight[positions.to(weight.device)]
+        return scatter_to(rows, self.axis, 0) if self.sequence_parallel else rows
+
+    def tokens_per_rank(self, targets: Tensor) -> Tensor:
+        """The mean number of counted tokens over the ranks of the context axis."""
+        counted, axis = (targets != IGNORED).sum(), self.context_axis
+        return counted if axis is None else all_reduce(counted, axis).double() / axis_size(axis)
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        return 1 if self.sequence_parallel else None
 
 
 def draw_parameters(module: nn.Module, config: GPTConfig, axis: Axis, layer: int | None = None) -> None:
@@ -125,9 +175,3 @@ def draw_parameters(module: nn.Module, config: GPTConfig, axis: Axis, layer: int
             shape, spec, _, deviation = about[name if layer is None else gpt_layer_name(config, layer, name)]
             if deviation:
                 parameter.copy_(drawn_normal(shape, spec, deviation))
-
-
-def together(*axes: Axis | None) -> Axis | None:
-    """Several axes as one; None if there are none."""
-    names = tuple(name for axis in axes if axis is not None for name in ((axis,) if isinstance(axis, str) else axis))
-    return names or None

@@ -5,15 +5,23 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
+from tplab.models.checks import SequenceScheme
 from tplab.models.gpt import GPTConfig
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.sequence import LayoutName
 from tplab.torch.layers.dropout import dropout
-from tplab.torch.layers.vocabulary import VocabParallelEmbedding
-from tplab.torch.models.gpt import Block, draw_parameters, norm_of, positions_of, together
+from tplab.torch.models.gpt import Block, Spread, draw_parameters
 
 
 def gpt_layers(
-    config: GPTConfig, axis: Axis = "tp", *, sequence_parallel: bool = False, data_axis: Axis | None = None
+    config: GPTConfig,
+    axis: Axis = "tp",
+    *,
+    sequence_parallel: bool = False,
+    data_axis: Axis | None = None,
+    context_axis: Axis | None = None,
+    layout: LayoutName = "zigzag",
+    scheme: SequenceScheme = "ring",
 ) -> list[LayerSpec]:
     """The layers of GPT(config, axis): num_layers + 2 of them, each of which is tensor-parallel along `axis`.
 
@@ -24,49 +32,50 @@ def gpt_layers(
     layers 1 to L        x -> x                          blocks
     layer L + 1          x -> logits [B, S, n]           norm, and the head, whose weight is tied to the embedding
 
-    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. The loss of the logits is
-    vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
+    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. Arguments are those of GPT. The
+    loss of the logits is vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
-    sequence_dim, tied = 1 if sequence_parallel else None, "embedding.weight"
-    varies_along = together(data_axis, axis if sequence_parallel else None)
+    spread, tied = (
+        Spread(axis, sequence_parallel, data_axis, context_axis, layout=layout, scheme=scheme),
+        "embedding.weight",
+    )
     return [
-        TiedSpec("words", GPTEmbedding, config, axis, sequence_dim, varies_along, weight=tied),
-        *[LayerSpec(GPTBlock, config, axis, sequence_dim, varies_along)] * config.num_layers,
-        TiedSpec("words", GPTHead, config, axis, sequence_dim, weight=tied),
+        TiedSpec("embedding", GPTEmbedding, config, spread, weight=tied),
+        *[LayerSpec(GPTBlock, config, spread)] * config.num_layers,
+        TiedSpec("embedding", GPTHead, config, spread, weight=tied),
     ]
 
 
 class GPTEmbedding(nn.Module):
-    """ids [B, S]   ->   x [B, S, D]: the rows of the words and of the positions."""
+    """ids [B, S]   ->   x [B, S, D]: the rows of the tokens and of the positions."""
 
-    def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None, varies_along: Axis | None):
+    def __init__(self, config: GPTConfig, spread: Spread):
         super().__init__()
-        self.p, self.axis, self.sequence_dim, self.varies_along = config.dropout, axis, sequence_dim, varies_along
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, axis, sequence_dim=sequence_dim)
+        self.p, self.spread = config.dropout, spread
+        self.embedding = spread.embedding(config)
         self.positions = nn.Embedding(config.context, config.width)
-        draw_parameters(self, config, axis, layer=0)
+        draw_parameters(self, config, spread.axis, layer=0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        positions = positions_of(self.positions.weight, ids, self.axis, self.sequence_dim)
-        return dropout(self.embedding(ids) + positions, self.p if self.training else 0.0, axis=self.varies_along)
+        x = self.embedding(ids) + self.spread.rows(self.positions.weight, ids)
+        return dropout(x, self.p if self.training else 0.0, axis=self.spread.varies_along)
 
 
 class GPTBlock(Block):
     """A block, with the initial weights of a block in a GPT."""
 
-    def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None, varies_along: Axis | None):
-        super().__init__(config, axis, sequence_dim, varies_along)
-        draw_parameters(self, config, axis, layer=1)
+    def __init__(self, config: GPTConfig, spread: Spread):
+        super().__init__(config, spread)
+        draw_parameters(self, config, spread.axis, layer=1)
 
 
 class GPTHead(nn.Module):
-    """x [B, S, D]   ->   logits [B, S, n], of this rank's n words."""
+    """x [B, S, D]   ->   logits [B, S, n], of this rank's n entries."""
 
-    def __init__(self, config: GPTConfig, axis: Axis, sequence_dim: int | None):
+    def __init__(self, config: GPTConfig, spread: Spread):
         super().__init__()
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.width, axis, sequence_dim=sequence_dim)
-        self.norm = norm_of(config, axis, sequence_dim)
-        draw_parameters(self, config, axis, layer=config.num_layers + 1)
+        self.embedding, self.norm = spread.embedding(config), spread.norm(config)
+        draw_parameters(self, config, spread.axis, layer=config.num_layers + 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embedding.logits(self.norm(x))

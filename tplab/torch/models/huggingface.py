@@ -39,13 +39,13 @@ def parallelize(
 
     plan    module name -> "column", "row", "vocab", "replicate", "local" or a FusedColumn, as gpt2_plan(model) and
             llama_plan(model) give it. `*` stands for anything between two dots
-    memory  1/R of the parameters of columns, rows and words on each rank
+    memory  1/R of the parameters of columns, rows and vocabulary entries on each rank
     cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward; the embedding one forward, the head one
             backward
 
     gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
-                    False: logits [B, S, n], of this rank's n words; the loss is `vocab_parallel_cross_entropy` of them:
-                    3 numbers per token. `generate` gathers them in any case
+                    False: logits [B, S, n], of this rank's n entries; the loss is `vocab_parallel_cross_entropy` of
+                    them: 3 numbers per token. `generate` gathers them in any case
     dropout         nn.Dropout modules draw one mask on all ranks of `axis`, from the seed of the run; what is dropped
                     among sharded activations ("local", and the attention's own) is drawn from each rank's generator
     data_axis       along which ranks have different data, and draw different masks
@@ -193,7 +193,7 @@ class VocabEmbedding(VocabParallelEmbedding):
 
 
 class VocabHead(nn.Module):
-    """The head: x [..., D], the same on every rank -> logits [..., n] of this rank's words, or gathered, [..., V]."""
+    """The head: x [..., D], the same on every rank -> logits [..., n] of this rank's entries, or gathered, [..., V]."""
 
     def __init__(self, given: nn.Linear, axis: Axis, cut: Cut, gather: bool):
         super().__init__()

@@ -18,7 +18,7 @@ from tplab.errors import PlanError
 KINDS = {
     "column": "the rank has some of the output features",
     "row": "the rank has some of the input features, and the outputs are added up",
-    "vocab": "the rank has the rows of some words: an embedding, or the head",
+    "vocab": "the rank has the rows of some vocabulary entries: an embedding, or the head",
     "replicate": "every rank has all of it; of a dropout: the same mask on every rank",
     "local": "of a dropout among sharded activations: a mask of each rank's own",
 }
@@ -63,7 +63,7 @@ class Planned:
 
 
 def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
-    """The plan for a `transformers` GPT-2: whole heads, the MLP's hidden features and the words are sharded.
+    """The plan for a `transformers` GPT-2: whole heads, the MLP's hidden features and the vocabulary are sharded.
 
     c_attn holds query, key and value side by side, and each is cut by itself; c_proj adds up. Norms and positions are
     replicated. The head is tied to the embedding, and stays so.
@@ -195,7 +195,8 @@ def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
         raise PlanError(f"{name} is planned as {kind!r}, which is for {kinds[kind]}; it is {type(module).__name__}")
     if isinstance(module, nn.Embedding) and kind == "vocab" and (module.max_norm or module.scale_grad_by_freq):
         raise PlanError(
-            f"{name} is an embedding with max_norm or scale_grad_by_freq, which are not computed on sharded words; "
+            f"{name} is an embedding with max_norm or scale_grad_by_freq, which are not computed on a sharded "
+            "vocabulary; "
             "plan it as 'replicate'"
         )
     return Planned(name, module, kind)

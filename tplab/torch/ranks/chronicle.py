@@ -38,8 +38,9 @@ class Chronicle:
         """The trace of everything so far; nothing may follow."""
         for burst in self.bursts:
             burst.note(self.recorder, self._when)
-        cluster = self._cluster
-        unit, name, figures = ("steps", None, "") if cluster is None else ("s", cluster.name, cluster.kind_text)
+        unit, name, figures = "steps", None, ""
+        if self._cluster is not None:
+            unit, name, figures = "s", self._cluster.name, self._cluster.kind_on(self.recorder.mesh.size)
         return self.recorder.trace(
             clock=self._clock,
             unit=unit,

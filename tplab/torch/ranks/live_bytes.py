@@ -55,7 +55,8 @@ class LiveBytes(DispatchMode):
         """Count the result of an operation, or of a collective, which is no operation of torch."""
         for storage in _storages(result):
             if self._storages.get(storage) is None:
-                num_bytes = storage.nbytes()
+                size = storage.nbytes()
+                num_bytes = size if type(size) is int else 0  # a symbol, of a tensor that is only traced
                 self._storages.add(storage, num_bytes)
                 self._now += num_bytes
         now = self.now()
@@ -64,5 +65,5 @@ class LiveBytes(DispatchMode):
 
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
     for x in pytree.tree_leaves(tensors):
-        if isinstance(x, Tensor) and x.device.type != "meta":
-            yield x.untyped_storage()
+        if isinstance(x, Tensor) and (storage := x.untyped_storage()).device.type != "meta":  # as a fake tensor's is
+            yield storage

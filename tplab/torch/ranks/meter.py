@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from tplab.torch.private import DispatchMode, base_of, num_modes, pop_mode, push_mode
+from tplab.torch.private import DispatchMode, base_of, dispatch_modes, num_modes, pop_mode, push_mode
 from tplab.torch.ranks.rank import this_rank
 
 aten = torch.ops.aten
@@ -69,6 +69,12 @@ class Meter(DispatchMode):
         self.is_open = True
         _at_the_bottom(lambda: push_mode(self))
 
+    @property
+    def can_close(self) -> bool:
+        """Whether it is open, and not in the middle of an operation, as functional collectives are: meanwhile it is out
+        of the stack."""
+        return self.is_open and self in dispatch_modes()
+
     def close(self) -> None:
         self.is_open, self.on_cost = False, None
         _at_the_bottom(lambda: pop_mode(None), depth=1)
@@ -89,8 +95,8 @@ class Meter(DispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        traits = _traits(func)
-        inputs, outputs = list(_tensors(traits.read(args, kwargs))), list(_tensors(result))
+        traits = traits_of(func)
+        inputs, outputs = list(tensors_in(traits.read(args, kwargs))), list(tensors_in(result))
         rank = this_rank()
         if traits.writes and len(inputs) > 1 and inputs[0] is args[0]:  # y.addmm_(piece, w) is about the piece
             inputs = [*inputs[1:], inputs[0]]
@@ -123,12 +129,12 @@ def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
             push_mode(mode)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 # --- what kind of operation it is ------------------------------------------------------------------------------------
@@ -166,7 +172,7 @@ _PICKS = {"index", "index_select", "gather", "embedding", "take"}
 
 
 @cache
-def _traits(func: Any) -> _Traits:
+def traits_of(func: Any) -> _Traits:
     schema, name = func._schema, func.overloadpacket.__name__
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
     written = [(place, arg) for place, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
@@ -191,7 +197,7 @@ def _cost(
     packet = func.overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
     if count is not None:
-        flops = int(count(*args, **kwargs, out_val=result))
+        flops = int(count(*_with_all_heads(packet, args), **kwargs, out_val=result) * _share_seen(packet, args, kwargs))
     elif packet in _VECTORS:  # a multiplication and an addition for each element of the larger operand
         flops = 2 * max(x.numel() for x in inputs)
     elif traits.is_copy:
@@ -213,6 +219,27 @@ def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
     return left.shape[-2], right.shape[-1], left.shape[-1], left.shape[0] if left.dim() == 3 else 1
 
 
+def _with_all_heads(packet: Any, args: Any) -> Any:
+    """The arguments of an attention, its keys and values as shapes with as many heads as its queries have. Torch before
+    2.13 counts no others."""
+    place, first = _IS_CAUSAL.get(packet, (0, 0))
+    if not place or args[first].shape[1] == args[first + 1].shape[1]:
+        return args
+    heads = args[first].shape[1]
+    shared = [torch.Size((x.shape[0], heads, *x.shape[2:])) for x in args[first + 1 : first + 3]]
+    return (*args[: first + 1], *shared, *args[first + 3 :])
+
+
+def _share_seen(packet: Any, args: Any, kwargs: dict[str, Any]) -> float:
+    """The share of n x m scores that an attention computes: a causal one leaves out those above the diagonal."""
+    place, first = _IS_CAUSAL.get(packet, (0, 0))
+    if not place or not (args[place] if len(args) > place else kwargs.get("is_causal", False)):
+        return 1.0
+    n, m = args[first].shape[-2], args[first + 1].shape[-2]
+    square = min(n, m)
+    return (square * (square + 1) / 2 + (n - square) * m) / (n * m)
+
+
 _LEFT_OPERAND = {
     aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
 }  # fmt: skip
@@ -226,3 +253,10 @@ _COUNTED_AS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+_IS_CAUSAL = {
+    aten._scaled_dot_product_flash_attention: (4, 0),
+    aten._scaled_dot_product_flash_attention_backward: (11, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu: (4, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (7, 1),
+}
+"""Attention: where `is_causal` is among the arguments, and where the query is, which the key follows."""

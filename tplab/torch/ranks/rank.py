@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -181,6 +181,7 @@ class Rank(ABC):
         self.receipts: dict[Call, Any] = {}  # for each sender, the last receipt that was reserved
         self.held = -1  # bytes that it keeps for backward passes, if the program says so
         self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
+        self.types: Any = None  # what writes down its operations, where `run` was asked for types
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
@@ -314,13 +315,31 @@ class Lines:
             frame = frame.f_back
         return frame
 
+    def is_program(self, frame: FrameType) -> bool:
+        """Whether a frame belongs to the program, and not to an installed package."""
+        return self._is_program[frame.f_code.co_filename]
+
     def here(self) -> str:
         """The line of the program's innermost frame."""
         return self.text(self.frame())
 
+    def chain(self) -> list[tuple[CodeType, str]]:
+        """The code and the line of each frame of the program, the innermost first."""
+        found, frame = [], sys._getframe(1)
+        while frame is not None:
+            if self._is_program[frame.f_code.co_filename]:
+                found.append((frame.f_code, self.text(frame)))
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
     def text(self, frame: FrameType) -> str:
         """The line that a frame is at."""
         return self._text(frame.f_code.co_filename, frame.f_lineno)
+
+    @property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """The file and the number of every line that has been named so far."""
+        return {text: place for place, text in self._texts.items()}
 
     def of(self, error: BaseException) -> str | None:
         """The innermost line of the program that `error` came through; None if it came through none."""

@@ -1,4 +1,4 @@
-"""AdamW over a rank's stages of a GPT, divided over the data-parallel ranks as ZeRO says; and clipping."""
+"""AdamW over a rank's stages of a GPT, divided over the ranks that have copies as ZeRO says; and clipping."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tplab.torch.data.parallel import data_parallel
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.sharded_optimizer import ShardedOptimizer
 from tplab.torch.pipeline.stages import Stages
+from tplab.torch.ranks.rank import this_rank
 from tplab.torch.training.gpt_stages import box_of
-from tplab.training.recipe import Recipe
+from tplab.training.recipe import Recipe, data_axes
 
 
 class Piece(NamedTuple):
@@ -42,21 +43,22 @@ class Piece(NamedTuple):
 class Optimizer:
     """AdamW as a recipe says. Gradients are sent during the last backward pass of a stage, or with ZeRO 2 of a part.
 
-    cut_along   ("dp",) where each data-parallel rank has a part of the states, else ()
+    cut_along   the axes along which each rank has a part of the states: ("dp",) or ("dp", "cp"), or none
     """
 
     def __init__(self, stages: Stages, config: GPTConfig, recipe: Recipe):
         self._stages, self._config, self._clip = stages, config, recipe.clip
+        self._data = data = data_axes(this_rank().mesh)
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
         parameters = _as_they_leave(stages)
         if recipe.zero in (1, 2):  # they differ in how many backward passes are a last one: `Recipe.num_parts`
-            self.inner = shard_gradients(adamw, parameters, "dp", bucket_bytes=recipe.bucket_bytes)
+            self.inner = shard_gradients(adamw, parameters, data, bucket_bytes=recipe.bucket_bytes)
         else:
             self.inner = adamw(parameters)
         if recipe.zero == 0:
-            data_parallel(parameters, "dp", bucket_bytes=recipe.bucket_bytes, broadcast=False)
+            data_parallel(parameters, data, bucket_bytes=recipe.bucket_bytes, broadcast=False)
         self.pieces = list(self._pieces(is_cut=recipe.zero == 3))
-        self.cut_along = ("dp",) if recipe.zero else ()
+        self.cut_along = data if recipe.zero else ()
         specs = gpt_specs(config)
         self._counted = {piece.name: piece.own for piece in self.pieces if piece.is_counted}
         self._specs = {name: P(("pp", *self.cut_along, *specs[name].axis_names)) for name in specs}
@@ -90,7 +92,7 @@ class Optimizer:
             for parameter, (name, is_counted) in about.items():
                 size = math.prod(box_of(wholes[name])[1])
                 if is_cut:
-                    held = cut(size, axis_size("dp"), "ceil")[axis_index("dp")]
+                    held = cut(size, axis_size(self._data), "ceil")[axis_index(self._data)]
                     yield Piece(name, is_counted, None, parameter, held)
                 else:
                     yield Piece(name, is_counted, parameter, parameter, range(size))

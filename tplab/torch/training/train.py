@@ -1,4 +1,4 @@
-"""Training a GPT over data, pipeline and tensor parallelism at once: a loop to read, and to take what you need from."""
+"""Training a GPT over data, pipeline, context and tensor parallelism at once: a loop to read and to take from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tplab.torch.training.gpt_stages import load_whole, whole_of
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
-from tplab.training.recipe import Recipe, with_all_axes
+from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
 from tplab.training.stop import Stop
 
 
@@ -46,7 +46,8 @@ def train(
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> Trained:
-    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp" and tensor parallelism "tp".
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", context parallelism "cp" and tensor
+    parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
 
@@ -70,6 +71,7 @@ def train(
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
     recipe.check_mesh(mesh)
+    recipe.tokens_on(mesh, config.context)  # an error here is easier to read than one of a rank
     first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
     live = None if on == "processes" else show
@@ -98,13 +100,21 @@ def _train(
 ) -> tuple[list[Progress], dict[str, np.ndarray]]:
     """The program of one rank. Returns what happened in each step, and what the rank holds of the model at the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
-    layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp")
+    data = data_axes(rank.mesh)
+    layers = gpt_layers(
+        config,
+        sequence_parallel=recipe.sequence_parallel,
+        data_axis="dp",
+        context_axis=context_axis(rank.mesh),
+        layout=recipe.layout,
+        scheme=recipe.scheme,
+    )
     with device:
         stages = stages_of(layers, recipe.schedule_on(rank.mesh))
     load_whole(stages, config, gpt_state(config, seed))
     if recipe.zero == 3:
         for module in stages.values():
-            shard_parameters(module, "dp")
+            shard_parameters(module, data)
     optimizer = Optimizer(stages, config, recipe)
     if folder is not None and first:
         checkpoint.load(folder, first, optimizer, config)
@@ -123,21 +133,25 @@ def _train(
     if folder is not None and done and not recipe.saves(done[-1].step - 1):  # it was stopped
         checkpoint.save(folder, done[-1].step, optimizer, config)
     held = whole_of(stages, config, is_cut=recipe.zero == 3)
-    return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index("dp") == 0 else {}
+    return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index(data) == 0 else {}
 
 
 def _run_batch(
     stages: Stages, batch: tuple[np.ndarray, np.ndarray], step: int, config: GPTConfig, recipe: Recipe
 ) -> float:
-    """Forward and backward: the mean loss over all data-parallel ranks. The optimizer's hooks handle the gradients."""
+    """Forward and backward: the mean loss over all tokens of the batch. The optimizer's hooks handle the gradients."""
     num_parts = recipe.num_parts
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size) / num_parts
 
-    rank, pairs = this_rank(), _pairs(stages, batch, recipe)
+    rank, pairs = this_rank(), _pairs(stages, batch, config, recipe)
     schedule, size = recipe.schedule_on(rank.mesh), recipe.microbatches // num_parts
-    how: dict[str, Any] = {"data_axis": "dp", "average": False, "checkpoint_every": recipe.checkpoint_every}
+    how: dict[str, Any] = {
+        "data_axis": data_axes(rank.mesh),
+        "average": False,
+        "checkpoint_every": recipe.checkpoint_every,
+    }
     total = 0.0
     for first in range(0, recipe.microbatches, size):
         rank.draws["batches"] = step  # what dropout draws depends on it: the same after a break, and in every part
@@ -154,19 +168,24 @@ def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> 
     loss = evaluate_batch(
         schedule,
         stages,
-        _pairs(stages, batch, recipe),
+        _pairs(stages, batch, config, recipe),
         lambda logits, targets: vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size),
-        data_axis="dp",
+        data_axis=data_axes(this_rank().mesh),
     )
     for module in stages.values():
         module.train()
     return float(loss)
 
 
-def _pairs(stages: Stages, batch: tuple[np.ndarray, np.ndarray], recipe: Recipe) -> list[tuple[Tensor, Tensor]]:
-    """The microbatches, on the device of the stages."""
-    device = stages.parameters()[0].device
-    ids, targets = (torch.from_numpy(x).to(device) for x in batch)
+def _pairs(
+    stages: Stages, batch: tuple[np.ndarray, np.ndarray], config: GPTConfig, recipe: Recipe
+) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches of this rank's tokens, on the device of the stages. Context-parallel ranks have equally many and
+    all have targets, so the mean of their losses is that of all tokens."""
+    device, mesh = stages.parameters()[0].device, this_rank().mesh
+    axis = context_axis(mesh)
+    held = recipe.tokens_on(mesh, config.context).positions[0 if axis is None else axis_index(axis)]
+    ids, targets = (torch.from_numpy(x[:, held]).to(device) for x in batch)
     return split_batch(ids, targets, recipe.microbatches)
 
 

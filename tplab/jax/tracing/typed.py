@@ -1,0 +1,375 @@
+"""Types in JAX: a rank's program, as JAX has traced it, as steps that the rules can type.
+
+JAX's own types say along which axes each array varies. What does not vary is invariant, whatever a rule says. Of what
+varies, the rules say whether it is replicated, varying or partial: JAX does not tell these apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+
+from tplab.checking.steps import Dims, How, Step
+from tplab.checking.typed import Fault, OnAxes, Types, Typing, lines_of, statement
+from tplab.checking.types import I, R, Type
+from tplab.jax.private import varying_axes_of
+from tplab.jax.ranks.program import Compiled
+from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.jax.tracing.jaxprs import called, frames_of, is_transposed, opened, own_frames
+from tplab.jax.tracing.trace import decisions_of
+from tplab.mesh import Mesh
+
+
+def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
+    """The types of a compiled program."""
+    program, decisions = compiled.program, decisions_of(compiled)
+    mesh, jaxpr = program.mesh, decisions.jaxpr
+    typist = _Typist(mesh)
+    arguments = []
+    names = decisions.names(compiled.names)
+    for variable, name, (spec, is_given) in zip(jaxpr.invars, names, decisions.inputs, strict=True):
+        number = typist.given(variable.aval, _of_spec(spec, typist.axes), not is_given)
+        arguments.append((name, number))
+    results = typist.follow(jaxpr, [], [number for _, number in arguments])
+    paths = [path for path, _ in jax.tree.flatten_with_path(compiled.structure.unflatten(results))[0]]
+    is_joined = program.out_specs is not None
+    typing = typist.typing
+    code = getattr(fn, "__code__", None)
+    first = None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
+    return Types(
+        f"{program.title} on {mesh}",
+        lines_of(typist.steps, typing),
+        [typing.of(number, name) for name, number in arguments if name],
+        [
+            typing.of(number if is_joined else typist.before_stacking(number), jax.tree_util.keystr(path))
+            for path, number in zip(paths, results, strict=True)
+        ],
+        typing.faults,
+        first=first,
+        casts=typing.casts,
+    )
+
+
+def faults_of(eqn: Any, mesh: Mesh) -> list[Fault]:
+    """What types forbid in a shard_map, which is an equation of a jaxpr. Where it does not check varying axes, JAX's
+    types say nothing, and the rules alone do."""
+    is_checked = bool(eqn.params.get("check_vma", True))
+    typist, jaxpr = _Typist(mesh, is_checked), opened(eqn.params["jaxpr"])[0]
+    specs = zip(jaxpr.invars, eqn.params["in_specs"], strict=True)
+    typist.follow(jaxpr, [], [typist.given(v.aval, _of_spec(spec, typist.axes), False) for v, spec in specs])
+    return typist.typing.faults
+
+
+def _of_spec(spec: Any, axes: Sequence[str]) -> OnAxes:
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    dims = {name: dim for dim, entry in enumerate(entries) for name in entry}
+    return {axis: Type("V", dims[axis]) if axis in dims else I for axis in axes}
+
+
+class _Typist:
+    """Follows a jaxpr, and types what each equation makes. `steps` are those of the program, in order."""
+
+    def __init__(self, mesh: Mesh, is_checked: bool = True):
+        self.mesh, self._is_checked = mesh, is_checked
+        self.axes = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+        self.typing = Typing(self.axes)
+        self.steps: list[Step] = []
+        self._num = 0
+        self._numbers: dict[int, float] = {}  # values that are written out in the program
+        self._sums: dict[int, Step] = {}  # what is a sum of another value's dims
+        self._maxima: dict[int, tuple[int, Dims]] = {}  # what is the maximum of another value, over which of its dims
+        self._made: dict[int, Step] = {}
+
+    def given(self, aval: Any, types: OnAxes, is_constant: bool) -> int:
+        self._num += 1
+        self.typing.give(self._num, aval.shape, types, is_constant)
+        return self._num
+
+    def before_stacking(self, number: int) -> int:
+        """The value that a rank returned: `run` declares it to vary, and makes a dim of a single number."""
+        for op in ("copy_to", "reshape"):
+            step = self._made.get(number)
+            if step is not None and step.op == op and (op == "copy_to" or step.shapes == ((),)):
+                number = step.inputs[0]
+        return number
+
+    def follow(
+        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], stack: Any = (), back: bool = False
+    ) -> list[int]:
+        """The values of the outputs of an open jaxpr. `stack` has the lines that it was called from."""
+        known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+        uses = Counter(id(atom) for eqn in jaxpr.eqns for atom in eqn.invars)
+        divided = {id(eqn.invars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == "div"}
+
+        def read(atom: Any) -> int:
+            if not hasattr(atom, "val"):
+                return known[atom]
+            number = self._take(
+                Step("literal", "made", shape=tuple(atom.aval.shape), is_zero=_is(atom.val, 0)), atom.aval
+            )
+            if not atom.aval.shape:
+                self._numbers[number] = float(atom.val) if atom.aval.dtype.kind in "fiub" else 0.0
+            return number
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            lines, is_back = own_frames(frames_of(eqn, jaxpr)) or stack, back or is_transposed(eqn)
+            over = divided.get(id(eqn.outvars[0])) if eqn.outvars else None
+            count = getattr(over.invars[1], "val", None) if over is not None and uses[id(eqn.outvars[0])] == 1 else None
+            outputs = self._equation(eqn, inputs, lines, is_back, count)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[int], stack: Any, back: bool, count: Any) -> list[int]:
+        """The values that an equation makes. `count` is what its only use divides it by."""
+        name, params, avals = eqn.primitive.name, eqn.params, [variable.aval for variable in eqn.outvars]
+        about: dict[str, Any] = {"stack": stack, "phase": "backward" if back else "forward"}
+        if name in EXCHANGES:
+            return [self._exchange(eqn, x, aval, about, count) for x, aval in zip(inputs, avals, strict=True)]
+        if name in ("pvary", "pcast"):
+            names = params.get("axes", params.get("axis_name", ()))
+            return [self._varied(x, aval, (names,) if isinstance(names, str) else tuple(names), about)
+                    for x, aval in zip(inputs, avals, strict=True)]  # fmt: skip
+        if name == "axis_index":
+            number = self._take(Step(name, "made", shape=(), **about), avals[0])
+            self.typing.types[number] |= {axis: Type("V") for axis in self.axes if axis in str(params["axis_name"])}
+            return [number]
+        if (inner := called(eqn)) is not None:
+            body, consts = opened(inner)
+            return self.follow(body, [self._constant(value) for value in consts], inputs, stack, back)
+        if name == "scan":
+            return self._scan(eqn, inputs, about, back)
+        if name == "while":
+            first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            carry = inputs[second:]
+            for _ in range(2):
+                carry = self._run(params["body_jaxpr"], [*inputs[first:second], *carry], stack, back)
+            return carry
+        if name == "cond":
+            outcomes = [self._run(branch, inputs[1:], stack, back) for branch in params["branches"]]
+            return [self._either(inputs[0], column, aval, about) for column, aval in zip(zip(*outcomes), avals)]
+        return [self._compute(eqn, inputs, aval, about) for aval in avals]
+
+    # --- calls and loops -----------------------------------------------------------------------------------------
+
+    def _run(self, inner: Any, inputs: Sequence[int], stack: Any, back: bool) -> list[int]:
+        body, consts = opened(inner)
+        return self.follow(body, [self._constant(value) for value in consts], inputs, stack, back)
+
+    def _constant(self, value: Any) -> int:
+        return self._take(Step("constant", "made", shape=tuple(jax.numpy.shape(value))), None)
+
+    def _scan(self, eqn: Any, inputs: list[int], about: dict[str, Any], back: bool) -> list[int]:
+        """Two rounds: types may change in the first, from what the loop begins with."""
+        params, stack = eqn.params, about["stack"]
+        num_consts, num_carry, body = params["num_consts"], params["num_carry"], params["jaxpr"]
+        consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+        avals = [variable.aval for variable in body.jaxpr.invars[num_consts + num_carry :]]
+        rows: list[int] = []
+        for _ in range(2):
+            row = [self._kept("scan", x, aval, 0, about) for x, aval in zip(xs, avals, strict=True)]
+            outputs = self._run(body, [*consts, *carry, *row], stack, back)
+            carry, rows = outputs[:num_carry], outputs[num_carry:]
+        found = []
+        for x, variable in zip(rows, eqn.outvars[num_carry:], strict=True):
+            dims = tuple(range(1, len(variable.aval.shape)))
+            found.append(self._step("scan", "linear", [x], variable.aval, about, dims=(dims,)))
+        return [*carry, *found]
+
+    def _kept(self, op: str, x: int, aval: Any, gone: int, about: dict[str, Any]) -> int:
+        ndim = len(self.typing.shapes[x])
+        dims = tuple(None if dim == gone else dim - (dim > gone) for dim in range(ndim))
+        return self._step(op, "linear", [x], aval, about, dims=(dims,))
+
+    def _either(self, which: int, values: Sequence[int], aval: Any, about: dict[str, Any], op: str = "cond") -> int:
+        """One of several values, which one `which` says, for all or for each element."""
+        same = tuple(range(len(aval.shape)))
+        chosen = self._step(op, "linear", list(values), aval, about, dims=(same,) * len(values))
+        by = same[: len(self.typing.shapes[which])]
+        return self._step(op, "product", [which, chosen], aval, about, dims=(by, same))
+
+    # --- equations -----------------------------------------------------------------------------------------------
+
+    def _take(self, step: Step, aval: Any) -> int:
+        """Type what a step makes, and correct it by JAX's own types."""
+        self._num += 1
+        step.output = self._num
+        self.typing.take(step)
+        varying = varying_axes_of(aval) if aval is not None and self._is_checked else frozenset()
+        for axis, found in self.typing.types[self._num].items():
+            if not self._is_checked:
+                continue
+            if axis not in varying:
+                self.typing.types[self._num][axis] = I
+            elif found == I and step.inputs and not self.typing.is_constant(self._num):
+                self.typing.types[self._num][axis] = R
+        self._made[self._num] = step
+        if step.stack:
+            self.steps.append(step)
+        return self._num
+
+    def _step(self, op: str, how: How, inputs: Sequence[int], aval: Any, about: dict[str, Any], **more: Any) -> int:
+        shapes = tuple(self.typing.shapes[x] for x in inputs)
+        return self._take(Step(op, how, tuple(inputs), shapes=shapes, shape=tuple(aval.shape), **about, **more), aval)
+
+    def _varied(self, x: int, aval: Any, names: tuple[str, ...], about: dict[str, Any]) -> int:
+        if x in self._numbers or self.typing.is_constant(x):
+            number = self._step("copy", "linear", [x], aval, about, dims=(tuple(range(len(aval.shape))),))
+            self._numbers.update({number: self._numbers[x]} if x in self._numbers else {})
+            return number
+        number = self._step("copy_to", "cast", [x], aval, about, axes=names)
+        if x in self._maxima:
+            self._maxima[number] = self._maxima[x]
+        return number
+
+    def _exchange(self, eqn: Any, x: int, aval: Any, about: dict[str, Any], count: Any) -> int:
+        exchange, params, name = EXCHANGES[eqn.primitive.name], eqn.params, eqn.primitive.name
+        op, names = exchange.name_in(eqn), exchange.names(params)
+        reduction = exchange.reduction(op)
+        if reduction == "sum" and _is(count, prod(self.mesh.shape[one] for one in names)):
+            reduction = "mean"
+        dim, to = params.get("scatter_dimension", params.get("all_gather_dimension", 0)), 0
+        if op == "all_to_all":
+            dim, to = params["split_axis"], params["concat_axis"]
+        op = "gather_from" if name == "all_gather_invariant" else op
+        return self._step(op, "cast", [x], aval, about, axes=names, reduction=reduction, dim=dim, to=to)
+
+    def _compute(self, eqn: Any, inputs: list[int], aval: Any, about: dict[str, Any]) -> int:
+        name = eqn.primitive.name
+        if not inputs:
+            return self._take(Step(name, "made", shape=tuple(aval.shape), **about), aval)
+        if name == "div" and (summed := self._sums.get(inputs[0])) is not None and inputs[1] in self._numbers:
+            size = prod(summed.shapes[0]) / max(prod(summed.shape), 1)
+            if self._numbers[inputs[1]] == size:
+                return self._step("mean", "linear", summed.inputs, aval, about, dims=summed.dims, over="mean")
+        if name == "div" and (made := self._made.get(inputs[0])) is not None and made.reduction == "mean":
+            return self._step("mean", "linear", inputs[:1], aval, about, dims=(tuple(range(len(aval.shape))),))
+        if name == "select_n":
+            return self._either(inputs[0], inputs[1:], aval, about, "where")
+        how, dims, more = _rule(eqn, [self.typing.shapes[x] for x in inputs], tuple(aval.shape))
+        if name in ("mul", "div"):
+            others = inputs if name == "mul" else inputs[1:]
+            more["factor"] = any(x in self._numbers or (self._size(x) == 1 < prod(aval.shape)) for x in others)
+        if name == "sub" and (found := self._maxima.get(inputs[1])) is not None and found[0] == inputs[0]:
+            more["mixes"] = found[1]
+            name = "softmax"
+        number = self._step(name, how, inputs, aval, about, dims=dims, **more)
+        if name == "reduce_sum":
+            self._sums[number] = self._made[number]
+        elif name == "reduce_max":
+            self._maxima[number] = inputs[0], eqn.params["axes"]
+        elif name in ("broadcast_in_dim", "stop_gradient", "max", "reshape", "convert_element_type"):
+            source = next((x for x in inputs if x in self._maxima), None)
+            if source is not None:
+                self._maxima[number] = self._maxima[source]
+        return number
+
+    def _size(self, x: int) -> int:
+        return prod(self.typing.shapes[x])
+
+
+def _is(value: Any, number: float) -> bool:
+    """Whether something written out in a program is this single number."""
+    return value is not None and jax.numpy.shape(value) == () and not isinstance(value, str) and bool(value == number)
+
+
+_LINEAR = {
+    "add", "sub", "add_any", "neg", "convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision",
+    "real", "imag", "rev", "optimization_barrier", "sharding_constraint", "mesh_cast", "device_put",
+}  # fmt: skip
+
+
+def _rule(
+    eqn: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]
+) -> tuple[How, tuple[Dims, ...], dict[str, Any]]:
+    """How an equation uses what it takes, what becomes of its dims, and what else there is to say."""
+    name, params, ndim = eqn.primitive.name, eqn.params, len(shapes[0])
+    same = tuple(range(ndim))
+    if name == "dot_general":
+        return "product", _of_product(params["dimension_numbers"], shapes), {"over": "sum"}
+    if name.startswith(("reduce_", "arg")) and "axes" in params:
+        kept = iter(range(len(shape)))
+        dims = tuple(None if dim in params["axes"] else next(kept) for dim in same)
+        return (
+            ("linear" if name == "reduce_sum" else "other"),
+            (dims,),
+            {"over": "sum" if name == "reduce_sum" else "other"},
+        )
+    if name == "broadcast_in_dim":
+        return "linear", (tuple(params["broadcast_dimensions"]),), {}
+    if name == "reshape":
+        return "reshape", (), {}
+    if name == "transpose":
+        return "linear", (tuple(list(params["permutation"]).index(dim) for dim in same),), {}
+    if name == "squeeze":
+        kept = iter(range(len(shape)))
+        return "linear", (tuple(None if dim in params["dimensions"] else next(kept) for dim in same),), {}
+    if name == "expand_dims":
+        left = [dim for dim in range(len(shape)) if dim not in params["dimensions"]]
+        return "linear", (tuple(left),), {}
+    if name in ("slice", "dynamic_slice", "pad"):
+        changed = [dim for dim in same if shapes[0][dim] != shape[dim]]
+        dims = tuple(None if dim in changed else dim for dim in same)
+        how: How = "first" if name == "dynamic_slice" else "linear"
+        return how, (dims, *[()] * (len(shapes) - 1)), {"narrows": changed[0] if len(changed) == 1 else None}
+    if name in ("concatenate", "dynamic_update_slice"):
+        return "linear", tuple(tuple(range(len(one))) for one in shapes), {}
+    if name == "gather":
+        return "first", _of_gather(params, shapes, shape), {}
+    if name in ("scatter-add", "scatter_add"):
+        return "linear", _of_scatter(params, shapes), {"over": "sum"}
+    if all(_fits(one, shape) for one in shapes):
+        dims = tuple(tuple(range(len(one))) for one in shapes)
+        if eqn.outvars[0].aval.dtype == bool:
+            return "unknown", dims, {}
+        kinds: dict[str, How] = {"mul": "product", "div": "first"}
+        return ("linear" if name in _LINEAR else kinds.get(name, "other")), dims, {}
+    return "unknown", (), {}
+
+
+def _fits(one: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an operand of an elementwise operation may have this shape: single numbers and dims of size 1 repeat."""
+    return not one or (len(one) == len(shape) and all(size in (1, whole) for size, whole in zip(one, shape)))
+
+
+def _of_product(numbers: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[Dims, Dims]:
+    """Batch dims come first in the result, then the free dims of the left operand, then those of the right."""
+    contracting, batch = numbers
+    place = len(batch[0])
+    found: list[Dims] = []
+    for side in (0, 1):
+        dims: list[int | None] = []
+        for dim in range(len(shapes[side])):
+            if dim in batch[side]:
+                dims.append(list(batch[side]).index(dim))
+            elif dim in contracting[side]:
+                dims.append(None)
+            else:
+                dims.append(place)
+                place += 1
+        found.append(tuple(dims))
+    return found[0], found[1]
+
+
+def _of_gather(params: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[Dims, Dims]:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    hidden = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    offsets = iter(numbers.offset_dims)
+    whole = [None if dim in hidden else next(offsets) for dim in range(len(shapes[0]))]
+    operand = tuple(to if sizes[dim] == shapes[0][dim] else None for dim, to in enumerate(whole))
+    others = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+    return operand, (*others[: len(shapes[1]) - 1], None)
+
+
+def _of_scatter(params: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[Dims, ...]:
+    """What is added to, the indices, and the updates, of which those for one place are added up."""
+    numbers = params["dimension_numbers"]
+    left = [dim for dim in range(len(shapes[0])) if dim not in numbers.inserted_window_dims]
+    windows = dict(zip(numbers.update_window_dims, left))
+    updates = tuple(windows.get(dim) for dim in range(len(shapes[2])))
+    return tuple(range(len(shapes[0]))), (None,) * len(shapes[1]), updates
