@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -314,9 +315,11 @@ def test_answers_are_folded(page: Page, site: str, said: list[str]):
     expect(answer).to_be_visible()
 
 
-@pytest.mark.parametrize("how", ["clicked", "opened"])
+@pytest.mark.parametrize("how", ["clicked", "opened", "slowly"])
 def test_headings_have_permanent_links(page: Page, site: str, said: list[str], how: str):
-    page.goto(f"{site}/{LAB}" + "#one-rank-s-program" * (how == "opened"))
+    if how == "slowly":
+        page.route("**/widgets/*.js", lambda route: (time.sleep(6), route.continue_()), times=1)
+    page.goto(f"{site}/{LAB}" + "#one-rank-s-program" * (how != "clicked"))
     heading = page.get_by_role("heading", name=re.compile("One rank.s program"))
     if how == "clicked":
         heading.locator("a.headerlink").click(force=True)

@@ -44,12 +44,16 @@ function playAlong(host) {
 }
 
 // What a link leads to stays in its place while pictures above it become widgets, which are higher than they were: for
-// as long as a page takes to come alive, or until the reader moves on.
-const SETTLED = 5000; // milliseconds
-let settles = 0;
-function seek() {
-  clearTimeout(settles);
-  settles = setTimeout(leave, SETTLED);
+// some seconds, and until the widgets that were begun meanwhile are drawn; or until the reader moves on.
+const SETTLED = 5000, FRAMES = 250; // milliseconds
+const drawings = [], after = (time) => new Promise((resolve) => setTimeout(resolve, time));
+let links = 0, settles = 0; // which of the links that were followed, if any
+async function seek() {
+  const link = settles = ++links;
+  await after(SETTLED);
+  await Promise.allSettled(drawings);
+  await after(FRAMES);
+  if (settles === link) leave();
 }
 function leave() { settles = 0; }
 seek();
@@ -64,7 +68,7 @@ const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;
     near.unobserve(target);
-    draw(target).catch(() => { target.dataset.still = "this browser cannot draw it"; });
+    drawings.push(draw(target).catch(() => { target.dataset.still = "this browser cannot draw it"; }));
   }
 }, { rootMargin: "800px 0px" });
 for (const figure of document.querySelectorAll("figure.card")) near.observe(figure);
