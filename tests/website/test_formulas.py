@@ -24,4 +24,4 @@ def test_the_flops_of_a_token_hold_for_every_model(name: str):
     """Also where heads together are wider than the model, and where a token uses some of the experts only."""
     model = Model.find(name)
     by_hand = 6 * model.active_parameters + 12 * model.layers * model.attention_width * 4096
-    assert "6 N_u + 12 L w s" in formulas.page() and model.flops_per_token(4096) == by_hand
+    assert "6 N_u + 12 L w s" in formulas.PAGE.read_text(encoding="utf8") and model.flops_per_token(4096) == by_hand
