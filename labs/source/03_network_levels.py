@@ -224,7 +224,8 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
 # nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
-# stay inside a node. A GPU's rank is node × (GPUs per node) + gpu.
+# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`. A GPU's rank
+# is node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #

@@ -72,40 +72,9 @@ print(f"gelu(1 - 1) = {gelu(0.0):.2f}")
 print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 
 # %% [markdown]
-# Here are both, forward and backward. The hidden layer is four times as wide, and so is the row-first MLP's all-reduce
-# in the middle.
-
-# %%
-def column_first(x, a, b):  # x [.., D]   a [D, H/tp]   b [H/tp, D]
-    hidden = F.gelu(tt.copy_to(x, "tp") @ a)
-    return tt.reduce_from(hidden @ b, "tp")
-
-def row_first(x, a, b):  # x [.., D]   a [D/tp, H]   b [H, D/tp]
-    hidden = F.gelu(tt.reduce_from(tt.scatter_to(x, "tp") @ a, "tp"))
-    return tt.gather_from(tt.copy_to(hidden, "tp") @ b, "tp")
-
-COLUMNS, ROWS = P(None, "tp"), P("tp", None)
-SPECS_OF = {column_first: (P(), COLUMNS, ROWS), row_first: (P(), ROWS, COLUMNS)}
-rng = np.random.default_rng(0)
-x, a, b = (rng.normal(size=size) for size in ((2, 6, 12), (12, 48), (48, 12)))
-plain = F.gelu(torch.tensor(x @ a)) @ torch.tensor(b)
-
-def learn(mlp, x, a, b):
-    y = mlp(x.requires_grad_(), a, b)
-    y.sum().backward()
-    return y
-
-for mlp, split in SPECS_OF.items():
-    options = {"in_specs": (None, *split), "out_specs": P()}
-    out = tt.run(learn, Mesh(tp=3), mlp, x, a, b, **options)
-    apart = (out.value - plain).abs().max()
-    num = len(out.trace.select(rank=0, kind="collective"))
-    print(f"{mlp.__name__:<13} {'right' if apart < 1e-12 else 'wrong'},", end=" ")
-    print(f"{num} collectives, {out.trace.bytes_sent(rank=0):,} bytes sent by a rank")
-
-# %% [markdown]
-# tplab's `tt.ParallelMLP` is column-first, like Megatron's. Llama's gated MLP (SwiGLU) has two matrices of columns and one
-# of rows, and still needs one all-reduce in each pass.
+# The hidden layer is also four times as wide as $x$. So the all-reduce in its middle alone would send four times as much
+# as the one that lab 01's order needs. tplab's `tt.ParallelMLP` is column-first, like Megatron's. Llama's gated MLP
+# (SwiGLU) has two matrices of columns and one of rows, and still needs one all-reduce in each pass.
 #
 # ## Attention: split between heads
 #
@@ -140,17 +109,6 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 #
 # </details>
 #
-# In **grouped-query** attention, several query heads share one head of keys and values. [Llama 3
-# 70B](https://arxiv.org/abs/2407.21783) has 64 query heads, but only eight heads of keys and values. On sixteen ranks,
-# each of these must be copied to two ranks, which then add up its gradient: a first reason to stop at eight.
-
-# %%
-half_0, half_1 = np.array([[0, np.log(3)]]), np.array([[np.log(3), 0]])
-right, wrong = softmax(half_0 + half_1), softmax(half_0) + softmax(half_1)
-shown = {"softmax, rank 0": softmax(half_0), "softmax, rank 1": softmax(half_1)}
-matrices({**shown, "added up": wrong, "right": right}, "Terms of one token's scores")
-
-# %% [markdown]
 # ## Build it
 #
 # A norm must also see finished sums. So each half of the block has its own $f$ and $g$:
@@ -188,6 +146,7 @@ def plain_block(x, w):
 # To try it, we need random weights and a training step. You can skim this cell. `SPECS` says how each weight is split.
 
 # %%
+COLUMNS, ROWS = P(None, "tp"), P("tp", None)
 SPECS = {"scale_1": P(), **dict.fromkeys("qkvo", P("tp"))}
 SPECS |= {"scale_2": P(), "a": COLUMNS, "b": ROWS}
 
@@ -281,26 +240,15 @@ first = {name: grad[:4] for name, grad in shown.items()}
 matrices(first, "The gradient of scale_2, its first four entries")
 
 # %% [markdown]
-# Each rank would now train a different `scale_2`. If `out_specs` says what should be the same on all ranks, `run`
-# compares the copies:
-
-# %%
-from tplab.errors import ReplicationError
-
-try:
-    tt.run(training_step, Mesh(tp=2), *small, without_f, **specs)
-except ReplicationError as error:
-    print(error)
-
-# %% [markdown]
+# Each rank would now train a different `scale_2`. With `out_specs`, as above, `run` compares the copies and raises an
+# error, as in lab 01.
+#
 # ## Why people stop at eight
 #
 # Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Operations that
 # are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does each doubling save?
 
 # %%
-from dataclasses import replace
-
 from tplab import cost
 from tplab.widgets import Bars, Row, knob
 
@@ -341,23 +289,12 @@ knob("More and more ranks", "tokens", options, start=2048, about=about)
 #
 # </details>
 #
-# **Predict.** Is the network between the nodes to blame? How much faster would the four all-reduces be if all ranks were
-# in one node?
-
-# %%
-def four(ranks, cluster):
-    return 4e6 * cluster.collective_seconds("all_reduce", 2048 * 4096 * 2, ranks)
-
-by_eight = cost.find("h100-measured")
-one_node = replace(by_eight, node_size=64)
-for ranks in (8, 16, 32, 64):
-    apart, together = four(ranks, by_eight), four(ranks, one_node)
-    print(f"{ranks:>2} ranks: {apart:5.0f} µs in nodes of 8, {together:4.0f} in one")
-
-# %% [markdown]
-# Surprisingly, on two nodes it hardly matters, because NCCL uses all eight network cards at once ([lab
-# 03](03_network_levels.ipynb)). From four nodes on it does matter, although this forecast is least certain there. So
-# eight is not a law: in an NVL72 rack, 72 GPUs share NVLink. (The last column extends the forecast to such a node.)
+# Surprisingly, the network between two nodes is not to blame. NCCL uses all eight network cards of a node at once ([lab
+# 03](03_network_levels.ipynb)), so by this forecast the four all-reduces would be no faster in one node of sixteen. The
+# network does matter from four nodes on. So eight is not a law: in an NVL72 rack, 72 GPUs share NVLink.
+#
+# Heads are another limit. In **grouped-query** attention, several query heads share one head of keys and values, and
+# [Llama 3 70B](https://arxiv.org/abs/2407.21783) has only eight of these. On sixteen ranks, each would be copied.
 #
 # Apart from the scores, the matmuls of a step take $72\,BSD^2 / R$ operations. In a ring, the four all-reduces send
 # $8\frac{R-1}{R}BSD$ elements of 2 bytes. By the data sheet, both take equally long when
@@ -432,38 +369,17 @@ def down(hidden, b, bias):  # hidden [B, S, H/tp]   b [H/tp, D]   bias [D]
     return tt.reduce_from(hidden @ b + bias, "tp")
 
 features = P(None, None, "tp")  # how the hidden activation is split
-hidden, trained = rng.normal(size=(2, 6, 48)), np.linspace(0.5, 1.5, 12)
+rng, trained = np.random.default_rng(0), np.linspace(0.5, 1.5, 12)
+data = rng.normal(size=(2, 6, 48)), rng.normal(size=(48, 12)), trained
 split = {"in_specs": (features, ROWS, P()), "out_specs": P()}
-data = hidden, b, trained
 one, four = (tt.run(down, Mesh(tp=ranks), *data, **split).value for ranks in (1, 4))
 shown = {"1 rank": one, "4 ranks": four, "difference": four - one}
 first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# `check_parallel` catches this even in a *new* layer. It compares outputs and gradients with those of the whole module:
-
-# %%
-from torch import nn
-
-class Down(nn.Module):
-    def __init__(self, whole):
-        super().__init__()
-        self.weight = nn.Parameter(tt.scatter_to(whole.weight.detach(), "tp"))
-        self.bias = nn.Parameter(whole.bias.detach().clone())
-
-    def forward(self, hidden):
-        return down(hidden, self.weight.T, self.bias)
-
-torch.manual_seed(0)
-new = nn.Linear(48, 12).double()
-nn.init.zeros_(new.bias)
-given = {"inputs": (torch.tensor(hidden),), "in_specs": features}
-print(tt.check_parallel(Down, new, **given, mesh=Mesh(tp=4)))
-
-# %% [markdown]
-# As the last line says, `check_parallel` first replaces parameters that are all zeros or ones, because these hide
-# mistakes.
+# [Lab 09](09_hugging_face_gpt2.ipynb) has a tool that catches this even in a new layer, because it first replaces
+# parameters that are all zeros.
 #
 # Fix `down`, run its cell, and then this one. The check refuses two repairs that are only good enough for inference:
 # each rank adds a share of the bias, or only rank 0 adds it, as in

@@ -179,7 +179,33 @@ for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
 # ## Train it
 #
 # `train` is the step above in a loop, with AdamW, whose states are divided over the data-parallel ranks (ZeRO 1). The text
-# is the source of Python's standard library, and a token is a byte. The dotted line is the same training on one device.
+# is the source of Python's standard library, and a token is a byte. A script with this call runs under `torchrun`, which
+# starts one process per rank:
+
+# %% tags=["nbval-ignore-output"]
+import tempfile
+from pathlib import Path
+
+script = Path(tempfile.mkdtemp()) / "train_gpt.py"
+script.write_text("""
+import torch.distributed as dist
+from tplab import Mesh
+from tplab.data.text import Text, python_source
+from tplab.torch import GPTConfig, train
+from tplab.training.recipe import Recipe
+
+config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
+train(config, Text(python_source()), Mesh(dp=2), Recipe(steps=3, batch_size=8))
+if dist.get_rank() == 0:
+    print(dist.get_world_size(), "ranks of torchrun, over", dist.get_backend())
+""")
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+command = [*torchrun, "--nproc-per-node=2", str(script)]
+done = subprocess.run(command, capture_output=True, text=True)
+print(done.stderr if done.returncode else done.stdout)
+
+# %% [markdown]
+# Now it trains on eight simulated ranks. The dotted line is the same training on one device.
 
 # %%
 def quiet(progress):
@@ -216,34 +242,12 @@ apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
 print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# So far the ranks were simulated. With `on="processes"`, each of them is a process of this machine. A script with the
-# same call also runs under `torchrun`. This cell does both:
+# Here the ranks were simulated. With `on="processes"`, each of them is a process of this machine, as under `torchrun`:
 
 # %% tags=["nbval-ignore-output"]
-import tempfile
-from pathlib import Path
-
 there = tt.train(config, text, Mesh(dp=2), short, show=quiet, on="processes")
 apart = max(abs(a - b) for a, b in zip(there.losses, torchs.losses))
 print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
-
-script = Path(tempfile.mkdtemp()) / "train_gpt.py"
-script.write_text("""
-import torch.distributed as dist
-from tplab import Mesh
-from tplab.data.text import Text, python_source
-from tplab.torch import GPTConfig, train
-from tplab.training.recipe import Recipe
-
-config = GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
-train(config, Text(python_source()), Mesh(dp=2), Recipe(steps=3, batch_size=8))
-if dist.get_rank() == 0:
-    print(dist.get_world_size(), "ranks of torchrun, over", dist.get_backend())
-""")
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-command = [*torchrun, "--nproc-per-node=2", str(script)]
-done = subprocess.run(command, capture_output=True, text=True)
-print(done.stderr if done.returncode else done.stdout)
 
 # %% [markdown]
 # ## Turn the knob

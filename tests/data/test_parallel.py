@@ -1,7 +1,9 @@
 """data_parallel: gradients that leave during the backward pass, against one device with the whole batch."""
 
+import gc
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -416,3 +418,29 @@ def test_where_jax_buckets_leave(per_layer):
         assert overlap(trace).share == pytest.approx(7 / 8, rel=1e-6)
     else:  # packing comes last in the program's order
         assert min(event.start for event in sent) > max(e.end for e in trace.select(rank=0, op="dot_general").events)
+
+
+def test_nothing_is_left_of_a_model_that_is_gone():
+    """torch refers twice to the hooks of a parameter, and Python's garbage collector sees only one of these."""
+    left = []
+
+    def program(x):
+        model = nn.Linear(5, 3)
+        data_parallel(model, "dp")
+        model(x).sum().backward()
+        left.append(ref(model.weight))
+
+    run(program, Mesh(dp=2), torch.ones(4, 5))
+    gc.collect()
+    assert [held() for held in left] == [None, None]
+
+
+def test_a_parameter_that_is_replaced_later():
+    def program(x):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        data_parallel(model, "dp")
+        model[1].weight = model[0].weight
+        model(x).sum().backward()
+
+    with pytest.raises(RankError, match=r"1\.weight.: this parameter is gone"):
+        run(program, Mesh(dp=2), torch.ones(4, 5))

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -33,6 +35,111 @@ def across_first(ops: Any) -> Callable:
 def test_gathering_across_first_passes():
     expect(check_gather_all(across_first(tt)), True, "Every row crosses to each other node once.")
     expect(check_gather_all(across_first(tj), "jax"), True, "Every row crosses to each other node once.")
+
+
+def in_the_ranks_order(rows: torch.Tensor) -> torch.Tensor:
+    """Sort rows that are ordered by GPU and then by node."""
+    by_gpu = rows.reshape(tt.axis_size("gpu"), tt.axis_size("node"), -1)
+    return by_gpu.swapaxes(0, 1).reshape(rows.shape)
+
+
+def by_hops(x):
+    """Both levels as rings of hops."""
+
+    def gather(x, axis):
+        pieces = [x]
+        for _ in range(tt.axis_size(axis) - 1):
+            pieces.append(tt.ring_shift(pieces[-1], axis))
+        size, index = tt.axis_size(axis), tt.axis_index(axis)
+        return torch.cat([pieces[(index - place) % size] for place in range(size)])
+
+    return in_the_ranks_order(gather(gather(x, "node"), "gpu"))
+
+
+def by_broadcasts(x):
+    """Inside a node, one GPU after the other sends what it has."""
+    rows = tt.all_gather(x, "node")
+    return in_the_ranks_order(torch.cat([tt.broadcast(rows, "gpu", gpu) for gpu in range(tt.axis_size("gpu"))]))
+
+
+def by_all_to_all(x):
+    rows = tt.all_gather(x, "node")
+    return in_the_ranks_order(tt.all_to_all(rows.repeat(tt.axis_size("gpu"), 1), "gpu", 0, 0))
+
+
+def by_regions(x):
+    """Megatron's gather: its backward pass takes the rank's own piece."""
+    return in_the_ranks_order(tt.gather_from(tt.gather_from(x, "node", 0), "gpu", 0))
+
+
+def into_place(x):
+    """Rows are written into an empty tensor."""
+    rows, nodes, gpus = tt.all_gather(tt.all_gather(x, "node"), "gpu"), tt.axis_size("node"), tt.axis_size("gpu")
+    y = torch.empty_like(rows)
+    for place in range(len(rows)):
+        y[(place % nodes) * gpus + place // nodes] = rows[place]
+    return y
+
+
+@pytest.mark.parametrize("gather_all", [by_hops, by_broadcasts, by_all_to_all, by_regions, into_place])
+def test_other_right_ways_pass(gather_all: Callable):
+    expect(check_gather_all(gather_all), True)
+
+
+def padded_inside(x):
+    """Across first, then the rows of a node are added to zeros: right numbers, and twice the bytes."""
+    rows = tt.all_gather(x, "node")  # row k from node k
+    places = torch.arange(tt.axis_size("node")) * tt.axis_size("gpu") + tt.axis_index("gpu")
+    y = rows.new_zeros(tt.axis_size("node") * tt.axis_size("gpu"), rows.shape[1])
+    return tt.all_reduce(y.index_put((places,), rows), "gpu")
+
+
+def padded_across(x):
+    mine = x.new_zeros(tt.axis_size("node"), x.shape[1]).index_put((torch.tensor([tt.axis_index("node")]),), x)
+    return in_the_ranks_order(tt.all_gather(tt.all_reduce(mine, "node"), "gpu"))
+
+
+def padded(x):
+    """One all_reduce over all ranks."""
+    num_ranks = tt.axis_size(("node", "gpu"))
+    mine = x.new_zeros(num_ranks, x.shape[1]).index_put((torch.tensor([tt.axis_index(("node", "gpu"))]),), x)
+    return tt.all_reduce(mine, ("node", "gpu"))
+
+
+def padded_inside_in_jax(x):
+    rows, gpus = tj.all_gather(x, "node"), tj.axis_size("gpu")
+    y = jnp.zeros((len(rows), gpus, x.shape[1])).at[:, tj.axis_index("gpu")].set(rows)
+    return tj.all_reduce(y, "gpu").reshape(-1, x.shape[1])
+
+
+NO_GRADIENT = "the result is right, but it has no gradient: something cuts it off from the arguments"
+
+
+@pytest.mark.parametrize(
+    ("gather_all", "hints"),
+    [
+        (padded_inside, ("a GPU sends 8 rows inside its node, where 4 would do", "adding them to zeros")),
+        (padded_across, ("a GPU sends 2 rows over axes other than gpu, where 1 would do", "adding them to zeros")),
+        (padded, ("a GPU sends 10 rows over axes other than gpu, where 1 would do", "adding them to zeros")),
+        (lambda x: tt.all_gather(across_first(tt)(x), "gpu")[: tt.axis_size(("node", "gpu"))], ("already there",)),
+        (lambda x: across_first(tt)(x.detach()), (NO_GRADIENT,)),
+        (lambda x: across_first(tt)(x).detach(), (NO_GRADIENT,)),
+        (lambda x: across_first(tt)(x).data, (NO_GRADIENT,)),
+        (lambda x: across_first(tt)(x / 5 + x.detach() * 4 / 5), ("but the gradient of x is not",)),
+    ],
+    ids=["padded inside", "padded across", "padded", "twice inside", "detached first", "detached", "data", "a fifth"],
+)
+def test_a_gather_of_another_kind_is_refused(gather_all: Callable, hints: tuple[str, ...]):
+    expect(check_gather_all(gather_all), False, *hints)
+
+
+def test_a_gather_of_another_kind_is_refused_in_jax():
+    expect(check_gather_all(padded_inside_in_jax, "jax"), False, "a GPU sends 8 rows inside its node, where 4 would do")
+
+    def stopped(x):
+        return across_first(tj)(jax.lax.stop_gradient(x))
+
+    expect(check_gather_all(stopped, "jax"), False, "but the gradient of x is not")
 
 
 @pytest.mark.parametrize(

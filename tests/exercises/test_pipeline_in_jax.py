@@ -65,6 +65,105 @@ def test_known_mistakes(mistake: str, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
+def python_loop(sends_last: bool, too_many: int = 0):
+    """The pipeline without a scan. XLA removes what nothing depends on, so a tick too many costs nothing here."""
+
+    def my_pipeline(w, xs):
+        r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+        message, ys = jnp.zeros_like(xs[0]), []
+        num_ticks = m + last + too_many
+        for t in range(num_ticks):
+            ys.append(jnp.tanh(jnp.where(r == 0, xs[min(t, m - 1)], message) @ w[0]))
+            if t < num_ticks - 1 or sends_last:
+                message = tj.ppermute(ys[-1], "pp", [(i, i + 1) for i in range(last)])
+        return tj.all_reduce(jnp.where(r == last, jnp.stack(ys[last : last + m]), 0), "pp")
+
+    return my_pipeline
+
+
+def first_tick_alone(too_many: int = 0):
+    """The first tick is before the loop, whose ticks begin with an exchange: the last tick sends nothing."""
+
+    def my_pipeline(w, xs):
+        r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+
+        def tick(y, t):
+            message = tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)])
+            y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+            return y, y
+
+        first = jnp.tanh(xs[0] @ w[0])
+        _, ys = jax.lax.scan(tick, first, jnp.arange(1, m + last + too_many))
+        ys = jnp.concatenate([first[None], ys])[last : last + m]
+        return tj.all_reduce(jnp.where(r == last, ys, 0), "pp")
+
+    return my_pipeline
+
+
+def fori_loop(w, xs):
+    """The pipeline as a loop that carries its outputs."""
+    r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+
+    def tick(t, carry):
+        message, ys = carry
+        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+        ys = ys.at[jnp.where(t < last, m, t - last)].set(y)
+        return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), ys
+
+    ys = 0 * jnp.tanh(xs @ w[0])
+    _, ys = jax.lax.fori_loop(0, m + last, tick, (ys[0], ys))
+    return tj.all_reduce(jnp.where(r == last, ys, 0), "pp")
+
+
+def receives_first(w, xs):
+    """A tick begins with the exchange: the first one carries nothing."""
+    r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+
+    def tick(y, t):
+        message = tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)])
+        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+        return y, y
+
+    _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0]), jnp.arange(m + last))
+    return tj.all_reduce(jnp.where(r == last, ys[last:], 0), "pp")
+
+
+def idles(w, xs):
+    """A rank that has no microbatch computes nothing."""
+    r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
+    nothing = 0 * jnp.tanh(xs[0] @ w[0])
+
+    def tick(message, t):
+        x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
+        y = jax.lax.cond((t >= r) & (t < r + m), lambda: jnp.tanh(x @ w[0]), lambda: nothing)
+        return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
+
+    _, ys = jax.lax.scan(tick, nothing, jnp.arange(m + last))
+    return tj.all_reduce(jnp.where(r == last, ys[last:], 0), "pp")
+
+
+OTHER_FORMS = [
+    python_loop(sends_last=False),
+    python_loop(sends_last=True),
+    python_loop(sends_last=True, too_many=1),
+    first_tick_alone(),
+    fori_loop,
+    receives_first,
+    idles,
+]
+
+
+@pytest.mark.parametrize("my_pipeline", OTHER_FORMS)
+def test_other_forms_of_the_loop(my_pipeline: Any):
+    verdict = check_pipeline(my_pipeline)
+    assert verdict.passed, verdict
+
+
+def test_an_unused_tick_is_too_slow():
+    verdict = check_pipeline(first_tick_alone(too_many=1))
+    assert verdict.passed is False and "it takes 9 ticks, where 8 would do" in verdict.text, verdict
+
+
 ROW = "ys.at[t].set(y)"
 
 
@@ -162,6 +261,26 @@ def test_a_pause_between_the_rounds_is_too_slow():
 
     verdict = check_loop(my_loop)
     assert verdict.passed is False and "exchange messages 12 times, where 10 would do" in verdict.text, verdict
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_an_unused_tick_around_the_ring_is_too_slow(too_many: int):
+    def my_loop(w, xs):
+        r, p = tj.axis_index("pp"), tj.axis_size("pp")
+
+        def tick(y, t):
+            message = tj.ppermute(y, "pp", [(i, (i + 1) % p) for i in range(p)])
+            y = one_matrix(w[0], (t - r) // p, jnp.where((r == 0) & (t < p), xs[t % p], message))
+            return y, y
+
+        first = one_matrix(w[0], 0, xs[0])
+        _, ys = jax.lax.scan(tick, first, jnp.arange(1, 3 * p - 1 + too_many))
+        ys = jnp.concatenate([first[None], ys])[2 * p - 1 : 3 * p - 1]
+        return tj.all_reduce(jnp.where(r == p - 1, ys, 0), "pp")
+
+    verdict = check_loop(my_loop)
+    assert verdict.passed is not bool(too_many), verdict
+    assert ("it takes 12 ticks, where 11 would do" in verdict.text) is bool(too_many), verdict
 
 
 def test_all_microbatches_in_one_message_are_no_pipeline():

@@ -136,8 +136,9 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
 
 
 FOUR = Mesh(pp=4)
-MANY_ROWS = 64
-"""Rows of a microbatch with which choosing a matrix, even by a matmul, is little work beside multiplying with it."""
+MANY_ROWS = 20
+"""Rows of a microbatch with which choosing a matrix, even by a matmul, is little work beside multiplying with it. The
+trace still keeps the values of such a microbatch."""
 
 
 def _in_ticks(fn: Callable[..., Any], exercise: Exercise, exchanges: int, too_slow: str, too_much: str) -> Verdict:
@@ -151,7 +152,7 @@ def _in_ticks(fn: Callable[..., Any], exercise: Exercise, exchanges: int, too_sl
     if not verdict.passed:
         return verdict
     took = _exchanges(traces)
-    matmuls = _matmuls_in_a_tick(fn, exercise) if exchanges <= took <= exchanges + 1 else 0
+    ticks, matmuls = _ticks(fn, exercise) if exchanges <= took <= exchanges + 1 else (0, 0)
     if took < exchanges:
         fault = (
             f"on {FOUR} the ranks exchange messages only {took} times. A pipeline needs at least {exchanges}.\n"
@@ -161,38 +162,52 @@ def _in_ticks(fn: Callable[..., Any], exercise: Exercise, exchanges: int, too_sl
         fault = f"on {FOUR} the ranks exchange messages {took} times, where {exchanges} would do.\n{too_slow}"
     elif matmuls > 1:
         fault = f"on {FOUR} a rank does {matmuls} matmuls per tick, where one stage needs 1.\n{too_much}"
+    elif ticks > exchanges + 1:
+        fault = (
+            f"on {FOUR} it takes {ticks} ticks, where {exchanges + 1} would do.\nIn one of them no rank computes "
+            "anything that is needed, and all ranks take the time for it: the bubble is longer. Leave it out."
+        )
     else:
         return verdict
     return Verdict(False, f"{exercise.name}: the numbers are right, but {fault}")
 
 
 def _exchanges(traces: list[Trace]) -> int:
-    """In how many rounds something is sent, in the forward pass on four ranks, which comes first; 0 without one."""
+    """How often a rank sends something, in the forward pass on four ranks, which comes first; 0 without one."""
     trace = next((trace for trace in traces if trace.mesh == FOUR), None)
-    return len({event.step for event in trace.events if event.kind == "send"}) if trace else 0
+    return max(len(trace.select(rank=rank, kind="send").events) for rank in FOUR.ranks) if trace else 0
 
 
-def _matmuls_in_a_tick(fn: Callable[..., Any], exercise: Exercise) -> int:
-    """The most matmuls of a stage's size that a rank does between two exchanges; a batched one counts several times.
+def _ticks(fn: Callable[..., Any], exercise: Exercise) -> tuple[int, int]:
+    """In how many ticks a rank does a matmul of a stage's size, and the most of them that a rank does in one tick; a
+    batched one counts several times.
 
-    What it does before the first exchange does not count: there it may compute an output only to know its shape.
+    A rank's tick ends when it sends. What it does before that for the first time does not count if rank 0 does not send
+    its result: there the program may compute an output only to know its shape.
     """
     from tplab.jax import run
 
     tensors = exercise.tensors(np.random.default_rng(0), FOUR)
     tensors = {**tensors, "xs": np.repeat(tensors["xs"], MANY_ROWS, axis=1)}
     arrays = [array.astype(np.float32) for array in tensors.values()]
-    trace = run(fn, FOUR, *arrays, in_specs=tuple(exercise.specs.values()), cluster="h100", keep_values=0).trace
-    of_a_stage, most = 2 * ROWS * MANY_ROWS * WIDTH**2, 0
+    trace = run(fn, FOUR, *arrays, in_specs=tuple(exercise.specs.values()), cluster="h100").trace
+    output = np.tanh(tensors["xs"][0] @ tensors["w"].reshape(-1, WIDTH, WIDTH)[0])
+    first = trace.select(rank=0, kind="send").events[0].values
+    has_begun = first is not None and np.allclose(first, output, atol=1e-4)
+    of_a_stage, most, longest = 2 * ROWS * MANY_ROWS * WIDTH**2, 0.0, 0
     for rank in FOUR.ranks:
-        flops, has_exchanged = 0, False
+        stages, num_sent, has_exchanged, ticks = 0.0, 0, False, set[int]()
         for event in trace.select(rank=rank).events:
-            if event.op == "dot_general" and has_exchanged:
-                flops += event.flops
-                most = max(most, flops)
-            elif event.op == "ppermute":
-                flops, has_exchanged = 0, True
-    return round(most / of_a_stage)
+            if event.op == "dot_general":
+                stages += event.flops / of_a_stage
+                most = max(most, stages if has_exchanged else 0)
+                if round(stages) and (num_sent or has_begun):
+                    ticks.add(num_sent)
+            elif event.kind in ("send", "receive"):
+                stages, has_exchanged = 0.0, True
+                num_sent += event.kind == "send"
+        longest = max(longest, len(ticks) if num_sent else 0)
+    return longest, round(most)
 
 
 # --- the exercise: twice around the ring -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tplab.data.buckets import BUCKET_BYTES, Bucket
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
 from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
-from tplab.torch.data.parameters import Model, state_of, trainable
+from tplab.torch.data.parameters import Key, Model, Named, state_of, text, trainable
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.ranks.rank import this_rank
 
@@ -58,19 +59,28 @@ _REENTRANT = (
 
 
 class DataParallel:
-    """Gradients that leave during the backward pass. `data_parallel` returns this."""
+    """Gradients that leave during the backward pass. `data_parallel` returns this.
+
+    The parameters' hooks keep it alive, and it does not keep the parameters alive: Python's garbage collector cannot
+    free a cycle that runs through a hook of this kind, as torch refers to the hooks twice.
+    """
 
     def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
         this_rank().place(axis)
-        self._named, self._axis, self._find_unused = trainable(parameters), axis, find_unused
-        self.buckets: tuple[Bucket, ...] = plan_of(self._named, bucket_bytes)
-        self._bucket_of = {self._named[i][1]: n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
+        named = trainable(parameters)
+        self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
+        self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes)
+        self._bucket_of = {id(named[i][1]): n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
         self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
         self._flights: list[Handle] = []
         self._is_paused = False
         if from_first:
             _copy_from_first(parameters, axis)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for _, p in self._named]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for _, p in named]
+
+    @property
+    def _named(self) -> Named:
+        return [(key, _still_there(key, held())) for key, held in self._parameters]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -92,8 +102,9 @@ class DataParallel:
             self._send_ready()
             if self._find_unused:  # after the buckets, which other ranks may have sent already
                 used = used_anywhere(self._named, self._axis)
+            named = self._named
             for bucket, flight in zip(self.buckets, self._flights):
-                keep_mean(bucket, self._named, flight.wait(), used)
+                keep_mean(bucket, named, flight.wait(), used)
         finally:
             self._missing, self._flights = [], []
 
@@ -109,7 +120,7 @@ class DataParallel:
         if not self._missing:
             self._missing = [len(bucket.pieces) for bucket in self.buckets]
             at_end_of_pass(self.wait)
-        self._missing[self._bucket_of[parameter]] -= 1
+        self._missing[self._bucket_of[id(parameter)]] -= 1
         self._send_ready()
 
     def _send_ready(self) -> None:
@@ -118,7 +129,15 @@ class DataParallel:
             self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named, self._axis))
 
     def __repr__(self) -> str:
-        return f"DataParallel of {len(self._named)} parameters in {len(self.buckets)} buckets along {self._axis!r}"
+        return f"DataParallel of {len(self._parameters)} parameters in {len(self.buckets)} buckets along {self._axis!r}"
+
+
+def _still_there(key: Key, parameter: Tensor | None) -> Tensor:
+    if parameter is None:
+        raise ValueError(
+            f"{text(key)}: this parameter is gone; call data_parallel once the model has all its parameters"
+        )
+    return parameter
 
 
 @torch.no_grad()
