@@ -110,6 +110,13 @@ class _Blame:
                 "them, or not those of every microbatch. Average them before the optimizer's step, or let the last "
                 "microbatch be the one that DistributedDataParallel synchronises"
             )
+        elif self.case.is_on_several_stages:
+            cause = (
+                f"several stages hold {named(self.names)}, as they do a tied embedding, and each has only the gradient "
+                "of its own use: after the backward pass, add up the gradients of these copies over the ranks that hold "
+                "them"
+            )
+            return self.case.fault(cause, "tied", where=self.case.step)
         elif line := self._of_the_others():
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
