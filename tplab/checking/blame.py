@@ -113,8 +113,8 @@ class _Blame:
         elif self.case.is_on_several_stages:
             cause = (
                 f"several stages hold {named(self.names)}, as they do a tied embedding, and each has only the gradient "
-                "of its own use: after the backward pass, add up the gradients of these copies over the ranks that hold "
-                "them"
+                "of its own use: after the backward pass, add up the gradients of these copies over the ranks that "
+                "hold them"
             )
             return self.case.fault(cause, "tied", where=self.case.step)
         elif line := self._of_the_others():
