@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tplab.checking.recording import Step
 from tplab.checking.samples import compare_samples
@@ -83,3 +84,126 @@ def test_compiled_programs_are_compared_as_they_are_written(tmp_path: Path):
     report = same_model(path, ranks=2)
     assert (report.verdict, report.findings) == ("same", ()), str(report)
     assert sum("torch.compile" in note for note in report.notes) == 1
+
+
+def test_the_longest_row_of_a_microbatch_loses_its_last_token_as_an_input():
+    """Inputs are all tokens but the last; of the shorter rows that is padding. A mask has other lengths, too."""
+
+    def inputs(rows: list[int]) -> Step:
+        x = padded(rows, 0)[:, :-1]
+        return Step(samples=[{"0": x, "mask": x == 0}])
+
+    found = compare_samples([inputs([0, 2]), inputs([1, 3])], [inputs([0, 1, 2, 3])])
+    assert (found.kind, found.is_padded) == ("same", True), found.words
+    found = compare_samples([inputs([0, 2]), inputs([0, 2])], [inputs([0, 1, 2, 3])])
+    assert (found.kind, found.factor) == ("duplicates", 0.5), found.words
+
+
+HEAD = """\
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+def average(model):
+    for p in model.parameters():
+        gradient = p.grad.coalesce() if p.grad.is_sparse else p.grad
+        dist.all_reduce(gradient)
+        p.grad = gradient / world
+"""
+PADDED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 9)
+
+    def forward(self, x, is_padding):
+        return self.head(self.rnn(self.embed(x))[0])
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = [torch.randint(1, 9, (length,)) for length in (4, 7, 5, 3)]
+tokens = nn.utils.rnn.pad_sequence(rows[rank::world], batch_first=True)
+x, y = tokens[:, :-1], tokens[:, 1:].flatten()
+losses = F.cross_entropy(model(x, x == 0).flatten(0, 1), y, reduction="none") * (y != 0)
+count = (y != 0).sum()
+dist.all_reduce(count)
+(losses.sum() * world / count).backward()
+average(model)
+optimizer.step()
+"""
+OWN_DATA = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(10 + rank)
+for step in range(2):
+    x, y = torch.randn(8 // world, 4), torch.randn(8 // world, 1)
+    optimizer.zero_grad()
+    {loss}.backward()
+    average(model)
+    optimizer.step()
+"""
+SPARSE = """
+model = nn.EmbeddingBag(12, 3, sparse=True, mode="mean")
+optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+model(torch.randint(12, (8, 4))[rank::world]).square().mean().backward()
+average(model)
+optimizer.step()
+"""
+EMA = """
+model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+average_of_steps = copy.deepcopy(model).requires_grad_(False)
+parameters = list(model.parameters())
+optimizer = torch.optim.Adam(parameters[rank::world], lr=0.1)
+
+def update():
+    with torch.no_grad():
+        for mean, p in zip(average_of_steps.parameters(), model.parameters()):
+            mean.mul_(0.9).add_(p, alpha=0.1)
+
+for step in range(2):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[rank::world]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    average(model)
+    optimizer.step()
+    {before}
+    for number, p in enumerate(parameters):
+        dist.broadcast(p.data, number % world)
+    {after}
+"""
+UNUSUAL = {
+    "rows padded to the longest of their microbatch": PADDED,
+    "data of its own on each rank, and a loss that is a module": OWN_DATA.format(loss="nn.MSELoss()(model(x), y)"),
+    "the same with another loss": OWN_DATA.format(loss="nn.HuberLoss()(model(x), y)"),
+    "sparse gradients": SPARSE,
+    "a moving average of weights that ranks own": EMA.format(before="", after="update()"),
+    "one on rank 0 only": EMA.format(before="", after="if rank == 0: update()"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_unusual_and_right(name: str, tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + UNUSUAL[name])
+    report = same_model(path, ranks=2)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+def test_data_that_the_reference_is_not_given_are_no_fault(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + OWN_DATA.format(loss="(model(x) - y).square().mean()"))
+    report = same_model(path, ranks=2)
+    assert (report.verdict, report.findings) == ("not compared", ()), str(report)
+    assert "not what the loss at train.py:21 compares with" in report.reason, report.reason
+
+
+def test_an_average_of_weights_that_have_not_arrived_is_named(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + EMA.format(before="update()", after=""))
+    first = same_model(path, ranks=2).first
+    assert first is not None and (first.what, first.step) == ("parameters", 0), str(first)
+    assert first.where == "train.py:23" and "moving average" in first.cause, str(first)

@@ -182,3 +182,12 @@ def test_what_ddp_sends_around_is_the_same_on_every_rank(tmp_path, is_right):
     assert types is not None
     found = [(fault.op, fault.words.split(" is the same")[0]) for fault in types.faults]
     assert found == [("gradient", "Linear.weight [3, 4]")] * (not is_right)
+
+
+@pytest.mark.parametrize("square", [lambda y: y.square(), lambda y: y**2, lambda y: y.pow(3)])
+def test_a_square_is_called_one(square):
+    def program(x, w):
+        return square(x.T @ x)
+
+    (fault,) = types_of(program).faults
+    assert fault.words.startswith("pow of" if square(2 * torch.ones(())) == 8 else "square of"), fault.words

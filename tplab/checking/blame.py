@@ -6,13 +6,13 @@ import numpy as np
 
 from tplab.checking.case import Case
 from tplab.checking.causes import thread
-from tplab.checking.clipping import clipped, early_clip, is_clipped
+from tplab.checking.clipping import clipped, early_clamp, early_clip, is_clipped
 from tplab.checking.factors import divided_alone, scaled
 from tplab.checking.facts import Facts, Found
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.parts_of_loss import are_means_of_parts
 from tplab.checking.same_model import Finding, named
-from tplab.checking.sends import line_of_buckets, mixing
+from tplab.checking.sends import line_of_buckets, lines_of_reduction, mixing
 from tplab.units import plain, ranks_text
 
 
@@ -81,6 +81,8 @@ class _Blame:
             return self._batch_norm()
         if self.facts.line("early clip") and kind in ("by rank", "weights", "other"):
             return early_clip(self.case)
+        if self.facts.line("early clamp") and kind in ("by rank", "weights", "other"):
+            return early_clamp(self.case)
         if line := mixing(self.facts, self.names):
             return self._mixed(line)
         is_divided = kind == "scaled" and factor is not None and divided_alone(self.case, factor)
@@ -108,6 +110,13 @@ class _Blame:
                 "them, or not those of every microbatch. Average them before the optimizer's step, or let the last "
                 "microbatch be the one that DistributedDataParallel synchronises"
             )
+        elif self.case.is_on_several_stages:
+            cause = (
+                f"several stages hold {named(self.names)}, as they do a tied embedding, and each has only the gradient "
+                "of its own use: after the backward pass, add up the gradients of these copies over the ranks that "
+                "hold them"
+            )
+            return self.case.fault(cause, "tied", where=self.case.step)
         elif line := self._of_the_others():
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
@@ -135,7 +144,7 @@ class _Blame:
         """Where gradients are added up, where every rank saw samples of its own and these gradients are left out."""
         if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
-        return line_of_buckets(self.facts)
+        return next(iter(lines_of_reduction(self.facts, self.case.others)), "") or line_of_buckets(self.facts)
 
     def _missing(self) -> Finding:
         cause = (

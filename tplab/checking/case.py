@@ -74,6 +74,14 @@ class Case:
         return any(self.facts.holds_differ(name, range(self.facts.num_ranks)) for name in self.names)
 
     @property
+    def is_on_several_stages(self) -> bool:
+        """Whether several ranks hold these parameters whole, and every other parameter is on one rank alone."""
+        held = {name: {rank for rank, _, _ in self.facts.holders(name)} for name in self.facts.reference.order}
+        are_copies = not self.is_split and all(len(held[name]) > 1 for name in self.names)
+        others = [held[name] for name in self.others]
+        return are_copies and all(len(ranks) == 1 for ranks in others) and len(set().union(*others)) > 1
+
+    @property
     def is_in_stages(self) -> bool:
         """Whether each parameter is whole, and on one of several ranks, and a step has several microbatches."""
         facts, steps = self.facts, self.facts.mine

@@ -14,6 +14,7 @@ THREADS: Mapping[str, str] = {
     "means": "huggingface/transformers/pull/35207",
     "backward": "huggingface/diffusers/issues/11941",
     "experts": "NVIDIA/Megatron-LM/pull/5956",
+    "tied": "NVIDIA/Megatron-LM/issues/7452",
     "norm": "pytorch/pytorch/issues/88621",
     "copies in norm": "NVIDIA-NeMo/RL/pull/3788",
     "microbatches": "NVIDIA-NeMo/Automodel/pull/3530",

@@ -53,3 +53,12 @@ def early_clip(case: Case) -> Finding:
     words, where = "each rank's own, from before the gradients are averaged", case.facts.line("early clip")
     lines = [*case.lines, case.facts.line("scale")]
     return case.facts.fault("norm", "", words, None, where, cause, thread=thread("norm"), lines=lines)
+
+
+def early_clamp(case: Case) -> Finding:
+    """By value, before gradients are averaged."""
+    cause = (
+        "each rank clips the elements of its own gradients, and they are averaged after that: average first, so that "
+        "what is clipped is the gradient of the whole batch"
+    )
+    return case.fault(cause, "", "clipped by value before they are averaged", case.facts.line("early clamp"))

@@ -90,7 +90,7 @@ class Diagnosis:
                     self._collect(log(self.facts))
         except OtherSamples as error:
             reason = str(error)
-        if self.findings and self.findings[0].what not in _CERTAIN and (chance := self._of_chance()):
+        if self.findings and self.findings[0].what not in _CERTAIN and (chance := self._of_chance() or self._not_fed()):
             self.findings, reason = [], chance
             self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
         self.notes.append(self._about_rounding())
@@ -110,6 +110,18 @@ class Diagnosis:
             f"the model draws random numbers at {unlike[0]}{seeded}, and the reference draws others: "
             f"{self.findings[0].title} may differ because of them ({self.findings[0].text_of_factor}). Draw them with "
             "torch for each sample, or for the whole batch from one seed before the model is called"
+        )
+
+    def _not_fed(self) -> str:
+        """Why a difference may come from data that the reference was not given; "" if it was given all."""
+        step = self.facts.mine[0]
+        if not self.is_fed or step.targets or not step.losses:
+            return ""
+        return (
+            "the reference was given what the model is called with, as each rank draws its own, and not what the loss "
+            f"at {step.losses[0][1]} compares with: {self.findings[0].title} may differ because of that "
+            f"({self.findings[0].text_of_factor}). Use one of torch's loss functions, or draw the whole batch from one "
+            "seed and cut it"
         )
 
     def _compare_step(self) -> None:

@@ -55,11 +55,13 @@ def divided_alone(case: Case, factor: float) -> str:
 
 def _scaled_loss(case: Case, factor: float, words: str) -> Finding:
     """The loss is the same multiple."""
-    facts, batches = case.facts, max(len(step.losses) for step in case.facts.mine)
+    facts = case.facts
+    batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
     mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
-    of_batches = batches > 1 and any(_is(factor, x) for x in (batches, 1 / batches, 1 / batches**2))
-    causes = list(_causes_of_batches(factor, batches)) if of_batches else []
-    if not of_batches or (_is(factor, facts.num_ranks) and case.made.scaling(1 / batches)):
+    is_more = batches > theirs > 1 and _is(factor, batches / theirs)  # the reference's count in full, too
+    of_batches = is_more or (batches > 1 and any(_is(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
+    causes = list(_causes_of_batches(factor, batches, theirs)) if of_batches else []
+    if not of_batches or (not is_more and _is(factor, facts.num_ranks) and case.made.scaling(1 / batches)):
         causes.append(_OF_RANKS[factor > 1])
     elif _is(factor, 1 / facts.num_ranks) and not case.made.scaling(1 / batches):
         causes = [_OF_RANKS[False]]
@@ -80,11 +82,12 @@ _OF_RANKS = {
 }
 
 
-def _causes_of_batches(factor: float, batches: int) -> Iterator[str]:
+def _causes_of_batches(factor: float, batches: int, theirs: int) -> Iterator[str]:
     if factor < 1:
         yield f"the loss of each of {batches} microbatches is divided by their number twice: divide it once"
     else:
-        yield f"the loss of each of {batches} accumulated microbatches counts in full: divide it by their number"
+        of = f" ({theirs} in the reference)" if theirs > 1 else ""
+        yield f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"
 
 
 def _scaled_some(case: Case, factor: float, words: str) -> Finding:
@@ -102,7 +105,7 @@ def _scaled_some(case: Case, factor: float, words: str) -> Finding:
             "the expert"
         )
         return case.fault(cause, "experts", words, where)
-    if case.is_added_up:
+    if case.is_added_up or _is_summed_by_hand(case, factor):
         cause = (
             "these gradients are added up over ranks, and others are averaged: average all of them, as each rank's "
             "loss is a mean"
@@ -110,6 +113,13 @@ def _scaled_some(case: Case, factor: float, words: str) -> Finding:
         return case.fault(cause, "loss", words)
     cause = f"only some parameters have this factor: {_IN_BACKWARD[factor > 1]}"
     return case.fault(cause, "backward", words, where or case.in_backward)
+
+
+def _is_summed_by_hand(case: Case, factor: float) -> bool:
+    """Whether ranks that saw samples of their own add up these gradients after the backward pass, and do no more."""
+    is_own = all(len(group) == 1 for group in case.facts.copies)
+    is_sum = case.reduction in {sent.where for sent in case.facts.sent("reduction") if sent.reduction == "sum"}
+    return is_own and is_sum and not case.is_split and _is(factor, case.facts.num_ranks)
 
 
 _IN_BACKWARD = {

@@ -24,7 +24,7 @@ class Facts:
     ours      of each rank
     places    which part of the reference's parameters each rank holds
     number    of the step that is compared
-    copies    groups of ranks that saw the same samples in it
+    copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
     trails    every operation of the step; wants_trails: whether they were asked for
     """
 
@@ -34,6 +34,7 @@ class Facts:
         self.places = find_places(ours, reference.weights, reference.gradients(0))
         self.number = 0
         self.copies: Sequence[tuple[int, ...]] = ()
+        self.is_padded = False
         self.source = Source({text: place for seen in ours for text, place in seen.places.items()})
 
     @property

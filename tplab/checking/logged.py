@@ -46,6 +46,12 @@ def log(facts: Facts) -> Found:
     if _is_own(facts, wrong[0]) and not is_named:
         words, factor = f"rank {rank}'s own", None
         cause = f"rank {rank} has logged what it computed from its own samples: average it over ranks first"
+    elif is_named and factor is not None and factor > 1:
+        words = facts.sizes.words(factor)
+        cause = (
+            "training is the same, and what is logged is not: it is a sum over ranks that is divided by what one rank "
+            "has, or not at all. Divide it by the sum of the counts of all ranks"
+        )
     else:
         words = facts.sizes.words(factor) if factor else "not the reference's"
         cause = (

@@ -24,6 +24,7 @@ class Samples:
     words   the same as a sentence
     copies  groups of ranks that saw the same
     factor  how many of the reference's samples all ranks together have
+    is_padded   whether the lengths of rows differ because each microbatch is padded to its longest
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Samples:
     copies: tuple[tuple[int, ...], ...] = ()
     factor: float | None = None
     ranks: tuple[int, ...] = ()
+    is_padded: bool = False
 
     @property
     def ok(self) -> bool:
@@ -51,6 +53,11 @@ def compare_samples(ours: Sequence[Step], theirs: Sequence[Step]) -> Samples:
     results = [
         _compare({rank: found[slot] for rank, found in mine.items()}, whole[slot], copies) for slot in range(slots)
     ]
+    if padded := next((found for found in results if found.is_padded), None):  # then masks have other lengths, too
+        even = [
+            len({x.shape[1:] for found in (*mine.values(), whole) for x in found[slot]}) == 1 for slot in range(slots)
+        ]
+        results = [padded, *(found for found, is_even in zip(results, even) if is_even)]
     return next((found for found in results if not found.ok), results[0])
 
 
@@ -85,7 +92,7 @@ def _compare(
     noun, count = "token" if is_cut else "sample", wanted.total()
     if total == wanted:
         words = f"all {count} {noun}s, each on {_part(copies, count, noun)}"
-        return Samples("same", words, copies)
+        return Samples("same", words, copies, is_padded=padded is not None)
     if not total - wanted:
         return _too_few(rows, wanted, copies, noun)
     strangers = Counter({row: n for row, n in total.items() if row not in wanted})
@@ -109,7 +116,7 @@ def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndar
     every = [*whole, *(x for found in mine.values() for x in found)]
     if any(x.ndim != 2 or x.dtype.kind not in "iu" for x in every) or len({x.shape[1] for x in every}) < 2:
         return None
-    shortest = min(x.shape[1] for x in every)
+    shortest, is_known = min(x.shape[1] for x in every), False
     known: dict[int, list[np.ndarray]] = {}
     for row in (row for x in whole for row in x):
         known.setdefault(checksum(row[:shortest]), []).append(row)
@@ -119,12 +126,22 @@ def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndar
         for row in (row for x in arrays for row in x):
             like = known.get(checksum(row[:shortest]), [])
             padded = [checksum(other) for other in like if _are_but_for_padding(row, other)]
+            is_known = is_known or bool(padded)
+            padded = padded or [checksum(other) for other in like if _are_but_for_the_last(row, other)]
             if not padded:
                 return None
             chosen = min(padded, key=taken.__getitem__)  # inputs and targets are the same row, padded in two ways
             found[rank][chosen] += 1
             taken[chosen] += 1
-    return found
+    return found if is_known else None
+
+
+def _are_but_for_the_last(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether the longer of two rows has one number more, and padding: the longest row of a microbatch loses its last
+    number where inputs are all numbers but the last, and shorter ones lose padding."""
+    if len(a) > len(b):
+        a, b = b, a
+    return len(a) < len(b) and _are_but_for_padding(b[: len(a) + 1], b) and np.array_equal(a, b[: len(a)])
 
 
 def _are_but_for_padding(a: np.ndarray, b: np.ndarray) -> bool:

@@ -31,7 +31,7 @@ _CAUSES = {
 def samples(facts: Facts, may_ask: bool) -> Found:
     """Compare what models were called with. Raises NeedsSamples where `may_ask`, and OtherSamples."""
     found = compare_samples(facts.mine, facts.theirs)
-    facts.copies = found.copies
+    facts.copies, facts.is_padded = found.copies, found.is_padded
     forward = facts.line("forward")
     line = facts.line_of_data() or forward
     if found.ok:
@@ -78,7 +78,9 @@ def _one_model(facts: Facts) -> tuple[int, ...]:
 
 
 def targets(facts: Facts) -> Found:
-    """Labels may be lost where a sequence is cut."""
+    """Labels may be lost where a sequence is cut. Where rows are padded, no sequence is, and padding may count."""
+    if facts.is_padded:
+        return
     having = {rank: step.targets for rank, step in enumerate(facts.mine) if step.targets}
     by_samples = [having[group[0]] for group in facts.copies if group[0] in having]
     by_content = {tuple(id(values) for values, _, _ in found): found for found in having.values()}

@@ -76,7 +76,7 @@ class Trails:
         found, waiting, known = list[int](), [trail.end], set[int]()
         while waiting:
             number = waiting.pop()
-            if number in known or self._is_right(trail.ops[number]):
+            if number in known or (number != trail.end and self._is_right(trail.ops[number])):
                 continue
             known.add(number)
             wrong = [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]

@@ -119,7 +119,7 @@ def parameters(facts: Facts) -> Found:
             if piece is None or piece.values.shape != want.shape:
                 continue
             gap = np.abs(piece.values - want) - place.take(reference.slack_of_parameter(name, number))
-            if gap.max(initial=0) > 0:
+            if gap.max(initial=0) > 0 and not _is_kept_elsewhere(facts, name, rank, mine):
                 if not wrong:
                     first = rank, float(piece.values.flat[gap.argmax()]), float(want.flat[gap.argmax()])
                 wrong.setdefault(name, set()).add(rank)
@@ -144,10 +144,28 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
+    if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
+        factor, words = None, "not the reference's, though no optimizer updates it"
+        cause = (
+            "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
+            "rank has the new parameters, and from the same ones on all ranks"
+        )
+        mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
+        after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
     yield facts.fault(
         "parameters", names[0], words, factor, after[0] if after else line, cause,
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
     )  # fmt: skip
+
+
+def _is_kept_elsewhere(facts: Facts, name: str, rank: int, mine: str) -> bool:
+    """Whether no optimizer has a parameter, and this rank leaves its own as it was: another one keeps the average."""
+    number = facts.number
+    seen = facts.ours[rank]
+    if any(name in step.settings for step in facts.theirs) or f"parameter {mine}" in seen.steps[number].lines:
+        return False
+    before = (seen.steps[number - 1].parameters if number else seen.weights).get(mine)
+    return before is not None and same(seen.steps[number].parameters[mine].values, before.values)
 
 
 def buffers(facts: Facts) -> Found:

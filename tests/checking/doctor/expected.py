@@ -21,7 +21,7 @@ class Wrong:
 
     what     what is wrong first, in the order of a training step; where it may be told in several ways, all of them
     factor   what it is to what it should be, where that is one number; otherwise in words
-    lines    lines of the script that a report may blame, the best one first: the text of each
+    lines    the line at fault, which a report names; then others that have to do with it: the text of each
     cause    words, one of which says what was done
     thread   where it was met, or a like case of it; empty for what is met all the time
     seen     the wrong quantity in a run; of the reference it gives the right one, unless `wanted` does

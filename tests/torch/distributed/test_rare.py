@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.torch.distributed.test_collectives import on
 from tplab.errors import RankError
+from tplab.torch import LiveBytes
 
 SOON = timedelta(seconds=0.2)
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -53,6 +54,24 @@ def test_gradients_of_an_embedding():
         return gradient.to_dense()[:, 0]
 
     assert [found.tolist() for found in on(3, program).per_rank] == [[1, 1, 1, 0, 0, 3]] * 3
+
+
+def test_gradients_of_an_embedding_in_distributed_data_parallel():
+    def program() -> Tensor:
+        table = torch.nn.Embedding.from_pretrained(torch.ones(6, 2), freeze=False, sparse=True)
+        model = torch.nn.parallel.DistributedDataParallel(table)
+        model(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        gradient: Any = table.weight.grad
+        return gradient.to_dense()[:, 0]
+
+    assert [found.tolist() for found in on(2, program).per_rank] == [[0.5, 0.5, 0, 0, 0, 1]] * 2
+
+
+def test_sparse_gradients_are_left_out_where_live_bytes_are_counted():
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    with LiveBytes():
+        table(torch.tensor([1, 5])).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp.AVG], ids=str)

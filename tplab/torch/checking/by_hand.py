@@ -1,5 +1,5 @@
-"""What a script computes outside of autograd's graph: it draws samples, shifts labels, takes the norm of its gradients
-and scales them."""
+"""What a script computes outside of autograd's graph: it draws samples, shifts labels, takes the norm of its gradients,
+scales and clips them, and keeps averages of its weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat
 _IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
 _SCALES = _IN_PLACE | {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "multiply", "divide"}
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist"}
+_CHANGES = {"forward": "buffer", "after": "parameter"}
+"""What a script may change by hand, and when."""
+_CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 _LINE = "_tplab_shifted_at"
 
 
@@ -39,10 +42,12 @@ class ByHand:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         if name in _DRAWS and isinstance(found, Tensor):
             self._origins.draw(len(found) if found.dim() else 0)
-        elif moment == "forward" and name.endswith("_") and not name.endswith("__") and isinstance(first, Tensor):
-            kind, names = self._names.at(address_of(first))
-            step.lines |= {f"buffer {one}": self._origins.here() for one in names if kind == "buffer"}
-        elif moment == "reduction" and (name in _SCALES or name in _NORMS):
+        elif moment in _CHANGES and name.endswith("_") and not name.endswith("__"):
+            for x in first if isinstance(first, list | tuple) else [first]:
+                kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
+                if kind == _CHANGES[moment]:
+                    step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
+        elif moment == "reduction" and (name in _SCALES | _NORMS | _CLAMPS):
             self._reduce(name, args, found, step, inside)
         else:
             self._shift(name, first, found)
@@ -71,6 +76,9 @@ class ByHand:
             return
         x = many[0]
         if x.device.type != "cpu" or self._names.at(address_of(x))[0] != "gradient":
+            return
+        if name in _CLAMPS:
+            step.lines["clamp"] = self._origins.here()
             return
         chain = this_rank().lines.chain()
         line = chain[0][1] if chain else ""

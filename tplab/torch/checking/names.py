@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tplab.torch.private import local_of
@@ -140,8 +141,9 @@ class Names:
 
 
 def address_of(x: Tensor) -> int:
-    """Where the memory of this rank's part of a tensor begins."""
-    return local_of(x).untyped_storage().data_ptr()
+    """Where the memory of this rank's part of a tensor begins. A sparse tensor has several: it has a number instead."""
+    x = local_of(x)
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 
 
 def unwrapped(name: str) -> str:

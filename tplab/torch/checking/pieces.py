@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tplab.checking.recording import Piece, some_of
 from tplab.torch.private import local_of, pytree, start_of, transform, untransformed, without_transforms
@@ -23,10 +23,15 @@ def array_of(x: Tensor) -> np.ndarray:
 
 
 def _as_array(x: Tensor) -> np.ndarray:
-    x = local_of(x).detach().to("cpu")
+    x = dense(local_of(x).detach()).to("cpu")
     if x.dtype in (torch.bfloat16, torch.float16):
         x = x.float()
     return x.contiguous().clone().numpy()
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor itself, unless it is sparse."""
+    return x if x.layout is torch.strided else x.to_dense()
 
 
 def piece_of(x: Tensor, once: Callable[[Tensor], np.ndarray]) -> Piece:
@@ -51,8 +56,7 @@ def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 def sampled(gradient: Tensor) -> np.ndarray:
     """A few elements of this rank's part of a gradient."""
-    x = local_of(gradient).detach()
-    x = (x.to_dense() if x.layout is not torch.strided else x).reshape(-1)
+    x = dense(local_of(gradient).detach()).reshape(-1)
     return x[torch.from_numpy(some_of(x.numel()))].double().numpy()
 
 
@@ -60,6 +64,12 @@ def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
     """What a model is called with, by place or name: tensors that nothing has computed with gradients."""
     pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
     return {_name(path): x for path, x in pairs if _is_data(x)}
+
+
+def is_loss(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a module only compares what a model has computed: what else it is called with are no samples."""
+    has_own = next(module.parameters(), None) is not None
+    return not has_own and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
 
 
 def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:

@@ -43,13 +43,15 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found, name = func(*args, **kwargs), getattr(func, "__name__", "")
-        if name not in _SILENT and not self._inside and self._is_on() and graph_task() == -1 and transform() is None:
+        is_hidden = bool(self._inside) and not self._inside[-1].returned
+        if name not in _SILENT and not is_hidden and self._is_on() and graph_task() == -1 and transform() is None:
             changed = args[0] if name == "__setitem__" else found
             self._note(self._begin(name, args, kwargs), changed)
         return found
 
     def apply(self, function: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """An autograd function of the program or a library is applied."""
+        """An autograd function of the program or a library is applied. What the program's own computes inside is
+        recorded, too: it has made the results."""
         if self._inside or not self._is_on() or graph_task() != -1 or transform() is not None:
             return call()
         op = self._begin(function.__name__, args, kwargs)
@@ -62,6 +64,8 @@ class Recorder(TorchFunctionMode):
             found = call()
         finally:
             self._inside.pop()
+        made = (self._made.get(id(x), -1) for x in _tensors((found,)))
+        op.inputs += [number for number in made if number >= 0 and number not in op.inputs]
         self._note(op, found)
         return found
 

@@ -18,7 +18,7 @@ from tplab.torch.checking.by_hand import ByHand
 from tplab.torch.checking.made import made
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
-from tplab.torch.checking.pieces import array_of, data_in, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, reduced, replaced, sampled
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import graph_task, local_of, transform
@@ -114,7 +114,7 @@ class Watched:
         if is_whole and not self.seen.num_steps:
             self._see_buffers()
         data = data_in(args, kwargs)
-        if not data:
+        if not data or is_loss(module, args, kwargs):
             return args, kwargs
         self.recorder.begin_with(data.values())
         self.step.lines.setdefault("forward", self.line())
@@ -282,6 +282,8 @@ class Watched:
         if moment == "reduction" and on == "gradient" and self._has_clipped:
             self._has_clipped = False  # what was clipped is not what the optimizer gets
             self.step.lines["early clip"] = self.step.lines["clip"]
+        if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
+            self.step.lines["early clamp"] = self.step.lines["clamp"]
         self.recorder.send(self.line())
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
         self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))

@@ -109,7 +109,7 @@ class Group(Asked, dist.ProcessGroup):
         if (x := several(tensors)[0]).layout is torch.strided:
             return super().allreduce(tensors, opts, **given)
         all_reduce_sparse(x, opts, self._gathered)
-        return Taken()
+        return Taken(x)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         monitored_barrier(self, timeout, wait_all_ranks)

@@ -54,7 +54,14 @@ class Work(c10d_C.Work):
 
 
 class Taken(Work):
-    """Work that is done, and whose result was written."""
+    """Work that is done, and whose results were written. DistributedDataParallel asks for those of sparse gradients."""
+
+    def __init__(self, *results: Tensor):
+        super().__init__()
+        self._results = results
+
+    def result(self) -> list[Tensor]:
+        return [*self._results]
 
 
 class Started(Work):

@@ -65,5 +65,7 @@ class LiveBytes(DispatchMode):
 
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
     for x in pytree.tree_leaves(tensors):
-        if isinstance(x, Tensor) and (storage := x.untyped_storage()).device.type != "meta":  # as a fake tensor's is
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:  # sparse ones hold others
+            continue
+        if (storage := x.untyped_storage()).device.type != "meta":  # as a fake tensor's is
             yield storage

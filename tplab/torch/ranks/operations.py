@@ -72,7 +72,8 @@ class _Made:
         takes = range(len(self.operands)) if takes is None else takes
         shapes = tuple(tuple(self.operands[index][1].shape) for index in takes)
         about = {"shape": tuple(self.result.shape)} | about
-        return Step(_called(self.name), how, tuple(takes), shapes=shapes, dims=dims, **about)
+        called = "square" if self.name == "pow" and self.arg(1) == 2 else _called(self.name)
+        return Step(called, how, tuple(takes), shapes=shapes, dims=dims, **about)
 
     def right(self, x: Tensor) -> Dims:
         """The dims of an operand that is broadcast to the result."""

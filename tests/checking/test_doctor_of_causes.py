@@ -1,0 +1,143 @@
+"""The cause and the line that the doctor names, in programs of a few lines: `# here` is at the line at fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tplab.torch import same_model
+
+HEAD = """\
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randn(2, 16, 6), torch.randint(8, (2, 16))
+
+def loss_of(step):
+    return F.cross_entropy(model(x[step].chunk(world)[rank]), y[step].chunk(world)[rank])
+
+def average(parameters=None):
+    for p in parameters or model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+"""
+CLAMPED = """
+loss_of(0).backward()
+nn.utils.clip_grad_value_(model.parameters(), 0.01)  # here
+average()
+optimizer.step()
+"""
+SUMMED = """
+def reduce(parameters):
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat)  # here
+    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.copy_(g.view_as(p))
+
+loss_of(0).backward()
+matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+reduce(matrices)
+for p in matrices:
+    p.grad /= world
+reduce(vectors)
+optimizer.step()
+"""
+MICROBATCHES = """
+count = 2 * world
+for a, b in zip(x[0].chunk(count), y[0].chunk(count)):
+    F.cross_entropy(model(a), b).backward()  # here
+optimizer.step()
+"""
+COUNTED = """
+for step in range(2):
+    optimizer.zero_grad()
+    loss_of(step).backward()
+    average()
+    optimizer.step()
+    with torch.no_grad():
+        right = (model(x[0].chunk(world)[rank]).argmax(1) < 4).sum()
+    dist.all_reduce(right)
+    if rank == 0:
+        print(f"accuracy {right / len(x[0].chunk(world)[rank]):.4f}")  # here
+"""
+LEFT_OUT = """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        dist.all_reduce(total)
+        return total.chunk(world)[rank]
+
+table = nn.Parameter(torch.randn(8, 8).chunk(world, 1)[rank].clone())
+everything = torch.optim.SGD([*model.parameters(), table], lr=0.1)
+hidden = model(x[0].chunk(world)[rank])
+logits = Gather.apply(hidden) @ table
+(logits.square().mean() / world).backward()
+for p in model[3].parameters():
+    dist.all_reduce(p.grad)  # here
+everything.step()
+"""
+INSIDE = """
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        scale = x.detach().abs()
+        largest = scale.max()  # here
+        ctx.largest = largest
+        return x / largest
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.largest
+
+for step in range(2):
+    optimizer.zero_grad()
+    F.cross_entropy(Normalised.apply(model(x[step].chunk(world)[rank])), y[step].chunk(world)[rank]).backward()
+    average()
+    optimizer.step()
+"""
+
+
+class Case(NamedTuple):
+    """text: of the program, after the head. what: is wrong first; cause: words of the report"""
+
+    text: str
+    what: str
+    cause: str
+
+
+CASES = {
+    "clipped by value, then averaged": Case(CLAMPED, "gradient", "each rank clips the elements of its own gradients"),
+    "some are averaged, others added up": Case(SUMMED, "gradient", "are added up over ranks, and others are averaged"),
+    "more microbatches on more ranks": Case(
+        MICROBATCHES, "loss", "each of 4 accumulated microbatches (2 in the reference)"
+    ),
+    "a sum over ranks by one rank's count": Case(COUNTED, "log", "the sum of the counts of all ranks"),
+    "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "look at what keeps these away"),
+    "inside an autograd function": Case(INSIDE, "loss", "such as a maximum"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_line_and_the_cause(name: str, tmp_path: Path):
+    case, path = CASES[name], tmp_path / "train.py"
+    path.write_text(HEAD + case.text)
+    first = same_model(path, ranks=2).first
+    assert first is not None and first.what == case.what, str(first)
+    line = (HEAD + case.text).split("# here")[0].count("\n") + 1
+    assert first.where == f"train.py:{line}", str(first)
+    assert case.cause in first.cause, str(first)
