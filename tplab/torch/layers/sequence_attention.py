@@ -59,7 +59,7 @@ def ring_attention(
     scale      1/sqrt(d) if None
     dropout    only 0: any other is refused
     return_lse   (o, lse) instead of o: the log-sum-exp [B, h, n] of each query's scores, without a gradient
-    Raises ShapeError where the sizes do not fit.
+    Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
     """
     check_attention("ring_attention", q, k, v, dropout)
     tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
