@@ -788,8 +788,7 @@ FORWARD_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
-@pytest.mark.parametrize("name", FORWARD_OPTIONS)
+@pytest.mark.parametrize(("name", "in_scan"), [*((name, False) for name in FORWARD_OPTIONS), ("kept", True)])
 def test_in_jax_forward_mode_and_second_derivatives(name: str, in_scan: bool):
     """jax.jvp, alone and under vmap; Hessian-vector products made in three ways. All ranks have the same data, so
     gradients that are averaged are those of one device, and a product of pieces, of which each rank has a part, counts

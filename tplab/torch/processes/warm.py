@@ -28,10 +28,10 @@ from tplab.trace.trace import Trace
 KEPT_WARM = 2
 """How many pools are kept, of the sizes used last: each holds memory."""
 
-SECONDS_AT_REST = 10.0
+SECONDS_AT_REST = 3.0
 """After so long without a run, the ranks' processes end: each holds some 40 MB. New ones take a quarter of a second."""
 
-SECONDS_TO_KEEP = 60.0
+SECONDS_TO_KEEP = 30.0
 """After so long, also the launcher ends, which holds what torch has imported, 160 MB; a new one takes some seconds."""
 
 
