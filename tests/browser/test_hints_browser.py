@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -178,3 +179,19 @@ def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
     assert box is not None
     said = drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).split("\n")
     assert said == ["2 ranks", "measured750 ms", "bya blog", "bar500 ms"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["GPipe", "1F1B", "1F1B, recomputed", "ZB-H1"], ["GPipe", "1F1B", "1F1B, recomputed", "ZB-H1"]),
+        (["a long name for a position", *"bc", "and another one"], ["a long name for a position", "and another one"]),
+        ([*map(str, range(10, 50))], [*map(str, range(10, 46, 4)), "49"]),
+        (["alone"], ["alone"]),
+    ],
+)
+def test_a_knob_names_all_positions_that_have_room(page: Page, names: list[str], shown: list[str]):
+    draw(page, knob("t", "c", {name: Bars([Row("1 rank", {"computing": 1.0})], "s") for name in names}))
+    expect(page.locator(".tpl-ends span")).to_have_text(shown)
+    boxes = [box for name in page.locator(".tpl-ends span").all() if (box := name.bounding_box())]
+    assert all(one["x"] + one["width"] < other["x"] for one, other in pairwise(boxes)), boxes
