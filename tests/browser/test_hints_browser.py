@@ -6,12 +6,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+import torch
 from playwright.sync_api import Page, expect
 
+import tplab.torch as tt
 from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tests.hand_traces import ALL, send_over_wait
 from tests.widgets.test_curves import two_lines
-from tplab import Mesh, Trace
+from tplab import Mesh, P, Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
 from tplab.trace import Recorder
 from tplab.widgets import Bars, LossCurve, Row, animate, gantt, knob, timeline
@@ -195,3 +197,22 @@ def test_a_knob_names_all_positions_that_have_room(page: Page, names: list[str],
     expect(page.locator(".tpl-ends span")).to_have_text(shown)
     boxes = [box for name in page.locator(".tpl-ends span").all() if (box := name.bounding_box())]
     assert all(one["x"] + one["width"] < other["x"] for one, other in pairwise(boxes)), boxes
+
+
+def test_a_cell_before_and_after_a_collective(page: Page):
+    def sum_up(x: torch.Tensor) -> torch.Tensor:
+        return tt.reduce_scatter(x, "tp")
+
+    card = animate(tt.run(sum_up, Mesh(tp=2), torch.arange(4.0), in_specs=P("tp")).trace)
+    for step, said in [
+        (0, "rank 1 holds its own input of reduce_scatter (a)\ndata ofrank 1 (1 of 2)"),
+        (
+            1,
+            "rank 1 holds the result of reduce_scatter (a), part 1 of 2 of the whole (counted from 0)",
+        ),
+    ]:
+        card.step = step
+        drawn = draw(page, card)
+        box = page.locator("tbody tr:nth-child(2) td.tpl-cell").bounding_box()
+        assert box is not None
+        assert drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).startswith(said)
