@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
+import torch
 from playwright.sync_api import Page, expect
 
+import tplab.torch as tt
 from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tests.hand_traces import ALL, send_over_wait
 from tests.widgets.test_curves import two_lines
-from tplab import Mesh, Trace
+from tplab import Mesh, P, Trace
 from tplab.schedules import one_f_one_b, simulate, zb_v
 from tplab.trace import Recorder
 from tplab.widgets import Bars, LossCurve, Row, animate, gantt, knob, timeline
@@ -178,3 +181,38 @@ def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
     assert box is not None
     said = drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).split("\n")
     assert said == ["2 ranks", "measured750 ms", "bya blog", "bar500 ms"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["GPipe", "1F1B", "1F1B, recomputed", "ZB-H1"], ["GPipe", "1F1B", "1F1B, recomputed", "ZB-H1"]),
+        (["a long name for a position", *"bc", "and another one"], ["a long name for a position", "and another one"]),
+        ([*map(str, range(10, 50))], [*map(str, range(10, 46, 4)), "49"]),
+        (["alone"], ["alone"]),
+    ],
+)
+def test_a_knob_names_all_positions_that_have_room(page: Page, names: list[str], shown: list[str]):
+    draw(page, knob("t", "c", {name: Bars([Row("1 rank", {"computing": 1.0})], "s") for name in names}))
+    expect(page.locator(".tpl-ends span")).to_have_text(shown)
+    boxes = [box for name in page.locator(".tpl-ends span").all() if (box := name.bounding_box())]
+    assert all(one["x"] + one["width"] < other["x"] for one, other in pairwise(boxes)), boxes
+
+
+def test_a_cell_before_and_after_a_collective(page: Page):
+    def sum_up(x: torch.Tensor) -> torch.Tensor:
+        return tt.reduce_scatter(x, "tp")
+
+    card = animate(tt.run(sum_up, Mesh(tp=2), torch.arange(4.0), in_specs=P("tp")).trace)
+    for step, said in [
+        (0, "rank 1 holds its own input of reduce_scatter (a)\ndata ofrank 1 (1 of 2)"),
+        (
+            1,
+            "rank 1 holds the result of reduce_scatter (a), part 1 of 2 of the whole (counted from 0)",
+        ),
+    ]:
+        card.step = step
+        drawn = draw(page, card)
+        box = page.locator("tbody tr:nth-child(2) td.tpl-cell").bounding_box()
+        assert box is not None
+        assert drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).startswith(said)

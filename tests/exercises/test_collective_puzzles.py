@@ -178,6 +178,13 @@ def around(x):
     return x
 
 
+def three_distances(x):
+    """Right on up to eight ranks."""
+    for away in (1, 2, 4):
+        x = x + tt.ppermute(x, "tp", [(k, k + away) for k in range(tt.axis_size("tp") - away)])
+    return x
+
+
 def from_the_other_side(x):
     R, away = tt.axis_size("tp"), 1
     while away < R:
@@ -339,6 +346,7 @@ def folded(x):
     [
         (1, chain, "takes 7 rounds on 8 ranks, where 3 will do.\nIn your program, one more rank learns its sum"),
         (1, around, "The sums go on around the end"),
+        (1, three_distances, "rank 8 of Mesh(tp=9)"),
         (1, from_the_other_side, "all ranks *after* it"),
         (1, without_its_own, "Its own number is missing"),
         (1, lambda x: x, "nothing has arrived"),

@@ -59,6 +59,21 @@ def test_right_and_overlapped():
     assert "can you keep both directions?" in check_gather_product(gather_by_hand).text
 
 
+def test_a_hop_that_brings_nothing_is_remarked_on():
+    def from_zeros(x, w):
+        num_ranks, index = axis_size("tp"), axis_index("tp")
+        rows, total = w.chunk(num_ranks, 0), x.new_zeros(len(x), len(w) // num_ranks)
+        for k in range(num_ranks):
+            flight = start(ring_shift, total, "tp")
+            part = x @ rows[(index - 1 - k) % num_ranks].T
+            total = flight.wait() + part
+        return total
+
+    verdict = check_product_scatter(from_zeros)
+    assert verdict.passed and "sends 8 pieces of the sum, and 7 would do" in verdict.text, verdict
+    assert "would do" not in check_product_scatter(scatter_by_hand).text
+
+
 def test_damage_to_gradients_and_digits_is_refused():
     for wrong, hint in (
         (lambda x, w: scatter_by_hand(x.detach(), w.detach()), "it has no gradient"),

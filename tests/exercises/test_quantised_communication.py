@@ -74,6 +74,38 @@ def of_one_row(which):
     return add_up
 
 
+def of_the_first_row_in_eight_bits(x):
+    """Codes of 8 bits leave room for rows that are up to 18 times as large as the first, and no more."""
+    scale = x[0].abs().max() / 7
+    codes = (x / scale).round().clamp(-127, 127).to(torch.int8)
+    codes, scales = tt.all_to_all(codes, "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None]).sum(0, keepdim=True)
+
+
+def around_a_ring(largest_code):
+    """What the lab warns of: every hop turns codes into numbers, adds, and rounds the sum."""
+
+    def add_up(x):
+        ranks, index = tt.axis_size("dp"), tt.axis_index("dp")
+        total = x[(index - 1) % ranks]
+        for hop in range(2, ranks + 1):
+            scale = total.abs().max() / largest_code
+            codes, scale = tt.ring_shift(codes_of(total, scale), "dp"), tt.ring_shift(scale.reshape(1), "dp")
+            total = codes * scale + x[(index - hop) % ranks]
+        return total[None]
+
+    return add_up
+
+
+def own_row_unrounded(x):
+    """In 8 bits, and a rank's own numbers are added as they are."""
+    scale, index = x.abs().max() / 127, tt.axis_index("dp")
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    numbers = codes * scales[:, None]
+    numbers[index] = x[index]
+    return numbers.sum(0, keepdim=True)
+
+
 def common_scale(x):
     scale = tt.all_reduce(x.abs().max() / 7, "dp", "max")
     return tt.reduce_scatter(codes_of(x, scale), "dp") * scale
@@ -97,7 +129,7 @@ def in_blocks(x):
     return (tt.all_to_all(codes, "dp") * tt.all_to_all(scales, "dp")).sum(0).reshape(1, -1)
 
 
-@pytest.mark.parametrize("fn", [in_eight_bits, in_blocks])
+@pytest.mark.parametrize("fn", [in_eight_bits, in_blocks, own_row_unrounded])
 def test_codes_of_another_kind_pass(fn: Callable):
     expect(check_add_up(fn), True, "for numbers between two codes")
 
@@ -139,6 +171,9 @@ def only_codes(x):
         (of_one_row(lambda: 0), "entries are off"),
         (of_one_row(lambda: -1), "entries are off"),
         (of_one_row(lambda: tt.axis_index("dp")), "entries are off"),
+        (of_the_first_row_in_eight_bits, "entries are off"),
+        (around_a_ring(7), "Are sums rounded again on their way?"),
+        (around_a_ring(127), "Are sums rounded again on their way?"),
         (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes its argument x in place"),
         (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "where 120 are enough"),
         (lambda x: x[:1], "entries are off"),
@@ -185,6 +220,7 @@ def test_solutions_pass():
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
         (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
+        (lambda x: tt.quantized_reduce_scatter(x, BOTH, bits=None, inside="gpu"), "does the work"),
         (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
         (sums_for_all, "one row for each node"),
         (lambda x: solution(x.bfloat16()).to(x.dtype), "they lose digits on their way"),

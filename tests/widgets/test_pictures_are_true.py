@@ -109,6 +109,10 @@ def one_root(fw: Any, x: Any) -> Any:
     return fw.all_reduce(fw.broadcast(x, "a", 1), "b")
 
 
+def traded_then_added(fw: Any, x: Any) -> Any:
+    return fw.all_reduce(fw.all_to_all(x, "b"), "a")
+
+
 def ring(name: str, **options: Any) -> Callable[[Any, Any], Any]:
     def program(fw: Any, x: Any) -> Any:
         if name == "ring_reduce_scatter":
@@ -121,7 +125,7 @@ def ring(name: str, **options: Any) -> Callable[[Any, Any], Any]:
     return program
 
 
-CHAINS = [two_levels, with_work_between, gathered_twice, ring_after_sums, sums_again, one_root]
+CHAINS = [two_levels, with_work_between, gathered_twice, ring_after_sums, sums_again, one_root, traded_then_added]
 CASES = [
     *((ring("ring_all_gather"), Mesh(r=size), 1) for size in (2, 3, 5, 8)),
     *((ring("ring_reduce_scatter"), Mesh(r=size), size) for size in (2, 3, 5)),

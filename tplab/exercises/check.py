@@ -104,7 +104,7 @@ def grade(
                 if num_bytes > needed * (exercise.slack if exercise.excess else 2):
                     text = f"{name}: the numbers are right, but {sent}.\n{exercise.excess or EXCESS}"
                     wasteful = wasteful or Verdict(False, text)
-                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: is there a collective that you can do without?"
+                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: can you do without one of the messages?"
     if verdict := wasteful or _undivided(fn, exercise, framework) or _rough(fn, exercise, framework):
         return verdict
     listed = ", ".join(map(str, exercise.meshes))

@@ -142,7 +142,7 @@ IN_DISORDER = "Every sum is right, but not in its place. Put the sum of piece j 
 PUZZLES = {
     1: Puzzle(
         "x [1, 3]. A running sum: rank i returns the sum of x over ranks 0 to i.",
-        (8, 5, 3, 1),
+        (8, 9, 3, 1),  # 9: distances of 1, 2 and 4 are too few
         _doublings,
         _doublings,
         "In your program, one more rank learns its sum in each round. But every rank can add something every time.\n"

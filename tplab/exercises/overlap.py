@@ -136,11 +136,17 @@ def _directions(trace: Trace) -> int:
 
 
 def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, computes reduce_scatter(x @ w.T) and hides what it sends.
+    """Whether `fn`, in torch, computes reduce_scatter(x @ w.T) and hides what it sends; it remarks on a needless hop.
 
     x [T, D/tp]   w [F, D/tp]   ->   y [T, F/tp]
     """
-    return _graded(fn, SCATTER)
+    verdict = _graded(fn, SCATTER)
+    if verdict.passed and isinstance(verdict, Timed):
+        piece = 2 * TOKENS * WIDTH // NUM_RANKS  # bytes, in bfloat16
+        if (pieces := verdict.trace.bytes_sent(rank=0) / piece) > NUM_RANKS - 1:
+            text = f"Each of {NUM_RANKS} ranks sends {pieces:g} pieces of the sum, and {NUM_RANKS - 1} would do."
+            return Timed(True, f"{verdict.text}\n{text} Does the first one hold anything?", verdict.trace)
+    return verdict
 
 
 def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:

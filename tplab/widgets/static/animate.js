@@ -21,8 +21,9 @@ function legend(score) {
   }
   if (!score.items.length) return [];
   const sums = score.items.some((item) => item[4].some((ranks) => ranks.length > 1));
+  const named = score.ranks <= 8 && !score.layout?.numbers; // as Table writes them
   return [key("kept", "held"), key("coming", "arriving"), sums ? key("passed", "passed on") : null,
-    sums ? key("parts", "whose parts are in it") : null, score.computes ? key("elementwise", "computing") : null].filter(Boolean);
+    sums ? key("parts", `${named ? "0+1: the ranks " : ""}whose parts are in it`) : null, score.computes ? key("elementwise", "computing") : null].filter(Boolean);
 }
 
 async function render({ model, el: host }) {

@@ -3,12 +3,16 @@ import { card, el, followTheme, hint } from "./shell.js";
 
 const BAR_WIDTH = 900, ROW = 34, HEIGHT = 24, TRACK = 400;
 
-// Which of these positions are named under the slider.
+// Which of these positions are named under the slider: as many as have room, at equal distances, and the last. The first
+// name begins where the slider does, the last one ends there, and all others are centred below their positions.
 function named(names) {
-  const last = names.length - 1, width = Math.max(...names.map((name) => name.length * 6.5 + 10));
-  const step = Math.max(1, Math.ceil(names.length / Math.max(Math.floor(TRACK / width), 2)));
-  const found = names.flatMap((_, place) => (place % step === 0 && (place === last || last - place >= step) ? [place] : []));
-  return found.at(-1) === last ? found : [...found, last];
+  const last = names.length - 1, wide = names.map((name) => name.length * 6.5 + 10);
+  const begin = (place) => (place === last ? TRACK - wide[place] : (place * TRACK) / last - (place && wide[place] / 2));
+  for (let step = 1; step < last; step++) {
+    const found = names.flatMap((_, place) => (place === last || (place % step === 0 && last - place >= step) ? [place] : []));
+    if (found.every((place, at) => !at || begin(found[at - 1]) + wide[found[at - 1]] <= begin(place))) return found;
+  }
+  return last > 0 ? [0, last] : [0];
 }
 
 // What is written after a bar's total.

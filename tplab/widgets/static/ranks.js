@@ -1,7 +1,7 @@
 // The ranks on their mesh, the links between them, and the chunks on their way.
 import { el } from "./shell.js";
 import { bytesText } from "./units.js";
-import { COLLECTIVE, PASSED, UNSURE, carried, cellText, flightColour, holdName, itemColour, members, partOf, pieceText, pool } from "./score.js";
+import { COLLECTIVE, OWN, PASSED, UNSURE, carried, cellText, flightColour, holdName, itemColour, members, partOf, pieceText, pool } from "./score.js";
 
 const SLOT = 17;
 
@@ -191,7 +191,8 @@ export function describe(score, now, { flight, rank, item }, values) {
   }
   if (item === undefined) return aboutRank(score, now, rank);
   const hold = now.cells[rank * score.items.length + item], [, origin, , op] = score.items[item];
-  const what = pieceText(score, item);
+  const isOwn = hold >= 0 && score.hold_state[hold] === OWN;
+  const what = `${op ? (isOwn ? "its own input of " : "the result of ") : ""}${pieceText(score, item)}`;
   const born = op || origin < 0 ? "" : `rank ${origin}`;
   if (hold < 0) {
     const coming = now.arriving.get(rank * score.items.length + item), group = coming >= 0 ? score.groups[score.group[coming]] : [];
@@ -199,8 +200,8 @@ export function describe(score, now, { flight, rank, item }, values) {
     return [["", `rank ${rank} does not hold ${what}${coming === undefined ? "" : " yet"}`], way.length ? way : null];
   }
   const passed = score.hold_state[hold] === PASSED, part = partOf(score, hold);
-  const which = part ? `part ${part[0]} of ${part[1]} (counted from 0) of ` : "";
-  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${which}${what}`], ["started on", born], ...contents(score, hold, values)];
+  const which = part ? `, part ${part[0]} of ${part[1]} of the whole (counted from 0)` : "";
+  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
 }
 
 // What a rank does now, and what it has sent.
@@ -214,6 +215,6 @@ function contents(score, hold, values) {
   if (hold < 0) return [];
   if (score.hold_state[hold] === UNSURE) return [["made by", `ranks ${members(score, hold).join(", ")}; whose data they put in is not known`], ["values", values(hold)]];
   const { inside, all } = cellText(score, hold);
-  const joint = all.length > 1 ? `ranks ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
+  const joint = all.length > 1 ? `rank${inside.length === 1 ? "" : "s"} ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
   return [["data of", joint], ["values", values(hold)]];
 }
