@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import ref
 
@@ -73,6 +73,7 @@ class DataParallel:
         self._bucket_of = {id(named[i][1]): n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
         self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
         self._flights: list[Handle] = []
+        self._end: Callable[[], object]  # of the pass that is running: None where it has raised
         self._is_paused = False
         if from_first:
             _copy_from_first(parameters, axis)
@@ -117,9 +118,9 @@ class DataParallel:
         """The gradient of `parameter` is complete."""
         if self._is_paused:
             return
-        if not self._missing:
-            self._missing = [len(bucket.pieces) for bucket in self.buckets]
-            at_end_of_pass(self.wait)
+        if not self._missing or self._end() is None:  # the first of a pass; the pass before may have raised
+            self._missing, self._flights = [len(bucket.pieces) for bucket in self.buckets], []
+            self._end = at_end_of_pass(self.wait)
         self._missing[self._bucket_of[id(parameter)]] -= 1
         self._send_ready()
 
