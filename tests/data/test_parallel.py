@@ -323,7 +323,9 @@ def test_replicas_begin_as_the_first_and_end_with_remove():
         model = nn.Sequential(nn.Linear(3, 3), norm)  # each rank draws its own
         norm.running_mean = torch.full((3,), float(axis_index("dp")))
         replicas = data_parallel(model, "dp")
-        begun = {name: x.clone() for name, x in model.state_dict().items()}
+        other = nn.Linear(3, 3)
+        data_parallel(other.parameters(), "dp")  # can be read only once
+        begun = {name: x.clone() for name, x in [*model.state_dict().items(), ("other", other.weight)]}
         replicas.remove()
         model(torch.randn(4, 3)).square().sum().backward()
         return begun, model[0].weight.grad, repr(replicas)

@@ -13,7 +13,7 @@ from tplab.data.buckets import BUCKET_BYTES, Bucket
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
 from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
-from tplab.torch.data.parameters import Key, Model, Named, state_of, text, trainable
+from tplab.torch.data.parameters import Key, Model, Named, readable_again, state_of, text, trainable
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.ranks.rank import this_rank
 
@@ -67,6 +67,7 @@ class DataParallel:
 
     def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
         this_rank().place(axis)
+        parameters = readable_again(parameters)
         named = trainable(parameters)
         self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
         self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes)
