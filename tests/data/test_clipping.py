@@ -294,6 +294,7 @@ def stage_3(net, **options):
 AS_GIVEN = {
     "the model": lambda net: net,
     "a list": lambda net: list(net.parameters()),
+    "an iterator": lambda net: net.parameters(),
     "by name": lambda net: dict(net.named_parameters()),
 }
 
@@ -307,7 +308,7 @@ AS_GIVEN = {
         (Mesh(dp=4), True, 1, "by name"),
         (Mesh(dp=40), False, math.inf, "the model"),  # more ranks than elements: pieces of nothing
         (Mesh(node=2, dp=2), False, 3, "the model"),
-        (Mesh(dp=1), True, 2, "the model"),
+        (Mesh(dp=1), True, 2, "an iterator"),
     ],
     ids=str,
 )

@@ -323,7 +323,9 @@ def test_replicas_begin_as_the_first_and_end_with_remove():
         model = nn.Sequential(nn.Linear(3, 3), norm)  # each rank draws its own
         norm.running_mean = torch.full((3,), float(axis_index("dp")))
         replicas = data_parallel(model, "dp")
-        begun = {name: x.clone() for name, x in model.state_dict().items()}
+        other = nn.Linear(3, 3)
+        data_parallel(other.parameters(), "dp")  # can be read only once
+        begun = {name: x.clone() for name, x in [*model.state_dict().items(), ("other", other.weight)]}
         replicas.remove()
         model(torch.randn(4, 3)).square().sum().backward()
         return begun, model[0].weight.grad, repr(replicas)
@@ -420,19 +422,59 @@ def test_where_jax_buckets_leave(per_layer):
         assert min(event.start for event in sent) > max(e.end for e in trace.select(rank=0, op="dot_general").events)
 
 
-def test_nothing_is_left_of_a_model_that_is_gone():
-    """torch refers twice to the hooks of a parameter, and Python's garbage collector sees only one of these."""
+LEAVING = {
+    "data_parallel": lambda model: data_parallel(model, "dp", bucket_bytes=None),
+    "shard_gradients": lambda model: shard_gradients(
+        partial(torch.optim.SGD, lr=1.0), model.parameters(), "dp", bucket_bytes=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_nothing_is_left_of_a_model_that_is_gone(name):
+    """torch refers twice to the hooks of a parameter, and Python's garbage collector sees only one of these. Until then
+    gradients leave, even if what made them do so is dropped."""
     left = []
 
     def program(x):
         model = nn.Linear(5, 3)
-        data_parallel(model, "dp")
+        LEAVING[name](model)
+        gc.collect()
         model(x).sum().backward()
         left.append(ref(model.weight))
 
-    run(program, Mesh(dp=2), torch.ones(4, 5))
+    out = run(program, Mesh(dp=2), torch.ones(4, 5))
+    assert len(out.trace.select(rank=0, kind="collective").events) == (4 if name == "data_parallel" else 2)
     gc.collect()
     assert [held() for held in left] == [None, None]
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_a_backward_pass_after_one_that_raised(name):
+    """As where a program that runs out of memory leaves a batch out: half of the gradients had left."""
+
+    def program(x):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        before = [p.detach().clone() for p in model.parameters()]
+        made = LEAVING[name](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0) if name == "data_parallel" else made
+        hidden = model[0](x)
+        hidden.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model[1](hidden).sum().backward()
+        optimizer.zero_grad()
+        model(x * (1 + axis_index("dp"))).sum().backward()
+        optimizer.step()
+        return [a - b.detach() for a, b in zip(before, model.parameters())]
+
+    x = torch.rand(4, 5)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model(x * 1.5).sum().backward()
+    for gradients in run(program, Mesh(dp=2), x).per_rank:
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-5)  # float32, and differences of weights
 
 
 def test_a_parameter_that_is_replaced_later():

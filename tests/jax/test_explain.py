@@ -123,6 +123,7 @@ def elementwise_twice(x):
     return constrained(jnp.cos(jnp.sin(x) * 3 + 1))
 
 
+BACK = "on pieces that are cut along another dim, and here moves its result back"
 CAUSES = {  # the program, its arguments, out_shardings, and for each collective what it is and why
     "constraint after tanh": (
         lambda x, w: (constrained(jnp.tanh(x @ w), "dp") * 2).sum(1), (ROWS, UP), None,
@@ -219,7 +220,7 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     "sort": (
         lambda x: jnp.sort(x, 1), (X,), None,
         [f"all_to_all: sort needs {x_} cut along another dim than it is",
-         "all_to_all: sort needs the result of sort cut along another dim than it is"],
+         f"all_to_all: XLA computes sort {BACK}"],
     ),
     "reshape to one dim": (
         lambda x: x.reshape(128), (X,), None,
@@ -242,9 +243,40 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     "concatenate": (
         lambda x, y: jnp.concatenate([x, y], 1), (COLUMNS, placed((8, 16))), None,
         [f"all_to_all: concatenate needs {columns} cut along another dim than it is",
-         "all_to_all: concatenate needs the result of concatenate cut along another dim than it is"]
+         f"all_to_all: XLA computes concatenate {BACK}"]
         if jax.__version_info__ >= (0, 8)
         else [f"all_gather: concatenate needs all of {columns}, which is sharded over tp"],
+    ),
+    "scan": (
+        lambda x: lax.scan(lambda sum, row: (sum + row, sum * 2), jnp.zeros(16), x), (ROWS,), None,
+        [f"all_gather: scan needs all of {rows}, which is sharded over dp"],
+    ),
+    "constraint in a loop": (
+        lambda x: lax.fori_loop(0, 3, lambda _, x: constrained(constrained(jnp.tanh(x), None, "dp") * 2, "dp"), x),
+        (ROWS,), None,
+        [f"all_to_all: {HERE} asks for P(None, 'dp'), which cuts {rows} along another dim than now; with P('dp') "
+         "there it would not be sent"],
+    ),
+    "slice whose place is computed": (
+        lambda x, i: lax.dynamic_slice_in_dim(x, i, 4, 0), (ROWS, np.int32(1)), None,
+        [f"all_gather: dynamic_slice needs all of {rows}, which is sharded over dp"],  # as many rows as a rank had
+    ),
+    "result that does not divide": (
+        lambda x, w: constrained(x @ w, None, "dp"), (ROWS, placed((16, 5))), None,
+        [f"all_gather: dot_general needs all of {rows}, which is sharded over dp; {HERE} asks for P(None, 'dp') "
+         "of its result",
+         "all_gather: the function returns all of the result of dot_general, which is sharded over dp: a result must "
+         "be in equal pieces, and 2 does not divide 5"],
+    ),
+    "product that is asked whole": (
+        lambda x, w: constrained(x @ w), (ROWS, placed((16, 16))), None,
+        [f"all_gather: dot_general needs all of {rows}, which is sharded over dp; {HERE} asks for P() of its result, "
+         "and with P('dp') there it would not be sent"],
+    ),
+    "constraint in what is recomputed": (
+        jax.grad(jax.checkpoint(lambda x: (constrained(jnp.tanh(x)) ** 2).sum())), (ROWS,), None,
+        [f"all_gather: {HERE} asks for P(), which takes all of {rows}, which is sharded over dp; with P('dp') there it "
+         "would not be sent"],
     ),
     "psum": (
         lambda x: jax.shard_map(lambda x: lax.psum(x, "dp"), mesh=jax_mesh(GRID), in_specs=PartitionSpec("dp"),
@@ -270,6 +302,20 @@ def test_the_remedy_is_one():
         assert bool(explain(jax.jit(lambda x: jnp.cos(jnp.sin(x) * 3), out_shardings=on(*spec)), ROWS)) == (spec != out)
         assert bool(explain(lambda x, spec=spec: constrained(jnp.cos(jnp.sin(x) * 3), *spec), ROWS)) == (spec != out)
     assert not explain(lambda x, w: constrained(jnp.tanh(x @ w), "dp", "tp") * 2, ROWS, UP)
+
+
+def test_results_of_one_line_that_are_asked_differently():
+    """The collective tells which it is."""
+    fn = jax.jit(lambda x, y: (x * 2, y * 2), out_shardings=(on(), on(None, "dp")))
+    whole, cut = (one.causes[0].why for one in explain(fn, ROWS, ROWS))
+    assert whole.startswith("out_shardings asks for P(), ") and cut.startswith("out_shardings asks for P(None, 'dp'), ")
+
+
+def test_a_piece_of_a_sum_that_all_ranks_take_alike_is_no_reduce_scatter():
+    """It has the size of a rank's own piece, but its place is one of the program."""
+    product, weight = placed((16, 8), None, "dp"), placed((8, 4), "dp")
+    alike = lambda x, w, i: lax.dynamic_slice_in_dim(constrained(x @ w), i, 8, 0)  # noqa: E731
+    assert [one.op for one in explain(alike, product, weight, np.int32(1), accelerator=True)] == ["all_reduce"]
 
 
 def test_what_moves():

@@ -230,8 +230,8 @@ def _as_type(x: Array, dtype: Any) -> Array:
 
 
 def _extreme_tangent(x: Array, y: Array, dx: Array, axes: tuple[str, ...], op: str) -> Array:
-    """The derivative of the ranks that hold the extreme, in equal shares."""
-    holds = (x == y).astype(dx.dtype)
+    """The derivative of the ranks that hold the extreme, in equal shares; NaN where the extreme is NaN."""
+    holds = jnp.where(jnp.isnan(y), y, (x == y).astype(y.dtype))  # left to 0 / 0, XLA makes 0 of it
     return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
 
 

@@ -28,15 +28,34 @@ class Ask(NamedTuple):
     spec: tuple[Any, ...]
     num_dims: int
 
+    @property
+    def axes(self) -> set[str]:
+        """The axes that the spec names."""
+        return {name for dim in self.spec if dim is not None for name in ((dim,) if isinstance(dim, str) else dim)}
+
+    def with_axis(self, dim: int, order: Sequence[str]) -> tuple[Any, ...] | None:
+        """The spec with these axes along a dim; None if it has others there."""
+        spec = [*self.spec, *[None] * (self.num_dims - len(self.spec))]
+        if spec[dim] is not None:
+            return None
+        spec[dim] = tuple(order) if len(order) > 1 else order[0]
+        return tuple(spec)
+
+    def remedy(self, spec: Sequence[Any]) -> str:
+        """What would happen if it asked for this spec."""
+        return f"{spec_text(spec)} {'there' if self.line else 'in out_shardings'} it would not be sent"
+
     def __str__(self) -> str:
         return f"{self.line or 'out_shardings'} asks for {spec_text(self.spec)}"
 
 
 class _Step(NamedTuple):
-    """An equation, with calls written out. Arrays are numbers."""
+    """An equation, with calls written out. Arrays are numbers. `backward`: whether it is of a gradient, where what is
+    recomputed is, too."""
 
     name: str
     line: str
+    backward: bool
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     eqn: Any
@@ -55,19 +74,19 @@ class Asked:
         self._results: dict[int, Ask] = {}
         self._users: dict[int, list[_Step]] = {}
         self._names: dict[str, int] = {}
-        self._sizes: dict[int, int] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self.inputs: list[int] = []
         if jaxpr is None:
             return
         self.inputs = [self._new() for _ in jaxpr.jaxpr.invars]
-        self._sizes = {number: atom.aval.size for number, atom in zip(self.inputs, jaxpr.jaxpr.invars, strict=True)}
-        outputs = self._read(jaxpr.jaxpr, self.inputs, "")
+        self._shapes = _shapes(self.inputs, jaxpr.jaxpr.invars)
+        outputs = self._read(jaxpr.jaxpr, self.inputs, "", False)
         self._names = {name: number for number, name in enumerate(jaxpr.jaxpr.debug_info.arg_names or ())}
         for output, atom, sharding in zip(outputs, jaxpr.jaxpr.outvars, results, strict=False):
             if isinstance(sharding, NamedSharding):
                 self._results.setdefault(output, Ask("", tuple(sharding.spec), len(atom.aval.shape)))
         for step in self._steps:
-            self._sizes |= {number: atom.aval.size for number, atom in zip(step.makes, step.eqn.outvars, strict=True)}
+            self._shapes |= _shapes(step.makes, step.eqn.outvars)
             for number in step.reads:
                 self._users.setdefault(number, []).append(step)
 
@@ -98,26 +117,47 @@ class Asked:
         }
         return Ask(line, specs.pop(), len(found[0].outvars[0].aval.shape)) if len(specs) == 1 else None
 
-    def of(self, name: str, line: str, backward: bool, argument: int | None = None) -> Ask | None:
+    def of(
+        self, name: str, line: str, backward: bool, argument: int | None = None, *, op: str = "", axis: str = ""
+    ) -> Ask | None:
         """Who asks how the result of an operation at a line is to lie, or an argument, by its number. None if nobody or
-        several do."""
+        several do. `op` sends it along `axis`: of several, only one may ask for what takes such a collective."""
         found = {ask for start in self._starts(name, line, backward, argument) for ask in self._asks(start)}
+        if len(found) > 1 and op in ("all_gather", "all_to_all"):
+            found = {ask for ask in found if bool(ask.axes & set(axis.split(","))) == (op == "all_to_all")}
         return found.pop() if len(found) == 1 else None
+
+    def dim_of_product(self, line: str, given: tuple[str, str, bool, int | None], dim: int) -> int | None:
+        """The dim of a product's result that a dim of its operand is; None where the product sums over it."""
+        starts = set(self._starts(*given))
+        for step in self._steps:
+            if (step.name, step.line) != ("dot_general", line) or not starts & set(step.reads):
+                continue
+            side = 0 if step.reads[0] in starts else 1
+            summed, batch = step.eqn.params["dimension_numbers"]
+            free = [
+                [d for d in range(len(atom.aval.shape)) if d not in summed[n] and d not in batch[n]]
+                for n, atom in enumerate(step.eqn.invars)
+            ]
+            if dim in batch[side]:
+                return batch[side].index(dim)
+            return len(batch[0]) + side * len(free[0]) + free[side].index(dim) if dim in free[side] else None
+        return None
 
     def is_asked_whole(self, name: str, line: str, backward: bool, argument: int | None = None) -> bool:
         """Whether one of those who ask wants the array whole on every rank."""
         starts = self._starts(name, line, backward, argument)
         return any(not any(ask.spec) for start in starts for ask in self._asks(start))
 
-    def size(self, name: str, line: str, backward: bool, argument: int | None = None) -> int:
-        """The number of elements of the whole result of an operation, or of an argument; 0 if there are several."""
-        sizes = {self._sizes.get(start, 0) for start in self._starts(name, line, backward, argument)}
-        return sizes.pop() if len(sizes) == 1 else 0
+    def shape(self, name: str, line: str, backward: bool, argument: int | None = None) -> tuple[int, ...]:
+        """The shape of the whole result of an operation, or of an argument; () if there are several."""
+        shapes = {self._shapes.get(start, ()) for start in self._starts(name, line, backward, argument)}
+        return shapes.pop() if len(shapes) == 1 else ()
 
     def _starts(self, name: str, line: str, backward: bool, argument: int | None) -> list[int]:
         if argument is not None:
             return [self.inputs[argument]] if argument < len(self.inputs) else []
-        named = [step for step in self._steps if step.name == name and is_transposed(step.eqn) == backward]
+        named = [step for step in self._steps if (step.name, step.backward) == (name, backward)]
         # XLA does not know the lines of what JAX's own functions do
         steps = [step for step in named if step.line == line] or (named if len(named) == 1 else [])
         return [number for step in steps for number in step.makes]
@@ -145,7 +185,7 @@ class Asked:
         self._numbers.append(len(self._numbers))
         return self._numbers[-1]
 
-    def _read(self, jaxpr: Any, given: Sequence[int], where: str) -> list[int]:
+    def _read(self, jaxpr: Any, given: Sequence[int], where: str, is_backward: bool) -> list[int]:
         known = dict(zip(jaxpr.invars, given, strict=True)) | {variable: self._new() for variable in jaxpr.constvars}
 
         def number(atom: Any) -> int:
@@ -153,19 +193,23 @@ class Asked:
 
         for eqn in jaxpr.eqns:
             line, reads = line_of(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
+            backward = is_backward or is_transposed(eqn)
             if (inner := called(eqn)) is not None:
-                made = self._read(opened(inner)[0], reads, line)
-            elif eqn.primitive.name == "scan":
+                made = self._read(opened(inner)[0], reads, line, backward)
+            if eqn.primitive.name == "scan":
                 body = opened(eqn.params["jaxpr"])[0]
                 first = eqn.params["num_consts"] + eqn.params["num_carry"]
                 rows = [self._new() for _ in reads[first:]]
-                self._read(body, [*reads[:first], *rows], line)
+                self._read(body, [*reads[:first], *rows], line, backward)
+            if inner is None:
                 made = [self._new() for _ in eqn.outvars]
-            else:
-                made = [self._new() for _ in eqn.outvars]
-                self._steps.append(_Step(eqn.primitive.name, line, tuple(reads), tuple(made), eqn))
+                self._steps.append(_Step(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn))
             known.update(zip(eqn.outvars, made, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
+
+
+def _shapes(numbers: Sequence[int], atoms: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    return {number: tuple(atom.aval.shape) for number, atom in zip(numbers, atoms, strict=True)}
 
 
 def _by_element(eqn: Any) -> bool:

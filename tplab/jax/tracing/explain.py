@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.jax.tracing.asked import Ask, Asked, spec_text
+from tplab.jax.tracing.asked import Ask, Asked
 from tplab.jax.tracing.axes import axes_along, axes_in_order
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -206,8 +207,9 @@ class _Why:
         array, operand = sent.array, self._text(made, where)
         wide = self._as_wide(place, sent, None)
         first = self._name_in_program(made), self._line(made), made.one.phase == "backward", self._argument(made)
+        shape = self.asked.shape(*first)
         if not self.asked.is_asked_whole(*first):
-            wide = self._as_kept(place, self.asked.size(*first)) + wide
+            wide = self._as_kept(place, prod(shape)) + wide
         operation = place.one.primitive
         is_second = self.flow.is_moved(given)
         shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
@@ -218,15 +220,26 @@ class _Why:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
         operation, who, more = "", "the function returns", ""
-        ask = None if user is not None else self.asked.of(*first)
+        ask = None if user is not None else self.asked.of(*first, op=sent.op, axis=axis)
+        gathered = self._gathered_dim(place, sent)
         if user is not None:
             operation, line = self._name_in_program(user), self._line(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
-            found = self.asked.of(operation, line, user.one.phase == "backward")
+            found = self.asked.of(operation, line, user.one.phase == "backward", op=sent.op, axis=axis)
             if found is not None and self.asked.is_by_element(operation, line):
                 ask = found
-            elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & _axes_in(found.spec)):
+            elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & found.axes):
                 more = f"; {found} of its result"
+            elif found is not None and (dim := self.asked.dim_of_product(line, first, gathered)) is not None:
+                order = axes_in_order(self.mesh, self.module.groups(place.one))
+                who, more = f"{operation} needs", f"; {found} of its result"
+                if (spec := found.with_axis(dim, order)) is not None:
+                    more += f", and with {found.remedy(spec)}"
+        if ask is not None and axis in ask._replace(spec=ask.spec[gathered : gathered + 1]).axes:
+            ask = None  # it asks for the pieces that there are
+        num_pieces = prod(self.mesh.axis_size(name) for name in axis.split(","))
+        if user is None and ask is None and 0 <= gathered < len(shape) and shape[gathered] % num_pieces:
+            more = f": a result must be in equal pieces, and {num_pieces} does not divide {shape[gathered]}"
         if ask is not None:
             why = self._as_asked(ask, place, made, sent, axis, operand + shards * (sent.op == "all_gather"))
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
@@ -235,9 +248,12 @@ class _Why:
             why = f"{operation} of {' and '.join(operands)} goes over a dim that is sharded over {axis}, so each rank "
             why += "has only its part"
             return Cause(where, array.dtype, array.shape, operation, operands, why + wide)
-        if sent.op == "all_gather" and (shape := self.asked.reshaped(*first)) is not None:
+        if user is not None and sent.op == "all_to_all" and user.one.origin == made.one.origin:
+            why = f"XLA computes {operation} on pieces that are cut along another dim, and here moves its result back"
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+        if sent.op == "all_gather" and (new_shape := self.asked.reshaped(*first)) is not None:
             operation, who = "reshape", "reshape needs"
-            more = f": its pieces are no pieces of the new shape {list(shape)}" + more
+            more = f": its pieces are no pieces of the new shape {list(new_shape)}" + more
             wide = self._as_kept(place) + self._as_wide(place, sent, None)
         why = {
             "all_gather": f"{who} all of {operand}{shards}",
@@ -252,7 +268,7 @@ class _Why:
             "all_to_all": f"{ask}, which cuts {operand} along another dim than now",
         }.get(sent.op, f"{ask}, which puts {operand} on other ranks than those that have it")
         if (spec := self._as_it_is(ask, place, made, sent, axis)) is not None:
-            why += f"; with {spec_text(spec)} {'in out_shardings' if not ask.line else 'there'} it would not be sent"
+            why += f"; with {ask.remedy(spec)}"
         return why
 
     def _as_it_is(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str) -> tuple[Any, ...] | None:
@@ -267,15 +283,15 @@ class _Why:
             if slot.axes is None or len(slot.axes) != ask.num_dims:
                 return None
             return tuple(tuple(name.split(",")) if "," in name else name or None for name in slot.axes)
-        dims = place.one.dims("dimensions")
-        if sent.op != "all_gather" or len(dims) != 1 or len(sent.array.shape) != ask.num_dims:
+        dim = self._gathered_dim(place, sent)
+        if dim < 0 or len(sent.array.shape) != ask.num_dims:
             return None
-        spec = [*ask.spec, *[None] * (ask.num_dims - len(ask.spec))]
-        if spec[dims[0]] is not None:
-            return None
-        order = axes_in_order(self.mesh, self.module.groups(place.one))
-        spec[dims[0]] = order if len(order) > 1 else axis
-        return tuple(spec)
+        return ask.with_axis(dim, axes_in_order(self.mesh, self.module.groups(place.one)))
+
+    def _gathered_dim(self, place: Place, sent: Sent) -> int:
+        """The dim of an array whose pieces are gathered; -1 if there is none, or several."""
+        dims = place.one.dims("dimensions") if sent.op == "all_gather" else ()
+        return dims[0] if len(dims) == 1 else -1
 
     def _argument(self, place: Place) -> int | None:
         """The number of the argument that an array is."""
@@ -287,13 +303,17 @@ class _Why:
         if name == "reduce" or name.startswith("reduce_window"):
             names = self.asked.names_at(self._line(place)) & _NAMES
             return names.pop() if len(names) == 1 else name
+        names = self.asked.names_at(self._line(place))
+        if name == "dynamic_slice" and "/while/body/" in place.one.origin and "scan" in names and name not in names:
+            return "scan"  # takes a row of what it goes along
         return name
 
     def _user(self, place: Place) -> Place | None:
-        """What computes with an array, in the program: XLA may pad or cut it before, under an argument's name."""
+        """What computes with an array, in the program: before, XLA may pad or cut it, under the name of an argument, or
+        of the loop into which it goes."""
         user = next(self.flow.needed_by(place), None)
         for _ in range(_MOST_OPERANDS):
-            if user is None or "/" in user.one.origin:
+            if user is None or ("/" in user.one.origin and user.one.primitive != "while"):
                 break
             user = next(self.flow.needed_by(user), None)
         return user
@@ -356,8 +376,3 @@ class _Why:
 def _operation(one: Instruction) -> str:
     """JAX's name for what an instruction does. XLA puts transposes into products, and may keep only their names."""
     return "dot_general" if one.op == "dot" and "dot" not in one.primitive else one.primitive
-
-
-def _axes_in(spec: Sequence[Any]) -> set[str]:
-    """The axes that a spec names."""
-    return {name for dim in spec if dim is not None for name in ((dim,) if isinstance(dim, str) else dim)}

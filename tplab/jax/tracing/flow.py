@@ -213,8 +213,8 @@ class Flow:
                 pending += self._handed_out(place)
             for user in self._users.get((computation, one.name), ()):
                 numbers = [number for number, name in enumerate(user.operands) if name == one.name]
-                if user.op == "fusion":
-                    pending += self._parameters(user.called("calls")[0], numbers)
+                if user.op in ("fusion", "call"):
+                    pending += self._parameters(user.called("calls", "to_apply")[0], numbers)
                 elif user.op in _HANDED_ON or user.op.endswith(("-done", "-update")):
                     pending.append(Place(computation, user))
                 elif user.op == "tuple":
@@ -233,19 +233,24 @@ class Flow:
 
     def _elements(self, place: Place, numbers: list[int]) -> list[Place]:
         """Where those elements of a tuple are taken out of it, also in a loop that it enters or goes around."""
-        computation, one = place
-        tuples = [Place(computation, user) for user in self._users.get((computation, one.name), ())]
-        caller = self._callers.get(computation)
-        if one.is_root and caller is not None and caller.one.op in ("while", "fusion", "call"):
-            tuples.append(caller)
-        found: list[Place] = []
-        for there in tuples:
-            holders = [there]
-            if there.one.op == "while":
-                holders += self._parameters(there.one.called("body")[0], [0])
-            for holder in holders:
-                users = self._users.get((holder.computation, holder.one.name), ())
-                found += [Place(holder.computation, user) for user in users if _takes(user, numbers)]
+        found, pending, seen = list[Place](), [place], set[tuple[str, str]]()
+        while pending:
+            computation, one = pending.pop(0)
+            if (computation, one.name) in seen:
+                continue
+            seen.add((computation, one.name))
+            caller = self._callers.get(computation)
+            if one.is_root and caller is not None and caller.one.op in ("while", "fusion", "call"):
+                pending.append(caller)
+            if one.op == "while":
+                pending += self._parameters(one.called("body")[0], [0])
+            for user in self._users.get((computation, one.name), ()):
+                if user.op == "while":
+                    pending.append(Place(computation, user))
+                elif user.op in ("fusion", "call"):
+                    pending += self._parameters(user.called("calls", "to_apply")[0], [user.operands.index(one.name)])
+                elif _takes(user, numbers):
+                    found.append(Place(computation, user))
         return found
 
 

@@ -13,6 +13,7 @@ from tplab.jax.tracing.flow import Flow, Place
 from tplab.jax.tracing.hlo import Array, Instruction
 
 _MOST_STEPS = 8  # from a collective to what made its operand narrow
+_MOST_MAKING = 64  # instructions that make the index of a piece
 
 
 class Sent(NamedTuple):
@@ -54,7 +55,7 @@ def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
         return False
     size, rest = divmod(one.arrays[index or 0].size, len(flow.module.groups(one)[0]))
     users = list(flow.needed_by(place, index))
-    return bool(users) and not rest and all(u.one.op == "dynamic-slice" and u.one.arrays[0].size == size for u in users)
+    return bool(users) and not rest and all(_is_own(flow, u) and u.one.arrays[0].size == size for u in users)
 
 
 def kept_of_all(flow: Flow, place: Place) -> int:
@@ -63,8 +64,25 @@ def kept_of_all(flow: Flow, place: Place) -> int:
     one = place.one
     users = list(flow.needed_by(place)) if one.op.startswith("all-gather") else []
     sizes = {user.one.arrays[0].size for user in users}
-    is_cut = len(sizes) == 1 and all(user.one.op == "dynamic-slice" for user in users)
+    is_cut = len(sizes) == 1 and all(_is_own(flow, user) for user in users)
     return one.arrays[-1].size // sizes.pop() if is_cut else 0
+
+
+def _is_own(flow: Flow, place: Place) -> bool:
+    """Whether this takes a piece by the rank's own number: a slice of the program may be the same on every rank."""
+    if place.one.op != "dynamic-slice":
+        return False
+    pending, seen = flow.operands(place)[1:], set[tuple[str, str]]()
+    while pending and len(seen) < _MOST_MAKING:
+        index = pending.pop(0)
+        if index.one.op == "partition-id":
+            return True
+        key = index.computation, index.one.name
+        if key not in seen and index.one.collective is None:
+            seen.add(key)
+            before = flow.before(index)
+            pending += flow.operands(index) if before is None or index.one.op == "dynamic-slice" else [before]
+    return False
 
 
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:

@@ -13,7 +13,7 @@ from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_al
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.data.cuts import where_gradients_are
-from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
+from tplab.torch.data.parameters import Key, Model, Named, check_dense, readable_again, text, trainable
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank
 
@@ -37,7 +37,7 @@ def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: f
            no such axis
     """
     p = check_norm_type(norm_type)
-    return _norm(_counted(parameters, specs), p)
+    return _norm(_counted(readable_again(parameters), specs), p)
 
 
 @torch.no_grad()
@@ -56,6 +56,7 @@ def clip_gradients(
     With error_if_nonfinite, all ranks raise RuntimeError for an infinite or NaN norm.
     """
     most, p = check_max_norm(max_norm), check_norm_type(norm_type)
+    parameters = readable_again(parameters)
     norm = _norm(_counted(parameters, specs), p)
     named = [(key, held) for key, held, _ in where_gradients_are(trainable(parameters))]
     if error_if_nonfinite and not norm.is_meta and not bool(norm.isfinite()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import ref
 
@@ -13,7 +13,7 @@ from tplab.data.buckets import BUCKET_BYTES, Bucket
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
 from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
-from tplab.torch.data.parameters import Key, Model, Named, state_of, text, trainable
+from tplab.torch.data.parameters import Key, Model, Named, readable_again, state_of, text, trainable
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.ranks.rank import this_rank
 
@@ -67,12 +67,14 @@ class DataParallel:
 
     def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
         this_rank().place(axis)
+        parameters = readable_again(parameters)
         named = trainable(parameters)
         self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
         self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes)
         self._bucket_of = {id(named[i][1]): n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
         self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
         self._flights: list[Handle] = []
+        self._end: Callable[[], object]  # of the pass that is running: None where it has raised
         self._is_paused = False
         if from_first:
             _copy_from_first(parameters, axis)
@@ -117,9 +119,9 @@ class DataParallel:
         """The gradient of `parameter` is complete."""
         if self._is_paused:
             return
-        if not self._missing:
-            self._missing = [len(bucket.pieces) for bucket in self.buckets]
-            at_end_of_pass(self.wait)
+        if not self._missing or self._end() is None:  # the first of a pass; the pass before may have raised
+            self._missing, self._flights = [len(bucket.pieces) for bucket in self.buckets], []
+            self._end = at_end_of_pass(self.wait)
         self._missing[self._bucket_of[id(parameter)]] -= 1
         self._send_ready()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,11 @@ Model = nn.Module | Mapping[int, nn.Module] | Mapping[str, Tensor] | Iterable[Te
 """What has parameters: a module, `Stages`, parameters by name, or a list of them."""
 Named = Sequence[tuple[Key, Tensor]]
 """Parameters with their names."""
+
+
+def readable_again(model: Any) -> Any:
+    """The same model. What can be read only once, such as `model.parameters()`, becomes a list."""
+    return list(model) if isinstance(model, Iterator) else model
 
 
 def trainable(model: Model, but: Collection[Key] = ()) -> Named:

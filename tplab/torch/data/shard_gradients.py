@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tplab.data.buckets import BUCKET_BYTES
 from tplab.mesh import Axis
 from tplab.torch.data.pieces import Gather, Reduce
-from tplab.torch.data.sharded_optimizer import About, Params, ShardedOptimizer
+from tplab.torch.data.sharded_optimizer import About, Bucket, Params, ShardedOptimizer
 from tplab.torch.pipeline.copies import at_end_of_pass
 
 
@@ -51,49 +51,15 @@ def shard_gradients(
     The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
     about = About(axis, op, replicate_axis, master_dtype, reduce_dtype, bucket_bytes, False, gather, reduce)
-    return _Leaving(optimizer, params, about)
+    return _GradientsShardedOptimizer(optimizer, params, about)
 
 
-class _Leaving(ShardedOptimizer):
-    """A sharded optimizer whose buckets leave during the backward pass, in their order, one after another."""
+class _GradientsShardedOptimizer(ShardedOptimizer):
+    """A sharded optimizer whose buckets leave during the backward pass."""
 
     def __init__(self, make: Callable[[Any], Optimizer], params: Params, about: About):
         super().__init__(make, params, about)
-        self._ready: dict[int, set[Tensor]] = {}  # place of a bucket -> parameters whose gradients are ready
-        self._next = 0
-        self._is_waited_for = False
-        for place, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
-
-    def _arrived(self, place: int, parameter: Tensor) -> None:
-        if not self._is_waited_for:
-            self._is_waited_for = True
-            at_end_of_pass(self._finish)
-        self._ready.setdefault(place, set()).add(parameter)
-        while self._next < len(self.buckets) and self._is_full(self._next):
-            self._leave()
-
-    def _is_full(self, place: int) -> bool:
-        return len(self._ready.get(place, ())) == len(self.buckets[place].parameters)
-
-    def _leave(self) -> None:
-        with torch.no_grad():
-            self.buckets[self._next].begin()
-            if self._next > 0:
-                self.buckets[self._next - 1].end()
-        self._next += 1
-
-    def _finish(self) -> None:
-        """At the end of the pass, send what has not left, and wait for what is on its way."""
-        try:
-            while self._next < len(self.buckets):
-                self._leave()
-            with torch.no_grad():
-                self.buckets[-1].end()
-        finally:
-            self._ready.clear()
-            self._next, self._is_waited_for = 0, False
+        _Leaving(self.buckets)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -102,3 +68,55 @@ class _Leaving(ShardedOptimizer):
                 bucket.reduce()
             bucket.hand_over()
         self._is_reduced = True
+
+
+class _Leaving:
+    """Buckets that leave during the backward pass, in their order, one after another.
+
+    The parameters' hooks keep it alive, also where the optimizer is dropped: Python may drop it at another time on
+    each rank, and all must send the same. It does not keep the parameters alive, nor the optimizer, which does:
+    Python's garbage collector cannot free a cycle through a hook of this kind, as torch refers to the hooks twice.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        self._buckets = buckets
+        self._end: Callable[[], object]  # of the pass that is running; gives None otherwise
+        self._ready: list[set[int]] = [set() for _ in buckets]  # the parameters whose gradients are ready, by id
+        self._begin_pass()
+        for bucket, ready in zip(buckets, self._ready):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, ready))
+
+    def _begin_pass(self) -> None:
+        """Also where the one before has raised."""
+        for ready in self._ready:
+            ready.clear()
+        self._next, self._end = 0, lambda: None
+
+    def _arrived(self, ready: set[int], parameter: Tensor) -> None:
+        if self._end() is None:
+            self._begin_pass()
+            self._end = at_end_of_pass(self._finish)
+        ready.add(id(parameter))
+        while self._next < len(self._buckets) and self._is_full(self._next):
+            self._leave()
+
+    def _is_full(self, place: int) -> bool:
+        return len(self._ready[place]) == len(self._buckets[place].shards)
+
+    def _leave(self) -> None:
+        with torch.no_grad():
+            self._buckets[self._next].begin()
+            if self._next > 0:
+                self._buckets[self._next - 1].end()
+        self._next += 1
+
+    def _finish(self) -> None:
+        """At the end of the pass, send what has not left, and wait for what is on its way."""
+        try:
+            while self._next < len(self._buckets):
+                self._leave()
+            with torch.no_grad():
+                self._buckets[-1].end()
+        finally:
+            self._begin_pass()

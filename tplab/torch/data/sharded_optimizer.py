@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class ShardedOptimizer(Optimizer):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
             group["params"] = [made[p] for p in group["params"]]
+        self._wholes = seen  # kept alive here and not by the buckets
         self.inner = make(groups)
         self._is_reduced = self._has_all = False
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -133,11 +135,10 @@ class ShardedOptimizer(Optimizer):
 
     def num_bytes(self) -> tuple[int, int, int]:
         """What this rank keeps, in bytes of real tensors: parameters, gradients, optimizer."""
-        parameters = {p for bucket in self.buckets for p in bucket.parameters}
-        gradients = [p.grad for p in parameters] + [bucket.row for bucket in self.buckets]
+        gradients = [p.grad for p in self._wholes] + [bucket.row for bucket in self.buckets]
         copies = [piece for bucket in self.buckets for piece, _ in bucket.copies()]
         states = [x for state in self.inner.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
-        kinds: tuple[Iterable[Tensor | None], ...] = parameters, gradients, [*copies, *states]
+        kinds: tuple[Iterable[Tensor | None], ...] = self._wholes, gradients, [*copies, *states]
         return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
 
 
@@ -167,21 +168,28 @@ class Bucket:
 
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
     row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
+
+    It does not keep the parameters alive, since their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About):
-        self.parameters, self.about = list(parameters), about
+        self._parameters, self.about = [ref(p) for p in parameters], about
         self.pieces, self.index = pieces_of(parameters, about.axis)
-        self.dtype = self.parameters[0].dtype
+        self.dtype = parameters[0].dtype
         master = about.master_dtype or self.dtype
-        held = held_of(self.pieces, self.index, self.parameters)
+        held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
-        for parameter, shard in zip(self.parameters, self.shards):
+        for parameter, shard in zip(parameters, self.shards):
             note_cut(shard, about.axis)
             note_owner(parameter, shard, self)
         count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None
         self._handle: Handle | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Its parameters: all of them, as long as the optimizer exists."""
+        return [parameter for held in self._parameters if (parameter := held()) is not None]
 
     @property
     def has_taken(self) -> bool:
@@ -194,10 +202,10 @@ class Bucket:
         return self.about.is_reduced
 
     def begin(self) -> None:
-        """Begin to combine the gradients over the ranks, and free them."""
-        grads = [p.grad for p in self.parameters]
+        """Begin to combine the gradients over the ranks, and free them. That of a parameter that is gone is zero."""
+        grads = [getattr(held(), "grad", None) for held in self._parameters]
         about, dtype = self.about, self.about.reduce_dtype or self.dtype
-        message = message_of(self.pieces, grads, self.parameters[0], dtype)
+        message = message_of(self.pieces, grads, self.shards[0], dtype)
         count_as("gradients", message)
         self._let_go()
         self._handle = about.reduce(message, about.axis, about.op)
@@ -246,7 +254,7 @@ class Bucket:
                 yield piece, own
 
     def forget(self) -> None:
-        self.row = None
+        self.row = self._handle = None
         self._let_go()
 
     def _let_go(self) -> None:

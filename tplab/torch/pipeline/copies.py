@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,17 @@ from tplab.torch.private import at_end_of_backward, base_of, post_accumulate_hoo
 from tplab.torch.ranks.rank import this_rank
 
 
-def at_end_of_pass(then: Callable[[], None]) -> None:
-    """Call `then` when the current backward pass is over; in `train_batch`, when those of the whole batch are."""
-    waiting = this_rank().after_batch
+def at_end_of_pass(then: Callable[[], None]) -> Callable[[], object]:
+    """Call `then` when the current backward pass is over; in `train_batch`, when those of the whole batch are.
+
+    Returns what is None once it will not be called any more: a pass that raises has no end.
+    """
+    waiting, call = this_rank().after_batch, partial(then)
     if waiting is None:
-        at_end_of_backward(then)
+        at_end_of_backward(call)
     else:
-        waiting.append(then)
+        waiting.append(call)
+    return ref(call)
 
 
 class _Copies(NamedTuple):
@@ -70,6 +75,9 @@ class GradientSync:
         rank.after_batch = waiting
         try:
             yield
+        except BaseException:
+            waiting.clear()
+            raise
         finally:
             rank.after_batch = None
         for then in waiting:
