@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.torch.distributed.test_collectives import on
 from tplab import Mesh
 from tplab.pipeline.layer_spec import LayerSpec
 from tplab.schedules import gpipe
@@ -61,6 +62,26 @@ def test_memory_that_several_share_counts_once():
         assert live.now() == ONE  # the views still need it
         views.clear()
         assert live.now() == 0
+
+
+def test_memory_that_changes_its_size_counts_as_much_as_it_has():
+    """FSDP frees whole parameters, and makes them again, by resizing their memory."""
+
+    def program() -> None:
+        before = torch.ones(1000)
+        with LiveBytes() as live:
+            x = torch.ones(1000)
+            x.untyped_storage().resize_(0)
+            y = torch.ones(1000)
+            assert live.now() == live.peak == ONE
+            x.untyped_storage().resize_(2 * ONE)
+            torch.add(y, before, out=torch.empty(0))
+            assert live.peak == 4 * ONE
+            del x
+            before.resize_(10)
+            assert live.now() == ONE and len(y) == 1000
+
+    on(2, program)
 
 
 def test_what_was_there_before_does_not_count():

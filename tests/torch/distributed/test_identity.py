@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -86,6 +87,37 @@ def test_a_thread_that_ends_the_process():
         dist.barrier()
 
     with pytest.raises(RankError, match=r"rank 0 ended its process by os._exit\(3\)"):
+        on(2, program)
+
+
+def test_each_rank_has_its_own_handlers_of_signals():
+    """A scheduler's SIGTERM is often rehearsed so; alarms that watch over a program do not go off."""
+    kept = signal.signal, os.kill, signal.getsignal(signal.SIGTERM)
+
+    def program() -> list[int]:
+        rank, got = dist.get_rank(), list[int]()
+        assert signal.signal(signal.SIGTERM, lambda number, frame: got.append(number)) == signal.SIG_DFL
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN if rank else lambda number, frame: got.append(number))
+        signal.alarm(1)
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.alarm(0)
+        dist.barrier()
+        return got
+
+    both = [int(signal.SIGTERM), int(signal.SIGUSR1)]
+    assert on(2, program).per_rank == [both, both[:1]]
+    assert (signal.signal, os.kill, signal.getsignal(signal.SIGTERM)) == kept
+
+
+def test_a_signal_without_a_handler_ends_the_rank_that_sends_it_to_itself():
+    def program() -> None:
+        if dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"rank 1 ended its process by SIGTERM at test_identity\.py:"):
         on(2, program)
 
 

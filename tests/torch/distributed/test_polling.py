@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import os
+import selectors
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +98,54 @@ def by_store(folder: Path) -> None:
         store.set("ready", "yes")
 
 
+def looking(look: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Rank 1 makes a file; the others wait for it, and do this as long as it is not there."""
+
+    def way(folder: Path) -> None:
+        flag = folder / "ready"
+        if dist.get_rank() == 1:
+            flag.touch()
+        while not os.path.exists(flag):
+            look(flag)
+
+    return way
+
+
+def by_busy_store(folder: Path) -> None:
+    store: Any = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.set("busy", "no")
+    while not store.check(["busy"]):
+        pass
+
+
+WITHOUT_SLEEP = {
+    "nothing": looking(lambda flag: None),
+    "a second look": looking(lambda flag: flag.is_file()),
+    "an event": looking(lambda flag: threading.Event().wait(1e-3)),
+    "a lock": looking(lambda flag: locked().acquire(timeout=1e-3)),
+    "asyncio": looking(lambda flag: asyncio.run(asyncio.sleep(1e-3))),
+    "a selector": looking(lambda flag: selectors.DefaultSelector().select(1e-3)),
+    "a store": by_busy_store,
+}
 WAYS = [by_file, by_counter, by_file_lock, by_flock, by_baton, by_store]
+
+
+def locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@pytest.mark.parametrize("way", WITHOUT_SLEEP.values(), ids=WITHOUT_SLEEP)
+def test_a_rank_that_looks_without_sleeping_lets_the_others_go_on(way: Callable[[Path], None], tmp_path: Path):
+    def program() -> float:
+        way(tmp_path)
+        return summed()
+
+    kept = os.path.exists, Path.is_file
+    assert on(3, program).per_rank == [6.0] * 3
+    assert (os.path.exists, Path.is_file) == kept
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -184,6 +235,32 @@ def test_a_file_that_never_comes_is_a_deadlock_with_a_name(monkeypatch, tmp_path
         "rank 1 waits in time.sleep, again and again, at test_polling.py:",
         "a rank that sleeps and looks again waits for something that no other rank will do",
     )
+
+
+def test_a_loop_without_sleep_that_looks_for_ever(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(watches, "_LOOKING", 0.1)
+
+    def program() -> None:
+        if dist.get_rank() == 1:
+            while not os.path.exists(tmp_path / "never"):
+                pass
+        dist.barrier()
+
+    fails(program, "rank 1 waits in os.path.exists, again and again, at test_polling.py:")
+
+
+def test_a_rank_that_keeps_its_turn_is_named(monkeypatch, capsys, tmp_path: Path):
+    """Nothing can be done about such a loop, but it is not silent."""
+    monkeypatch.setattr("tplab.torch.ranks.turns.LONG", 0.05)
+
+    def program() -> None:
+        began = time.monotonic()
+        while dist.get_rank() == 1 and time.monotonic() < began + 0.3:
+            pass
+
+    on(2, program)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("tplab: rank 1 has had the turn for ") and ", now at test_polling.py:" in said
 
 
 def test_all_ranks_look_for_what_none_does(monkeypatch, tmp_path: Path):

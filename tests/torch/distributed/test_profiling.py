@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.torch.distributed.test_collectives import group_of, on
 from tplab.errors import RankError
+from tplab.torch.ranks.live_bytes import LiveBytes
 
 CPU = [ProfilerActivity.CPU]
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events", "ignore::FutureWarning")
@@ -55,6 +57,26 @@ def test_each_rank_has_its_own_profile(kind: str):
         assert found["aten::mm"] == rank + 1 and found["gloo:all_reduce"] == 1
         ops = {"aten::" + name for name in ["ones", "empty", "fill_", "matmul", "mm", "resolve_conj"]}
         assert set(found) == {*ops, "gloo:all_reduce"}
+
+
+def test_counting_memory_adds_nothing_to_a_profile():
+    """Nor does it hide what a mode of the program adds."""
+
+    def trains() -> list[tuple[str, int, int]]:
+        x = torch.ones(4, 4, requires_grad=True)
+        with profile(activities=CPU, with_flops=True) as profiled:
+            (torch.ones(4, 4) @ x).relu().sum().backward()
+            work(1)
+            with FlopCounterMode(display=False):
+                x = x @ x
+        return [(a.key, a.count, a.flops) for a in profiled.key_averages() if a.key != "detach"]
+
+    def counted() -> list[tuple[str, int, int]]:
+        with LiveBytes():
+            return trains()
+
+    alone, found = on(2, trains).per_rank, on(2, counted).per_rank
+    assert found == alone and ("PythonDispatchMode", 1, 0) in found[0]
 
 
 def test_the_loop_of_the_manual():

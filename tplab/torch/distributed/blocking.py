@@ -2,8 +2,9 @@
 
 Only one thread of a run has the turn, and a thread that waits for a lock would keep the turn forever. So during a run,
 these replace Python's own ways to wait. They behave as Python's do, and everything else is built on them: events,
-conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual;
-but a rank that sleeps, or waits to lock a file, may wait for another rank, and always gives its turn away.
+conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual.
+But a rank that sleeps, waits with a timeout, waits to lock a file, or looks for one again and again, may wait for
+another rank, and always gives its turn away.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,12 +47,12 @@ def taking_turns() -> SimulatedRank | None:
     return rank if isinstance(rank, SimulatedRank) and rank.seat.turns.process == os.getpid() else None
 
 
-def of_several() -> SimulatedRank | None:
-    """The same, if several threads of the rank take turns."""
+def of_several(is_timed: bool = False) -> SimulatedRank | None:
+    """The same, if several threads of the rank take turns, or if it waits with a timeout."""
     rank = taking_turns()
     if rank is None or rank.waits_as_always:
         return None
-    return rank if rank.home is not rank or rank.seat.turns.others_of(rank.seat) else None
+    return rank if is_timed or rank.home is not rank or rank.seat.turns.others_of(rank.seat) else None
 
 
 class Lock:
@@ -66,7 +69,7 @@ class Lock:
             return lock.acquire(blocking, timeout)
         if lock.acquire(False):
             return True
-        rank = of_several()
+        rank = of_several(timeout >= 0)
         if rank is None:
             return lock.acquire(True, timeout)
         until = time.perf_counter() + timeout
@@ -74,7 +77,7 @@ class Lock:
             left = None if timeout < 0 else until - time.perf_counter()
             if left is not None and left <= 0:
                 return False
-            rank.wait_until(lambda: not lock.locked(), _asked(), left, OF_THREADS)
+            rank.wait_until(lambda: not lock.locked(), _asked(left), left, OF_THREADS)
         return True
 
     acquire_lock = acquire
@@ -113,7 +116,7 @@ class SimpleQueue:
         return self._queue.qsize()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        rank = of_several()
+        rank = of_several(timeout is not None)
         if not block or rank is None or (timeout is not None and timeout < 0):
             return self._queue.get(block, timeout)
         until = time.perf_counter() + (timeout or 0)
@@ -124,7 +127,7 @@ class SimpleQueue:
                 left = None if timeout is None else until - time.perf_counter()
                 if left is not None and left <= 0:
                     raise
-                rank.wait_until(lambda: not self._queue.empty(), _asked(), left, OF_THREADS)
+                rank.wait_until(lambda: not self._queue.empty(), _asked(left), left, OF_THREADS)
 
 
 def sleep(seconds: float) -> None:
@@ -133,7 +136,7 @@ def sleep(seconds: float) -> None:
     if rank is None or rank.waits_as_always or seconds < 0:
         _sleep(seconds)
     else:
-        rank.sleep(seconds, _asked() + AGAIN)
+        rank.sleep(seconds, _asked(seconds))
 
 
 def join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -152,7 +155,7 @@ def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
     select: Callable[..., Any] = kind.select
 
     def selected(self: Any, timeout: float | None = None) -> Any:
-        rank = of_several()
+        rank = of_several(timeout is not None)
         if rank is None or (timeout is not None and timeout <= 0):
             return select(self, timeout)
         found: list[Any] = []
@@ -161,7 +164,7 @@ def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
             found[:] = select(self, 0)
             return bool(found)
 
-        rank.wait_until(is_there, _asked(), timeout, OF_OTHERS)
+        rank.wait_until(is_there, _asked(timeout), timeout, OF_OTHERS)
         return found
 
     return kind, "select", selected
@@ -181,6 +184,20 @@ def _flock(file: Any, command: int) -> None:
         return False
 
     rank.wait_until(is_there, "fcntl.flock", None, OF_FILES)
+
+
+def _looks(home: Any, name: str) -> tuple[Any, str, Callable[..., Any]]:
+    """`os.path.exists` and the like: a rank may look for a file in a loop that never sleeps."""
+    own: Callable[..., bool] = getattr(home, name)
+
+    @wraps(own)
+    def looked(path: Any, *args: Any, **kwargs: Any) -> bool:
+        found = own(path, *args, **kwargs)
+        if not found and (rank := taking_turns()) is not None:
+            rank.looked_in_vain(str(path), f"{home.__name__.replace('posixpath', 'os.path')}.{name}")
+        return found
+
+    return home, name, looked
 
 
 def _begun(process: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,6 +228,8 @@ _wait_of_future: Any = torch.futures.Future.wait
 
 _SELECTORS = (selectors.DefaultSelector, getattr(selectors, "PollSelector", selectors.SelectSelector))
 
+_LOOKS = (os.path, ("exists", "isfile", "isdir")), (Path, ("exists", "is_file", "is_dir"))
+
 BLOCKING: list[tuple[Any, str, Any]] = [
     (threading, "Lock", Lock),
     (threading, "_allocate_lock", Lock),
@@ -222,6 +241,7 @@ BLOCKING: list[tuple[Any, str, Any]] = [
     (multiprocessing.process.BaseProcess, "start", _process_started),
     *map(_selects, {next(home for home in kind.__mro__ if "select" in vars(home)) for kind in _SELECTORS}),
     (torch.futures.Future, "wait", _future_wait),
+    *(_looks(home, name) for home, names in _LOOKS for name in names),
 ]
 """Module or class, name, and what is there for the time of a run."""
 if fcntl is not None:
@@ -229,10 +249,11 @@ if fcntl is not None:
     BLOCKING.append((fcntl, "flock", _flock))
 
 
-def _asked() -> str:
-    """The call of the program that waits here, such as "Future.result"."""
+def _asked(seconds: float | None = None) -> str:
+    """The call of the program that waits here, for these seconds at most, such as "Future.result"."""
     frame, asked = sys._getframe(1), "threading"
     while frame is not None and not is_program(frame.f_code.co_filename):
         asked = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         frame = frame.f_back
-    return {"sleep": "time.sleep", "join": "Thread.join"}.get(asked, asked)
+    asked = {"sleep": "time.sleep", "join": "Thread.join"}.get(asked, asked)
+    return asked if seconds is None else asked + AGAIN

@@ -18,8 +18,10 @@ from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
+from tplab.torch.distributed.signals import Signals
 from tplab.torch.distributed.store import FileStore, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
+from tplab.torch.ranks.live_bytes import resize
 from tplab.torch.ranks.simulated import SimulatedRank
 
 _INIT = inspect.signature(dist.init_process_group)
@@ -193,7 +195,9 @@ class Hooks:
             (c10d, "PrefixStore", PrefixStore),
             (torch.multiprocessing, "spawn", _spawned),
             (torch.multiprocessing, "start_processes", _spawned),
+            (torch.UntypedStorage, "resize_", resize),
             *IDENTITY,
+            *Signals().attributes,
             *RARE,
             *Profiling().attributes,
         ]

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from operator import itemgetter
 from threading import get_ident
 from typing import Any
 
@@ -23,39 +21,11 @@ from torch.autograd import profiler
 
 from tplab.torch.distributed.asked import several
 from tplab.torch.distributed.blocking import taking_turns
+from tplab.torch.distributed.events import USER_SCOPE, Event, events_of
 from tplab.torch.distributed.group import AnyMessage, Group
 from tplab.torch.distributed.identity import number_of
 from tplab.torch.distributed.work import Several, Started
 from tplab.torch.private import Recorder
-
-_NOTHING: dict[str, Any] = {
-    "activity_type": "", "concrete_inputs": (), "correlation_id": 0, "cuda_elapsed_us": -1, "device_index": 0,
-    "device_resource_id": 0, "device_type": torch.autograd.DeviceType.CPU, "dtypes": (), "external_id": 0,
-    "extra_meta": {}, "flops": 0, "flow_id": 0, "flow_start": False, "flow_type": 0, "fwd_thread_id": 0,
-    "is_async": False, "is_hidden_event": False, "is_python_function": False, "is_user_annotation": False,
-    "kwinputs": {}, "linked_correlation_id": 0, "metadata_json": "", "nbytes": 0, "overload_name": "",
-    "privateuse1_elapsed_us": -1, "python_id": 0, "python_module_id": -1, "python_parent_id": 0, "scope": 0,
-    "sequence_nr": -1, "shapes": (), "stack": (), "structured_input_shapes": (), "structured_input_strides": (),
-}  # fmt: skip
-_USER_SCOPE = 7
-
-
-class Event:
-    """What happened, by the names under which torch asks for it: each value is a method."""
-
-    def __init__(self, name: str, thread: int, start_ns: int, end_ns: int, **values: Any):
-        self.values: dict[str, Any] = {**_NOTHING, **values, "name": name, "start_ns": start_ns, "end_ns": end_ns}
-        self.values["start_thread_id"] = self.values["end_thread_id"] = thread
-
-    def __getattr__(self, name: str) -> Callable[[], Any]:
-        try:
-            value = self.values[name]
-        except KeyError:
-            raise AttributeError(name) from None
-        return lambda: value
-
-    def duration_ns(self) -> int:
-        return self.values["end_ns"] - self.values["start_ns"]
 
 
 class Results:
@@ -177,7 +147,7 @@ class Profiling:
             return self._disable()
         if not self._recordings:
             self._watch_no_more()
-        began, *events = _events(Recorder.stop(), recording.silences)
+        began, *events = events_of(Recorder.stop(), recording.silences)
         thread, start_ns = began.values["start_thread_id"], began.values["start_ns"]
         for note in recording.notes:
             note.values["start_thread_id"] = note.values["end_thread_id"] = thread
@@ -217,7 +187,7 @@ class Profiling:
                 return method(group, *args, **kwargs)
             now = time.time_ns()
             note = Event(
-                f"{group.backend}:{title}", 0, now, now, is_async=True, scope=_USER_SCOPE, is_user_annotation=True,
+                f"{group.backend}:{title}", 0, now, now, is_async=True, scope=USER_SCOPE, is_user_annotation=True,
                 shapes=_shapes(args[position]) if position < len(args) else [],
             )  # fmt: skip
             recording.notes.append(note)
@@ -259,52 +229,6 @@ def _shapes(inputs: Any) -> list[list[int]]:
     if found and not isinstance(found[0], Tensor):
         found = found[0]
     return [list(x.shape) for x in found]
-
-
-def _events(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Event]:
-    """What a thread has recorded, in the order of the beginnings, the recording itself first. What began during
-    `silences`, or has not ended, is left out.
-
-    torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:
-    otherwise torch would take an operation for a part of its neighbour, and drop it if both have one name.
-    """
-    found: list[Event] = []
-    began: dict[int, Event] = {}
-    silent: list[tuple[int, int]] = []
-    for start, end in sorted(silences):  # some are inside others
-        if not silent or start > silent[-1][1]:
-            silent.append((start, end))
-        else:
-            silent[-1] = silent[-1][0], max(silent[-1][1], end)
-    at = 0
-    for record in records:
-        kind, at = record.kind(), max(at + 1, int(record.start_us() * 1000))
-        if kind == "pop":
-            if (event := began.pop(record.handle(), None)) is not None:
-                event.values["end_ns"] = at
-            continue
-        number = bisect_right(silent, at, key=itemgetter(0))
-        if number and at < silent[number - 1][1]:
-            continue
-        if kind == "push":
-            event = began[record.handle()] = _event(record, at)
-            found.append(event)
-        elif kind == "memory_alloc":
-            num_bytes = record.cpu_memory_usage()
-            found.append(Event(profiler.MEMORY_EVENT_NAME, record.thread_id(), at, at, nbytes=num_bytes))
-        elif not found:
-            found.append(Event("", record.thread_id(), at, at))
-    unended = set(map(id, began.values()))
-    return [event for event in found if id(event) not in unended]
-
-
-def _event(record: Any, at: int) -> Event:
-    scope = record.scope()
-    return Event(
-        record.name(), record.thread_id(), at, at, correlation_id=record.handle(), shapes=record.shapes(),
-        stack=record.stack(), scope=scope, sequence_nr=record.sequence_nr(), fwd_thread_id=record.fwd_thread_id(),
-        flops=record.flops(), is_async=record.is_async(), is_user_annotation=scope == _USER_SCOPE,
-    )  # fmt: skip
 
 
 def _row(event: Event) -> str:

@@ -46,6 +46,11 @@ class Store(dist.Store):
         self.set(key, self._values.get(key, b"") + _as_bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
+        if not (are_there := self._has(keys)):
+            self._member.here().looked_in_vain(repr(keys), "check of the store")
+        return are_there
+
+    def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -93,7 +98,7 @@ class Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = ", ".join(map(repr, keys))
-        self._member.here().wait_until(lambda: self.check(keys), f"the store, for {names},")
+        self._member.here().wait_until(lambda: self._has(keys), f"the store, for {names},")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """A deadlock is detected at once, so there is no timeout."""

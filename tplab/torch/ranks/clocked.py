@@ -48,6 +48,7 @@ class ClockedRank(Rank):
         world.members.append(self)
         self.raised: list[str] = []  # what ended other threads, at `home`
         self.waits_as_always = False  # even if other threads of the rank could have the turn
+        self._looked = "", 0  # what the program has looked for in vain, and how often since it looked for anything else
         self.began_at = ""  # for another thread: the line that has started it
         self._called_from: FrameType | None = None
         self._asks_time = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplab.torch.private import DispatchMode, pytree
+from tplab.torch.private import DispatchMode, dispatch_modes, pytree
 from tplab.torch.ranks.storages import Storages
 
 
@@ -33,11 +33,11 @@ class LiveBytes(DispatchMode):
         super().__init__()
         self.peak = self.lap = 0
         self._now = 0
-        self._storages: Storages[int] = Storages()  # the bytes of each; 0 for what existed before
+        self._storages: Storages[int] = Storages()  # the bytes of each; _BEFORE for what existed before
 
     def now(self) -> int:
         for num_bytes in self._storages.gone():
-            self._now -= num_bytes
+            self._now -= max(num_bytes, 0)
         return self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +46,7 @@ class LiveBytes(DispatchMode):
         is_new = func is torch.ops.aten.lift_fresh.default  # from torch.tensor: an operation on what it has just made
         for storage in _storages((args, kwargs)):
             if self._storages.get(storage) is None and not (is_new and storage.resizable()):
-                self._storages.add(storage, 0)
+                self._storages.add(storage, _BEFORE)
         result = func(*args, **(kwargs or {}))
         self.made(result)
         return result
@@ -54,13 +54,42 @@ class LiveBytes(DispatchMode):
     def made(self, result: Any) -> None:
         """Count the result of an operation, or of a collective, which is no operation of torch."""
         for storage in _storages(result):
-            if self._storages.get(storage) is None:
-                size = storage.nbytes()
-                num_bytes = size if type(size) is int else 0  # a symbol, of a tensor that is only traced
-                self._storages.add(storage, num_bytes)
-                self._now += num_bytes
+            self._measure(storage)
+        self._note()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count memory that has another size now."""
+        if self._storages.get(storage) is not None:
+            self._measure(storage)
+            self._note()
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
+        size, known = storage.nbytes(), self._storages.get(storage)
+        num_bytes = size if type(size) is int else 0  # a symbol, of a tensor that is only traced
+        if known is None:
+            self._storages.add(storage, num_bytes)
+        elif known not in (num_bytes, _BEFORE):
+            self._storages.change(storage, num_bytes)
+        else:
+            return
+        self._now += num_bytes - (known or 0)
+
+    def _note(self) -> None:
         now = self.now()
         self.peak, self.lap = max(self.peak, now), max(self.lap, now)
+
+
+_BEFORE = -1
+_resize = torch.UntypedStorage.resize_
+
+
+def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+    """`torch.UntypedStorage.resize_`, by which FSDP frees whole parameters and makes them again. It is no operation."""
+    result = _resize(storage, num_bytes)
+    for mode in dispatch_modes():
+        if isinstance(mode, LiveBytes):
+            mode.resized(storage)
+    return result
 
 
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:

@@ -51,6 +51,10 @@ class OneCore:
         """Called by each rank as its turn begins."""
         self._since = time.perf_counter()
 
+    def seconds(self) -> float:
+        """How long the turn has lasted, or the time between two turns."""
+        return time.perf_counter() - self._since
+
     def turn_ends(self) -> None:
         if time.perf_counter() - self._since > SHORT_SECONDS:
             self.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from tplab.torch.ranks.floor import Place
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
-from tplab.torch.ranks.watches import Watches
+from tplab.torch.ranks.watches import LONG, Watches, long_turn
 from tplab.units import ranks_text
 
 
@@ -95,6 +96,8 @@ class Turns:
         self._kernels: Own | None = None
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
+        self._now: Seat | None = None  # who has the turn
+        self._has_warned = len(self.seats) == 1
         self._running = set(self.seats)
         self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
@@ -121,6 +124,7 @@ class Turns:
                     self._called.acquire(timeout=_POLL)
                     self._check_around()
                     self._core.look()
+                    self._look()
                     if self._is_paused:
                         self._pause()
                 for seat in [*self.seats, *self.others]:
@@ -203,6 +207,15 @@ class Turns:
         self._kernels = self._state.take()
         self._is_paused = False
         self._give_turn()
+
+    def _look(self) -> None:
+        """Say once if a rank keeps its turn for very long: it may wait for one that is waiting for its turn."""
+        seat = self._now
+        if self._has_warned or seat is None or seat.thread is None or self._core.seconds() < LONG:
+            return
+        self._has_warned = True
+        if (frame := sys._current_frames().get(seat.thread.ident or 0)) is not None:
+            print(long_turn(seat.number, frame), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
         """End all ranks, at the next line of Python that each reaches. Those inside a call that cannot be interrupted
@@ -313,7 +326,7 @@ class Turns:
             self._is_paused = True
             self._called.release()
             return
-        seat = self.ready.popleft()
+        seat = self._now = self.ready.popleft()
         assert seat.home.own is not None
         self._state.put(seat.home.own)
         seat.turn.release()

@@ -13,7 +13,10 @@ from tplab.errors import OutsideRunError
 from tplab.torch.ranks.clocked import ClockedRank
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import Call, current_rank_or_none
+from tplab.torch.ranks.texts import AGAIN
 from tplab.torch.ranks.watches import OF_RANKS, at
+
+_MOST_LOOKS, _LOOK = 100, 1e-3
 
 
 class WaitingRank(ClockedRank):
@@ -54,6 +57,14 @@ class WaitingRank(ClockedRank):
         self.wait_until(lambda: False, what, seconds)
         if self._is_timed:
             self._seen_at -= seconds
+
+    def looked_in_vain(self, for_what: str, what: str) -> None:
+        """Note that the program has looked for something that is not there. If it looks for the same again and again,
+        without sleeping, the others go on. (Not at once: many look once, to make what is not there.)"""
+        before, num = self._looked
+        self._looked = for_what, (num + 1 if before == for_what else 1)
+        if self._looked[1] > _MOST_LOOKS and not self.waits_as_always:
+            self.sleep(_LOOK, what + AGAIN)
 
     def _follow(self, moment: int) -> None:
         """Go on after a moment of another thread."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
 from time import sleep  # a program's own may give its turn away
+from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -171,6 +173,21 @@ def at() -> tuple[Any, ...]:
         found.append((frame.f_code, frame.f_lasti, *map(_gist, list(values))))
         frame = frame.f_back
     return tuple(found)
+
+
+LONG = 60.0
+"""Seconds after which a turn is so long that this is said."""
+
+
+def long_turn(rank: int, frame: FrameType | None) -> str:
+    """What is said then. `frame` is where the rank is."""
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    where = f", now at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+    return (
+        f"tplab: rank {rank} has had the turn for {LONG:.0f} s{where}. Until it communicates, sleeps or ends, others "
+        "wait. If it waits for one of them here, let it look in a loop with time.sleep"
+    )
 
 
 def _gist(value: Any) -> Any:
