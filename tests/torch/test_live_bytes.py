@@ -39,6 +39,26 @@ def test_what_is_made_counts_while_it_lives():
         assert live.now() == 0
 
 
+def test_operations_that_make_no_memory_are_told_from_those_that_do():
+    """Views of what was there before count nowhere; memory that an operation is given counts from then on."""
+    old = torch.ones(1000)
+    with LiveBytes() as live:
+        view = old[1:].view(-1).add_(1)
+        copy = view.contiguous() + view.detach()
+        assert live.now() == copy.nbytes
+        given = torch.empty(0).set_(torch.UntypedStorage(ONE))
+        with torch.profiler.record_function("nothing"):
+            pieces = given.split(1)
+        assert live.now() == copy.nbytes + ONE == live.peak
+        del given, pieces
+        assert live.now() == copy.nbytes
+        grown = torch.empty(0)
+        torch.add(old, 1, out=grown)
+        assert live.now() == copy.nbytes + old.nbytes
+        grown.resize_(3000)
+        assert live.now() == copy.nbytes + 3 * old.nbytes
+
+
 def test_tensors_that_hold_nothing_do_not_count():
     """torch.compile and torch.library.opcheck trace with fake tensors, whose sizes may be symbols."""
     fake = FakeTensorMode(shape_env=ShapeEnv())

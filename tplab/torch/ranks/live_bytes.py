@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tplab.torch.private import DispatchMode, dispatch_modes, pytree
+from tplab.torch.private import DispatchMode, dispatch_modes
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.storages import Storages
+
+_aten = torch.ops.aten
+_GIVE_MEMORY = (_aten.lift_fresh, _aten.set_, _aten.resize_, _aten.resize_as_)
+_BEFORE = -1
 
 
 class LiveBytes(DispatchMode):
@@ -41,10 +46,12 @@ class LiveBytes(DispatchMode):
         return self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(map(_is_wrapper, types)):
             return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
+        if not _may_make_memory(func):
+            return func(*args, **(kwargs or {}))
         is_new = func is torch.ops.aten.lift_fresh.default  # from torch.tensor: an operation on what it has just made
-        for storage in _storages((args, kwargs)):
+        for storage in _storages((args, [*kwargs.values()] if kwargs else ())):
             if self._storages.get(storage) is None and not (is_new and storage.resizable()):
                 self._storages.add(storage, _BEFORE)
         result = func(*args, **(kwargs or {}))
@@ -79,7 +86,20 @@ class LiveBytes(DispatchMode):
         self.peak, self.lap = max(self.peak, now), max(self.lap, now)
 
 
-_BEFORE = -1
+@cache
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
+
+
+@cache
+def _may_make_memory(func: Any) -> bool:
+    """Whether an operation may return memory that none of its arguments has, or give memory another size. Most return
+    views, write in place, or return no tensors, and nothing is counted then."""
+    schema = func._schema
+    is_old = all(value.alias_info is not None or "Tensor" not in str(value.type) for value in schema.returns)
+    return not is_old or func.overloadpacket in _GIVE_MEMORY or any(one.is_out for one in schema.arguments)
+
+
 _resize = torch.UntypedStorage.resize_
 
 
@@ -93,8 +113,6 @@ def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
 
 
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
-    for x in pytree.tree_leaves(tensors):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:  # sparse ones hold others
-            continue
-        if (storage := x.untyped_storage()).device.type != "meta":  # as a fake tensor's is
-            yield storage
+    for x in tensors_in(tensors):
+        if x.layout is torch.strided and (storage := x.untyped_storage()).device.type != "meta":
+            yield storage  # not of sparse tensors, which hold others, nor of fake ones
