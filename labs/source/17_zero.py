@@ -254,11 +254,11 @@ memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
 # In stage 1 the gradients stay whole until the step. In stage 2 they leave layer by layer. In stage 3 a layer is whole, or
-# *gathered*, only while it runs. (Its first hump is the set-up: the whole model, before it is divided.) No stage divides
-# activations.
+# *gathered*, only while it runs. (Its first hump is the set-up: the whole model, before it is divided.)
 #
-# Two things rise above the formula. The small teeth are Adam's intermediate results. And without ZeRO, `average_gradients`
-# holds the means for a moment beside the gradients that they replace: the spike of 640 KiB.
+# The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do the small
+# teeth, which are Adam's intermediate results, and without ZeRO the spike of 640 KiB: there `average_gradients` holds the
+# means for a moment beside the gradients that they replace.
 #
 # ## See it run: time
 #

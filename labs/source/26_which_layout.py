@@ -135,7 +135,7 @@ for run in sorted(fitted + left_out, key=lambda run: abs(off(run)))[-4:]:
 # %% [markdown]
 # The four runs with the largest errors all took *longer* than forecast. One took almost five times as long as the same layout
 # in another run of the table, so it was not the layout. If your run is slower than a forecast, look for what is wrong with the
-# run: a slow network, or a memory that is nearly full.
+# run: a slow network, a memory that is nearly full, or a **straggler**, one slow GPU for which all others wait.
 #
 # ## Where does it fail?
 #
