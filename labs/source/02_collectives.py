@@ -186,8 +186,8 @@ timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
 # Can any method manage with fewer than 96 bytes? Follow one piece. Before the first rank can know its sum, every other
-# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line below
-# is a piece, and says how many ranks' numbers each of its messages contains:
+# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line
+# below follows one piece, and says how many ranks' numbers are in each of its messages:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -416,7 +416,8 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check uses other numbers, with one piece per row. Every rank must send equally much. Fix `sum_up` above, run its cell, then run this one.
+# The check uses other numbers, with one piece per row. Every rank must send the same number of bytes. Fix `sum_up`
+# above, run its cell, then run this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up

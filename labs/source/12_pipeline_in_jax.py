@@ -174,8 +174,8 @@ for name, result in results.items():
 # ## See it run
 #
 # The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
-# The simulation counts ticks in the same way. That the two agree is therefore no evidence about real devices. It only
-# shows that the compiled loop does what the table says.
+# The simulation counts ticks in the same way. So their agreement says nothing about real devices. It only shows that
+# the compiled loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -291,8 +291,9 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 #
 # ## A bug to repair
 #
-# This pipeline carries its outputs through the loop, as `train_batch` carries its buffers. In each tick a rank writes one
-# row of `ys`. Nothing is raised, but the result is wrong. Run the check, read what it says, and repair `my_pipeline`.
+# This pipeline carries its outputs through the loop, as `train_batch` carries its buffers. In each tick a rank writes
+# one row of `ys`. No error is raised, but the result is wrong. Run the check, read what it says, and repair
+# `my_pipeline`.
 
 # %%
 def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
@@ -315,14 +316,15 @@ from tplab.exercises.pipeline_in_jax import check_pipeline
 check_pipeline(my_pipeline)
 
 # %% [markdown]
-# <details><summary>Why is nothing raised?</summary>
+# <details><summary>Why is there no error?</summary>
 #
 # The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. NumPy would raise an error in the tick after the last row. JAX
 # cannot raise one in a compiled program, so it leaves out an update whose index is out of range.
 #
-# Negative indices are not out of range: they count from the end. If you wrote `ys.at[t - last]`, then in its first ticks the
-# last rank puts rubbish into the *last* rows. The right outputs come later and replace it, so the check accepts this. If
-# you would rather not rely on that order, write `jnp.where(t < last, m, t - last)`: row $m$ does not exist.
+# Negative indices are not out of range: they count from the end. If you wrote `ys.at[t - last]`, then in its first
+# ticks the last rank puts rubbish into the *last* rows. The right outputs come later and replace it, so the check
+# accepts this. If you would rather not rely on that order, write `jnp.where(t < last, m, t - last)`, because row $m$
+# does not exist.
 #
 # </details>
 #

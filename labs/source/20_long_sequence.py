@@ -75,7 +75,7 @@ print("over the three of each rank:", partial)
 #
 # $$\ell = \ln(e^{\ell_1} + e^{\ell_2}), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2$$
 #
-# FlashAttention does the same inside one GPU, tile by tile. Ranks need nothing more.
+# FlashAttention does the same inside one GPU, tile by tile. Between ranks, the same rule is all we need.
 #
 # ## Build it
 #
@@ -254,15 +254,15 @@ for name, fn in SCHEMES:
 # | head | $Q$, $K$, $V$ and $O$, each once | all tokens of $h/R$ heads | $R$ must divide $h$ and $g$ |
 #
 # Backward, the ring sends $dK$ and $dV$ in float32, and once more than $K$ and $V$, to take them home. With a ring or a
-# gather, the last rank has the most to do, and the others wait. With heads, all do the same.
+# gather, the last rank has the most to do, and the others wait for it. With heads, all ranks have the same work.
 #
 # **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) ran the first two
 # with sequences packed to as many tokens: 69 ms with a ring and 61 ms with a gather on eight H800s, 115 and 103 ms on
 # A100s (commit `8996282`, MIT). By the data sheet, the ring is faster. Here it is not: it calls its kernel eight times, on
 # small tiles.
 #
-# **Decide.** Exchanging heads sends the fewest bytes, and is one kernel call. But here $R$ can be at most 8, unless you copy
-# key and value heads. A ring has no such limit, and enough tokens hide its hops.
+# **Decide.** Exchanging heads sends the fewest bytes, and needs only one kernel call. But here $R$ can be at most 8,
+# unless you copy key and value heads. A ring has no such limit, and enough tokens hide its hops.
 
 # %% [markdown]
 # ## A bug to repair

@@ -112,13 +112,13 @@ for run in runs[1::4] + runs[-1:]:
 
 # %% [markdown]
 # With microbatches of one sequence and high `tp`, the host cannot start kernels as fast as the GPU finishes them, and
-# `host` is most of what is lost. Two choices matter most: use as little tensor parallelism, and as large a microbatch, as
+# `host` is most of the loss. Two choices matter most: use as little tensor parallelism, and as large a microbatch, as
 # memory allows.
 #
 # ## How right is it?
 #
-# Others have published 118 runs of 8 to 128 GPUs without a pipeline, with tensor parallelism inside of a node. The constants
-# were fitted to 85 of them. The fit has not seen the other 33, so it is these that test the forecast.
+# Others have published 118 runs of 8 to 128 GPUs without a pipeline, with tensor parallelism inside a node. The
+# constants were fitted to 85 of them. The fit has never seen the other 33, so these test the forecast.
 
 # %%
 def off(run):
@@ -135,7 +135,7 @@ for run in sorted(fitted + left_out, key=lambda run: abs(off(run)))[-4:]:
 # %% [markdown]
 # The four runs with the largest errors all took *longer* than forecast. One took almost five times as long as the same layout
 # in another run of the table, so it was not the layout. If your run is slower than a forecast, look for what is wrong with the
-# run: a slow network, or a memory that is nearly full.
+# run: a slow network, a memory that is nearly full, or a **straggler**, one slow GPU for which all others wait.
 #
 # ## Where does it fail?
 #
@@ -166,10 +166,11 @@ for nodes in (1, 2, 4, 16, 64):
     print(f"nodes {nodes:>2}: half took over {middle:.2f} times the forecast{reached}")
 
 # %% [markdown]
-# In one node, pipelines took what was forecast, although none of them was fitted. On 16 nodes, half took three times as long or
-# more. It is not the network: across nodes, collectives got only a part of its bandwidth (the last column), but the forecast
-# knows that. And it is not pipelines as such: Megatron's take about what is forecast. So it was this version of nanotron.
-# [How right is the forecast?](../docs/forecast.md) has each run, and other software and GPUs.
+# In one node, pipelines took as long as forecast, although the fit had seen none of them. On 16 nodes, half took three
+# times as long or more. It is not the network: across nodes, collectives got only a part of its bandwidth (the last
+# column), but the forecast knows that. And it is not pipelines as such: Megatron's take about what is forecast. So it
+# was this version of nanotron. [How right is the forecast?](../docs/forecast.md) has each run, and other software and
+# GPUs.
 #
 # ## Search
 #
@@ -226,8 +227,8 @@ knob("The best plan's step", "sequences in a batch", options, start=64, about=ab
 #
 # ## Run it
 #
-# A plan can be executed. Here are the two blocks of [lab 24](24_three_dimensions.ipynb) on eight simulated ranks, beside the
-# forecast's bytes. The few bytes more are the sums of the loss, one number each:
+# A plan can be executed. Here are the two blocks of [lab 24](24_three_dimensions.ipynb) on eight simulated ranks,
+# beside the forecast's bytes. The few extra bytes are sums of the loss, one number each:
 
 # %%
 from tplab import Mesh
@@ -280,7 +281,7 @@ def choose(model, gpus, batch, sequence):  # ->   Plan
 
 # A plan that is not possible has a reason: Plan(...).refusal(model, batch, sequence).
 # The memory of its fullest rank: peak_bytes(model, plan, batch, sequence).
-# What an H100 lets a program have: 85.0e9 bytes.
+# A program can use 85.0e9 bytes of an H100.
 
 # %%
 from tplab.exercises.which_layout import JOBS, check_choose
