@@ -232,6 +232,51 @@ def test_a_residual_hides_no_cause_and_the_line_at_fault_is_named(mistake: str, 
     assert "neither" not in str(report)
 
 
+class Between(nn.Module):
+    """A function between two modules, where the reference calls `down`. `mistake` is what is wrong in the function."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.LayerNorm(WIDTH)
+        self.mistake = ""
+
+    def forward(self, x):
+        if not self.mistake:
+            return self.norm(x + self.down(F.gelu(self.up(x))))
+        h = F.gelu(self.up(x), approximate="tanh" if self.mistake == "tanh" else "none")
+        piece = (layer.chunk(lab.axis_size("tp"), -1)[lab.axis_index("tp")] for layer in (h, self.down.weight))
+        y, bias = F.linear(*piece), self.down.bias
+        if self.mistake == "bias before the sum":
+            return self.norm(x + lab.all_reduce(y + bias, "tp"))
+        y = y if self.mistake == "missing" else lab.all_reduce(y, "tp", "mean" if self.mistake == "mean" else "sum")
+        return self.norm(x + (lab.all_reduce(y, "tp") if self.mistake == "doubled" else y) + bias)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("missing", "each rank adds the input of up and down.bias to its own part: an all_reduce over 'tp' is missing"),
+        ("doubled", "down's output without its bias is added 3 times; look"),
+        ("mean", "down's output without its bias is added 0.33333 times; look"),
+        ("bias before the sum", "down.bias is added 3 times, because every rank adds it before the sum"),
+        ("tanh", FUNCTION),
+    ],
+)
+def test_a_module_that_gets_something_wrong_is_not_to_blame(mistake: str, words: str):
+    torch.manual_seed(0)
+
+    def sharded(whole: Any) -> nn.Module:
+        model = copy.deepcopy(whole)
+        model.mistake = mistake
+        return model
+
+    report = check_parallel(sharded, Between(), inputs=(torch.randn(4, WIDTH),), mesh=Mesh(tp=3))
+    first = next(row for row in report.rows if not row.ok)
+    assert (first.kind, first.name) == ("activation", "norm")
+    assert first.words.startswith("the first that is wrong, since its input is: ")
+    assert words in first.words and "look at what is between up and norm" in first.words, first.words
+
+
 def test_the_line_is_named_where_no_module_is_inside():
     torch.manual_seed(0)
     whole = Residual(False)

@@ -65,7 +65,7 @@ def _of_addend(
     if any(g.shape != w.shape for g, w in zip(got, want)):
         return verdict
     size = float(np.abs(whole).max(initial=0))
-    slack = 10 * verdict.tolerance * size
+    slack = min(10 * verdict.tolerance, verdict.error / 4) * size  # less than what is to be explained
     for names in axis_sets(mesh, without=layout.spec.axis_names):
         if _agree(got, mesh, names, slack):
             continue

@@ -42,7 +42,9 @@ def _instead(error: Exception) -> str:
         return _INSTEAD["slice"]
     if (of_python and said.startswith("Shapes")) or "jnp.arange" in said or "jnp.repeat" in said:
         return _INSTEAD["shape"]
-    return "" if of_python else _INSTEAD["number"]
+    if of_python or "size argument" in said or "jnp.unique" in said:  # JAX says itself what to do
+        return ""
+    return _INSTEAD["number"]
 
 
 _INSTEAD = {

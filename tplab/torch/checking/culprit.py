@@ -31,7 +31,8 @@ def first_wrong_module(ours: Side, theirs: Side, comparison: Comparison) -> Culp
     module of the reference is called inside.
 
     So a partial sum that a module's parent adds up correctly is never taken for a mistake. If another result of an
-    all_reduce inside makes the module's output right, the words name it and its line.
+    all_reduce inside makes the module's output right, the words name it and its line. A module that gets something
+    wrong is not to blame: its row says so, and what was computed last before it.
     """
     (reference,) = theirs.ask(_look_inside)
     wanted, told = reference.outputs, ours.ask(_look_inside)
@@ -43,6 +44,9 @@ def first_wrong_module(ours: Side, theirs: Side, comparison: Comparison) -> Culp
         judged = ((name, _judged(name, reference, told, comparison, parent)) for name in children)
         found = next(((name, one) for name, one in judged if one is not None), None)
         if found is None:
+            break
+        if (given := _given(found[0], reference, told, comparison)) is not None:
+            row = given
             break
         parent, row = found
     return Culprit(row, _at_fault(parent, wanted, told, ours, comparison))
@@ -111,6 +115,31 @@ def _judged(name: str, reference: _Inside, told: Sequence[_Inside], comparison: 
             return None
     verdict = verdict._replace(words=f"the first that is wrong: {verdict.words}")
     return Row.of("activation", name, whole.shape, layout, verdict)
+
+
+def _given(name: str, reference: _Inside, told: Sequence[_Inside], comparison: Comparison) -> Row | None:
+    """A row if what a module gets is wrong: then something is at fault that no module computes."""
+    whole, pieces = reference.inputs.get(name), [rank.inputs[name] for rank in told if name in rank.inputs]
+    found = comparison.judge_output(whole, pieces) if whole is not None and len(pieces) == len(told) else None
+    if whole is None or found is None or found[1].ok or found[1].mistake == "shape":
+        return None
+    layout, verdict = found
+    if told[0].reductions.get(name) and verdict.mistake in ("partial", "disagree"):  # it adds up parts itself
+        return None
+    before = [other for other in told[0].outputs if not other.startswith(f"{name}.")]
+    before = before[: before.index(name)] if name in before else []
+    addends: dict[str, np.ndarray] = {}
+    for other, x in reference.outputs.items():
+        if other not in told[0].outputs:  # what a function computes here
+            bias = reference.biases.get(other)
+            addends |= {} if bias is None else {f"{other}.bias": bias, f"{other}'s output without its bias": x - bias}
+            addends[f"{other}'s output"] = x
+    addends |= {f"the input of {other}": reference.inputs[other] for other in before[-3:] if other in reference.inputs}
+    verdict = of_addends(addends, pieces, whole, layout, verdict, comparison.mesh)
+    said = verdict.words.partition(", because")[0] if "'s output" in verdict.words else verdict.words
+    where = f"; look at what is between {before[-1] if before else 'the input'} and {name}"
+    words = f"the first that is wrong, since its input is: {said}{where}"
+    return Row.of("activation", name, whole.shape, layout, verdict._replace(words=words))
 
 
 def _is_added_up(
