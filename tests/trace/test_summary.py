@@ -63,6 +63,13 @@ def test_half_a_call_per_rank_is_said_as_what_it_is():
     assert table(recorder.trace(unit="steps")) == ["tp send 0 to 1 8 B"]
 
 
+def test_ranks_that_send_no_message_count_too():
+    recorder = Recorder(Mesh(tp=4), "both", "torch")
+    for pair in ((0, 1), (1, 0)):
+        recorder.add_message(*pair, "send", (0, 1), "tp", pair, 8, (2,), "float32", 0, -1, (), None, "a.py:1")
+    assert table(recorder.trace(unit="steps")) == ["tp send 0 to 1 16 B"]
+
+
 def test_messages_that_were_never_received_are_named():
     recorder = Recorder(Mesh(tp=2), "lost", "torch")
     numbers = [

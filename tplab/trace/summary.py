@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from tplab.mesh import ranks_of
 from tplab.trace.event import Event
 from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
@@ -41,7 +42,8 @@ def _sent(trace: Trace) -> str:
         row = names.get(event.axis or "", ""), event.op
         sizes[row] = sizes.get(row, 0) + event.bytes
         made = calls.setdefault(row, Counter())
-        made.update(dict.fromkeys(event.group or trace.mesh.ranks, 0))
+        group = event.group if event.kind == "collective" else ranks_of(event.axis or "")  # a message's are its two
+        made.update(dict.fromkeys(group or trace.mesh.ranks, 0))
         made[event.rank] += 1
     if not sizes:
         return "nothing was sent: there is only 1 rank" if trace.mesh.size == 1 else "nothing was sent"

@@ -167,7 +167,9 @@ class Asked:
         )
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
-        return self._run(self._call("barrier", ()), torch.empty(0, device="cpu"), opts, lambda y: None)
+        return self._run(
+            self._call("barrier", ()), torch.empty(0, dtype=torch.float32, device="cpu"), opts, lambda y: None
+        )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """The error for a deadlock names a rank that never arrives."""

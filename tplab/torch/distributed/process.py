@@ -21,6 +21,7 @@ from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.groups import Groups, Hooks
 from tplab.torch.distributed.kernels import Kernels
+from tplab.torch.distributed.settings import Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
@@ -95,7 +96,7 @@ class Processes:
         self.per_node = per_node or mesh.size
         self._argv = argv
         self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
-        self._hooks, self._kernels = Hooks(), Kernels()
+        self._hooks, self._kernels, self._settings = Hooks(), Kernels(), Settings()
         self._threads = Threads(self._beside)
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
@@ -132,6 +133,7 @@ class Processes:
         active = self.active
         if active is None:
             active = self._kernel = self._notebook()
+            self._settings.take(active)
             if not self.ranks:  # we come here again if the run lets another one go on for a while
                 self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
@@ -143,6 +145,7 @@ class Processes:
         active.states = accelerate_states()
         active.attention.take()
         note_module_hooks(active.hooks)
+        self._settings.take(active)
         return active
 
     def put(self, process: Process) -> None:
@@ -172,6 +175,7 @@ class Processes:
         process.attention.put()
         put_module_hooks(process.hooks)
         self._kernels.turn(process)
+        self._settings.put(process)
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
@@ -179,6 +183,7 @@ class Processes:
         assert self._kernel is not None
         self._hooks.put()
         self._kernels.enter()
+        self._settings.enter(self._kernel)
         self._threads.put()
         if self._cuda is not None:
             self._cuda.put()
@@ -195,6 +200,7 @@ class Processes:
         self._threads.take_back()
         self._hooks.take_back()
         self._kernels.leave()
+        self._settings.leave()
         if self._finder in sys.meta_path:  # Ctrl-C may have interrupted this before
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
