@@ -16,6 +16,7 @@ from tplab.pipeline import LayerSpec, TiedSpec
 from tplab.schedules import chimera, interleaved_1f1b, one_f_one_b, zb_v
 from tplab.torch import (
     GPT,
+    ColumnParallelLinear,
     GPTConfig,
     all_gather,
     average_gradients,
@@ -218,7 +219,9 @@ def test_a_gpt_that_is_clipped_at_each_step_stays_the_unsharded_one():
             optimizer.zero_grad()
             model.loss(ids[:, :-1], ids[:, 1:]).backward()
             average_gradients(model, "dp", bucket_bytes=1000)
-            norms.append(clip_gradients(model, 0.5, specs, error_if_nonfinite=True))
+            as_told = gradient_norm(model, specs)
+            norms.append(clip_gradients(model, 0.5, error_if_nonfinite=True))  # tplab's layers know how they are cut
+            assert norms[-1] == as_told
             optimizer.step()
         return torch.stack(norms), model.state_dict()
 
@@ -345,16 +348,17 @@ def pad(piece, whole, mesh):
 
 
 def test_pieces_of_zero_are_counted_where_specs_speak_of_another_axis():
-    """A column-parallel weight whose pieces are cut once more: specs need not name "dp", and may."""
+    """A column-parallel weight whose pieces are cut once more: specs need not name "dp", and may; of tplab's own layer,
+    nothing need be named."""
     g = torch.arange(1.0, 13)
 
-    for spec in (P("tp"), P(("tp", "dp"))):
+    for spec in (P("tp"), P(("tp", "dp")), None):
 
         def program(g, spec=spec):
-            net = nn.Linear(1, 6, bias=False)
+            net = nn.Linear(1, 6, bias=False) if spec else ColumnParallelLinear(1, 12, "tp", bias=False)
             shard_parameters(net, "dp")
             net.weight.grad = g
-            return gradient_norm(net, {"weight": spec})
+            return gradient_norm(net, {"weight": spec} if spec else None)
 
         norms = run(program, Mesh(tp=2, dp=2), g, in_specs=P(("tp", "dp"))).per_rank
         assert [float(norm) for norm in norms] == pytest.approx([math.sqrt(650)] * 4)

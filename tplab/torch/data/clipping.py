@@ -26,15 +26,16 @@ def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: f
 
     parameters   a module, `Stages`, or parameters by name; a parameter without a gradient counts as zeros
     specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; for Stages {stage: {name: P}}, with all
-                 stages. None: every rank holds its parameters whole. What ZeRO has cut (`shard_parameters`, or a
-                 sharded optimizer after its `reduce_gradients`) is known, and need not be named
+                 stages. None: every rank holds its parameters whole, but for what is known: the pieces that tplab's
+                 layers make, and what ZeRO has cut (`shard_parameters`, or a sharded optimizer after its
+                 `reduce_gradients`). Of copies of these, and of pieces that you cut, nothing is known
     norm_type    p, above 0, or inf for the largest element
 
     norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
     one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
     Gradients of copies must already be equal: average them first.
-    cost   an all_reduce of 1 number over the axes that specs (and Stages) name, and those of ZeRO; none where there is
-           no such axis
+    cost   an all_reduce of 1 number over the axes that specs (and Stages) name, and those that are known; none where
+           there is no such axis
     """
     p = check_norm_type(norm_type)
     return _norm(_counted(readable_again(parameters), specs), p)
@@ -98,8 +99,8 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
     else:
         all_specs = specs_in(specs)
     named = trainable(model)
-    cut_by_zero = {name for _, _, axes in where_gradients_are(named) for name in axes}
-    axes = cut_along(all_specs, mesh, (*more, *cut_by_zero))
+    known = {name for _, _, axes in where_gradients_are(named) for name in axes}
+    axes = cut_along(all_specs, mesh, (*more, *known))
     counted = []
     for key, held, own_axes in where_gradients_are(trainable(model, elsewhere)):
         if held.grad is None:

@@ -1,4 +1,4 @@
-"""Which parameters ZeRO has cut: along which axis, and which piece of one a rank's optimizer steps."""
+"""Where a parameter's gradient is: with the parameter, or with the piece of it that a sharded optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tplab.mesh import Axis
 from tplab.torch.data.parameters import Key, Named, text
-from tplab.torch.ranks.rank import this_rank
+from tplab.torch.layers.parameters import axes_of_cuts
 
 
 class Owner(Protocol):
@@ -28,18 +27,13 @@ class Owner(Protocol):
         ...
 
 
-def note_cut(piece: Tensor, axis: Axis) -> None:
-    """Note that this parameter is a rank's piece, and that the ranks of `axis` hold the others."""
-    _axes[piece] = axis
-
-
 def note_owner(parameter: Tensor, piece: Tensor, owner: Owner) -> None:
     """Note that `owner` steps `piece` in place of the whole parameter, as long as it exists."""
     _owners[parameter] = weakref.ref(piece), weakref.ref(owner)
 
 
 def where_gradients_are(named: Named) -> Iterator[tuple[Key, Tensor, tuple[str, ...]]]:
-    """(key, what has the parameter's gradient on this rank, the axes along which ZeRO has cut it).
+    """(key, what has the parameter's gradient on this rank, the axes along which other ranks hold other pieces).
 
     This is the parameter itself, or the piece to which a sharded optimizer has given its part of the gradient. Raises
     ValueError where that optimizer has not combined the gradients of the ranks yet.
@@ -55,9 +49,7 @@ def where_gradients_are(named: Named) -> Iterator[tuple[Key, Tensor, tuple[str, 
                 "ranks yet: call optimizer.reduce_gradients() first, and step afterwards. If your program averages "
                 "gradients itself, make the optimizer with is_reduced=True"
             )
-        axis = _axes.get(parameter)
-        yield key, parameter, () if axis is None else this_rank().mesh.names(axis)
+        yield key, parameter, axes_of_cuts(parameter)
 
 
-_axes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

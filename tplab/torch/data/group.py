@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tplab.data.axes import data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.cuts import note_cut
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -23,6 +22,7 @@ from tplab.torch.data.pieces import (
     reduced_row,
     row_of,
 )
+from tplab.torch.layers.parameters import note_cut
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.memory import count_as
@@ -95,8 +95,8 @@ class Group:
             self.dtype = about.compute_dtype
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
-        for places, shard in zip(self.sites, self.shards):
-            note_cut(shard, about.axis)
+        for places, shard, whole in zip(self.sites, self.shards, parameters):
+            note_cut(shard, about.axis, whole)
             for module, name in places:
                 module._parameters[name] = shard
 

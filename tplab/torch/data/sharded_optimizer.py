@@ -14,7 +14,7 @@ from tplab.data.axes import data_axes
 from tplab.data.buckets import Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.cuts import note_cut, note_owner
+from tplab.torch.data.cuts import note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -28,6 +28,7 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
+from tplab.torch.layers.parameters import note_cut
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
@@ -180,7 +181,7 @@ class Bucket:
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
         for parameter, shard in zip(parameters, self.shards):
-            note_cut(shard, about.axis)
+            note_cut(shard, about.axis, parameter)
             note_owner(parameter, shard, self)
         count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from tplab.mesh import Axis
 from tplab.sharding import P, cut
 from tplab.torch.layers.draws import next_generator
 from tplab.torch.private import no_dispatch
@@ -51,3 +53,23 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
             rows = cut(whole.shape[dim], len(place.group), "ceil")[place.index]
             piece = piece.narrow(dim, rows.start, len(rows))
     return piece.clone(memory_format=torch.contiguous_format)
+
+
+def cut_parameter(piece: Tensor, axis: Axis, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter of which the other ranks of `axis` hold the other pieces: `clip_gradients` has to know."""
+    parameter = nn.Parameter(piece, requires_grad)
+    note_cut(parameter, axis)
+    return parameter
+
+
+def note_cut(piece: Tensor, axis: Axis, of: Tensor | None = None) -> None:
+    """Note that the ranks of `axis` hold the other pieces of a parameter, which may itself be a piece of another."""
+    _cuts[piece] = (*(() if of is None else _cuts.get(of, ())), axis)
+
+
+def axes_of_cuts(parameter: Tensor) -> tuple[str, ...]:
+    """The axes along which ranks hold other pieces of a parameter, as far as noted. A copy of it is another one."""
+    return tuple(name for axis in _cuts.get(parameter, ()) for name in this_rank().mesh.names(axis))
+
+
+_cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
