@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     if (warm := sys.modules.get("tplab.torch.processes.warm")) is not None:
-        warm.SECONDS_TO_KEEP = 600.0  # a new launcher takes seconds
+        vars(warm)["SECONDS_TO_KEEP"] = 600.0  # a new launcher takes seconds
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -64,12 +64,13 @@ def cut_parameter(piece: Tensor, axis: Axis, requires_grad: bool = True) -> nn.P
 
 def note_cut(piece: Tensor, axis: Axis, of: Tensor | None = None) -> None:
     """Note that the ranks of `axis` hold the other pieces of a parameter, which may itself be a piece of another."""
-    _cuts[piece] = (*(() if of is None else _cuts.get(of, ())), axis)
+    before = None if of is None else _cuts.get(of)
+    _cuts[piece] = (*(before or ()), axis)
 
 
 def axes_of_cuts(parameter: Tensor) -> tuple[str, ...]:
     """The axes along which ranks hold other pieces of a parameter, as far as noted. A copy of it is another one."""
-    return tuple(name for axis in _cuts.get(parameter, ()) for name in this_rank().mesh.names(axis))
+    return tuple(name for axis in _cuts.get(parameter) or () for name in this_rank().mesh.names(axis))
 
 
 _cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
