@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tplab import cost
-from tplab.cost.cluster import H100_NODE, NAMED, SLOW_ETHERNET
+from tplab.cost.named import H100_NODE, NAMED, SLOW_ETHERNET
 from tplab.cost.link import NO_LINK, ONE_HOP, Link
 from tplab.errors import ClusterError
 

@@ -25,8 +25,8 @@ def of(gpu):
 
 
 def known(cluster):
-    assert cluster.forecast is not None
-    return cluster.forecast
+    assert cluster.fitted is not None
+    return cluster.fitted
 
 
 # -------------------------------------------------------------------------------------------------------- what it says

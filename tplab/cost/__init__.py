@@ -3,7 +3,8 @@
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
 from tplab.cost.algorithms import OPS, Cost, algorithms
 from tplab.cost.chip import Chip
-from tplab.cost.cluster import (
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import (
     A100_MEASURED,
     A100_NODE,
     B200_MEASURED,
@@ -14,7 +15,6 @@ from tplab.cost.cluster import (
     SLOW_ETHERNET,
     THIS_LAPTOP,
     TPU_V5E_RING,
-    Cluster,
     find,
 )
 from tplab.cost.collectives import (
@@ -41,6 +41,7 @@ from tplab.cost.data_sheets import (
     NVLINK_5,
     TPU_V5E,
 )
+from tplab.cost.fabric import Fabric
 from tplab.cost.link import Link
 from tplab.cost.matmul import matmul_bytes, matmul_flops
 from tplab.cost.overlap import gather_seconds, pays_from, scatter_seconds
@@ -75,6 +76,7 @@ __all__ = [
     "Chip",
     "Cluster",
     "Cost",
+    "Fabric",
     "Link",
     "SavedTensor",
     "SavedTensors",

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from tplab.cost.chip import Chip
-from tplab.cost.cluster import H100_MEASURED, Cluster
+from tplab.cost.cluster import Cluster
 from tplab.cost.data_sheets import A100, H100
-from tplab.cost.forecast import Error, Fabric
+from tplab.cost.fabric import Error, Fabric
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.measured import (
     CONSTANTS,
@@ -34,6 +34,7 @@ from tplab.cost.measured import (
     matmuls,
     network,
 )
+from tplab.cost.named import H100_MEASURED
 from tplab.cost.nccl import Nccl, Ratios
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -204,8 +205,8 @@ def matmul_errors(rows: Sequence[Matmul], kernels: Kernels, chip: Chip) -> list[
 
 
 def network_errors(rows: Sequence[Network], fabric: Fabric | None, node: Cluster) -> list[float]:
-    assert node.forecast is not None
-    on = replace(node, forecast=replace(node.forecast, fabric=fabric))
+    assert node.fitted is not None
+    on = replace(node, forecast=replace(node.fitted, fabric=fabric))
     return [on.collective_seconds(row.op, NETWORK_BYTES, 8 * row.nodes) / row.seconds - 1 for row in rows]
 
 
@@ -257,8 +258,8 @@ def fit_all() -> dict[str, Any]:
     """All constants, as they are written."""
     fitted = fit_collectives(collectives())
     kernels = fit_matmuls({kind: matmuls(kind) for kind in CHIPS})
-    assert H100_MEASURED.forecast is not None
-    node = replace(H100_MEASURED, forecast=replace(H100_MEASURED.forecast, nccl=fitted["h100"]))
+    assert H100_MEASURED.fitted is not None
+    node = replace(H100_MEASURED, forecast=replace(H100_MEASURED.fitted, nccl=fitted["h100"]))
     fabric = fit_network(network(), node)
     ratios = next(iter(fitted.values())).ratios._asdict()
     del ratios["peer_ramp"]
@@ -305,8 +306,8 @@ def _print_seen(found: Mapping[str, Any]) -> None:
     for kind, values in found["kernels"].items():
         kernels = _kernels(kind, values, shared)
         _print("matmuls, fitted", {kind: summary(matmul_errors(matmuls(kind), kernels, CHIPS[kind]))})
-    assert H100_MEASURED.forecast is not None
-    node = replace(H100_MEASURED, forecast=replace(H100_MEASURED.forecast, nccl=fitted["h100"]))
+    assert H100_MEASURED.fitted is not None
+    node = replace(H100_MEASURED, forecast=replace(H100_MEASURED.fitted, nccl=fitted["h100"]))
     _print("network, fitted", {"h100": summary(network_errors(network(), Fabric(**found["fabric"]), node))})
 
 

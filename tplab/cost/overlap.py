@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.cost.cluster import Cluster, find
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import find
 from tplab.cost.matmul import matmul_bytes, matmul_flops
 from tplab.sharding import share
 

@@ -11,12 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tplab.cost.forecast import Error, Fabric, Forecast
+from tplab.cost.fabric import Error, Fabric
+from tplab.cost.fitted import Fitted
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.nccl import Nccl, Ratios
 
 HERE = Path(__file__).parent
 CONSTANTS = HERE / "constants.json"
+FABRICS = HERE / "fabrics.json"
 MULTIPROCESSORS = {"h100": (132, 50e6), "a100": (108, 40e6), "b200": (148, 126e6)}
 """Multiprocessors of a chip, and bytes of the cache that they share (data sheets)."""
 
@@ -138,13 +140,19 @@ def constants() -> dict[str, Any]:
 
 
 @cache
-def forecast(gpu: str) -> Forecast:
+def fitted(gpu: str) -> Fitted:
     """What is known of nodes of "a100", "h100" or "b200"."""
     found = constants()
     nccl = Nccl(**found["nccl"][gpu], ratios=Ratios(**found["ratios"]))
-    fabric = Fabric(**found["fabric"]) if gpu == "h100" else None
     errors = {name: Error(*of[gpu]) for name, of in found["errors"].items() if gpu in of}
-    return Forecast(nccl, fabric, errors, source("nccl"))
+    return Fitted(nccl, errors, source("nccl"))
+
+
+@cache
+def fabrics() -> dict[str, Fabric]:
+    """The networks between nodes that were measured, by their key: what `benchmarks.fit.fabrics` has written."""
+    found = json.loads(FABRICS.read_text(encoding="utf-8"))
+    return {key: Fabric(**of | {"error": Error(*of["error"]) if of["error"] else None}) for key, of in found.items()}
 
 
 @cache
