@@ -1,6 +1,6 @@
 """What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to (`python -m tplab.cost.fit`) and what is shown beside them.
+These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m tplab.cost.fit --write` has written."""
+    """What `python -m benchmarks.fit.chips --write` and `...fabrics --write` have written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
