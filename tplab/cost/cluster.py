@@ -213,9 +213,7 @@ class Cluster:
         hops = zip(ranks, [*ranks[1:], ranks[0]])
         return min((self.link(a, b) for a, b in hops), key=lambda link: (link.bandwidth, -link.latency))
 
-    def collective_seconds(
-        self, op: str, nbytes: float, ranks: int | Sequence[int], *, at_once: bool = False
-    ) -> float:
+    def collective_seconds(self, op: str, nbytes: float, ranks: int | Sequence[int], *, at_once: bool = False) -> float:
         """How long one collective takes.
 
         op       one of tplab.cost.OPS
@@ -226,7 +224,9 @@ class Cluster:
                  step: those that share a card have a part of it. Without it this collective has the cards to itself
         """
         group = self._group(ranks)
-        return self.collective_cost(op, nbytes / len(group) if op in GATHERS else nbytes, group, at_once=at_once).seconds
+        return self.collective_cost(
+            op, nbytes / len(group) if op in GATHERS else nbytes, group, at_once=at_once
+        ).seconds
 
     def collective_cost(
         self,

@@ -106,4 +106,6 @@ ETHERNET_100G = Link(
 EFA_P5 = Link(
     "EFA", 20e-6, 50e9, "aws.amazon.com/ec2/instance-types/p5: 3,200 Gb/s for the 8 GPUs of a node. latency: assumed"
 )
-INFINIBAND_XDR = Link("InfiniBand XDR", 4.0e-6, 100e9, f"800 Gb/s, one ConnectX-8 per GPU in GB300 NVL72. {_NCCL}, network")
+INFINIBAND_XDR = Link(
+    "InfiniBand XDR", 4.0e-6, 100e9, f"800 Gb/s, one ConnectX-8 per GPU in GB300 NVL72. {_NCCL}, network"
+)

@@ -77,11 +77,15 @@ class Fabric:
                 raise ClusterError(f"fabric {self.name!r}: {name} is {value!r}; it must be a number, 0 or more")
         for name in ("reached", "by_peers"):
             if getattr(self, name) <= 0:
-                raise ClusterError(f"fabric {self.name!r}: {name} is 0; nothing would ever arrive. Give a share above 0")
+                raise ClusterError(
+                    f"fabric {self.name!r}: {name} is 0; nothing would ever arrive. Give a share above 0"
+                )
 
     def link(self, card: Link, nodes: int = 2) -> Link:
         """What a message between two nodes takes, while `nodes` nodes use the network."""
-        return Link(f"{card.name}, as {self.name} reaches it", self.hop, card.bandwidth * self._share(nodes), self.source)
+        return Link(
+            f"{card.name}, as {self.name} reaches it", self.hop, card.bandwidth * self._share(nodes), self.source
+        )
 
     def cost(self, op: str, whole: float, levels: Levels, nccl: Nccl) -> Cost:
         """An all_reduce, all_gather, reduce_scatter or all_to_all of `whole` bytes over the nodes in `levels`.
@@ -104,7 +108,9 @@ class Fabric:
             return ring
         latency = 2 * ceil(log2(k)) * self.tree
         seconds = latency + max(inside.seconds, nccl.start + whole * per_byte)
-        return min(ring, replace(ring, seconds=seconds, algorithm="tree", latency=latency), key=lambda cost: cost.seconds)
+        return min(
+            ring, replace(ring, seconds=seconds, algorithm="tree", latency=latency), key=lambda cost: cost.seconds
+        )
 
     def _all_to_all(self, whole: float, levels: Levels, nccl: Nccl) -> Cost:
         """Each rank sends what belongs to other nodes by its own share of the cards, and the rest over its own link."""

@@ -13,6 +13,7 @@ from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack
 from tplab.forecast.traffic import Sent
 
+
 @lru_cache(maxsize=64)
 def over_cards(cluster: Cluster, cards: int | None) -> Cluster:
     """The cluster with only so many network cards in each node; None: with all of them."""

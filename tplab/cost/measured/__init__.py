@@ -1,6 +1,6 @@
 """What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to (`python -m tplab.cost.fit`) and what is shown beside them.
+These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,16 @@ class Network(NamedTuple):
         return self.seconds_at(self.bus_bandwidth)
 
 
+class Between(NamedTuple):
+    """One collective over `nodes` nodes of 8 H100s that a fabric joins. bytes: as in `Collective`."""
+
+    fabric: str
+    op: str
+    nodes: int
+    bytes: float
+    seconds: float
+
+
 class RingAttention(NamedTuple):
     """Attention of Llama 3.1 8B over 8 `gpu`s with 8,192 tokens each.
 
@@ -111,6 +121,17 @@ def network() -> tuple[Network, ...]:
 
 
 @cache
+def between() -> tuple[Between, ...]:
+    """All collectives between nodes, of every fabric that `tplab.cost.find` knows and that was measured."""
+    playbook = [
+        Between("playbook", row.op, row.nodes, NETWORK_BYTES, row.seconds) for row in network() if row.nodes > 1
+    ]
+    rows = _rows("between.csv")
+    others = [Between(r["fabric"], r["op"], int(r["nodes"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows]
+    return (*playbook, *others)
+
+
+@cache
 def ring_attention() -> tuple[RingAttention, ...]:
     rows = _rows("ring_attention.csv")
     return tuple(
@@ -119,10 +140,12 @@ def ring_attention() -> tuple[RingAttention, ...]:
     )
 
 
-def source(name: str) -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"."""
-    first = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("# source: ")
+def source(name: str, part: str = "") -> str:
+    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"; or "between" and
+    the name of a fabric, each of which has a source of its own."""
+    first = f"# source of {part}: " if part else "# source: "
+    lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix(first) for line in lines if line.startswith(first))
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -135,7 +158,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m tplab.cost.fit --write` has written."""
+    """What `python -m benchmarks.fit.chips --write` and `...fabrics --write` have written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
