@@ -214,7 +214,7 @@ def test_a_cluster_says_what_joins_its_nodes():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(
-        ClusterError, match="no fabric is named 'infiniband'; there are 'playbook', .*did you mean 'infiniband-"
+        ClusterError, match=r"no fabric is named 'infiniband'; there are 'playbook', .*did you mean 'infiniband-"
     ):
         find("h100-measured", fabric="infiniband")
     with pytest.raises(ClusterError, match="cluster 'laptop' is one node, so no fabric joins it"):

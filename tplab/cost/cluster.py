@@ -93,8 +93,8 @@ class Cluster:
         if self.fabric is not None and (self.fitted is None or self.outer_link is None):
             lacks = "fitted" if self.fitted is None else "outer_link"
             raise ClusterError(
-                f"{what}: its fabric, {self.fabric.name}, is what was measured of a network, and it has no {lacks}; give "
-                'both, or take a measured cluster, as find("h100-measured")'
+                f"{what}: its fabric, {self.fabric.name}, is what was measured of a network, and it has no {lacks}; "
+                'give both, or take a measured cluster, as find("h100-measured")'
             )
         if self.outer_link is None or self.node_size is None:
             if self.cards is not None or self.oversubscription != 1:

@@ -1,4 +1,4 @@
-"""The clusters that `find` knows: nodes of chips from data sheets, the same as measured, and the networks to join them."""
+"""The clusters that `find` knows: nodes of chips from data sheets, the same as measured, and networks to join them."""
 
 from __future__ import annotations
 

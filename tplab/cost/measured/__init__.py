@@ -141,8 +141,8 @@ def ring_attention() -> tuple[RingAttention, ...]:
 
 
 def source(name: str, part: str = "") -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"; or "between" and
-    the name of a fabric, each of which has a source of its own."""
+    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"; or "between"
+    and the name of a fabric, each of which has a source of its own."""
     first = f"# source of {part}: " if part else "# source: "
     lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return next(line.removeprefix(first) for line in lines if line.startswith(first))
