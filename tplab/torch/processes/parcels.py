@@ -167,7 +167,7 @@ class _Pickler(cloudpickle.Pickler):
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
         # From 3.1.3 on, cloudpickle says "<dynamic-code>" instead of the file, and every error has to name the file.
-        rebuild, parts = self.dispatch_table[CodeType](obj)
+        rebuild, parts, *_ = self.dispatch_table[CodeType](obj)
         return _in_file, (obj.co_filename, rebuild, *parts)
 
 
