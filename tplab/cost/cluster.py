@@ -133,8 +133,8 @@ class Cluster:
     def kind_on(self, num_ranks: int) -> str:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on so many ranks.
 
-        Between nodes it names the network, whose error counts, too: "EFA, forecast, ±8 %". Where nobody has measured the
-        network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". Where the constants are
+        Between nodes it names the network, whose error counts, too: "EFA, forecast, ±8 %". Where nobody has measured
+        the network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". Where the constants are
         another chip's, so is the error: "forecast, ±6 % on an H100".
         """
         several = self.node_size is not None and num_ranks > self.node_size

@@ -60,8 +60,8 @@ B200 = Chip(
     memory_bandwidth=7.7e12,
     memory=180e9,
     launch=_GPU_LAUNCH,
-    source="NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS in BF16 and 9 in FP8 and INT8, with sparsity, halved here; "
-    "FP32 75, FP64 37 TFLOPS; 180 GB, 7.7 TB/s; as quoted at https://zdszero.github.io/Computer/Artificial_Intelligence/"
+    source="NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS in BF16 and 9 in FP8 and INT8, with sparsity, halved "
+    "here; FP32 75, FP64 37 TFLOPS; 180 GB, 7.7 TB/s; as quoted at https://zdszero.github.io/Computer/Artificial_Intelligence/"
     "Hardware.html, read 2026-11-26. launch: assumed",
 )
 GB200 = Chip(
@@ -78,8 +78,8 @@ GB200 = Chip(
     memory_bandwidth=8e12,
     memory=186e9,
     launch=_GPU_LAUNCH,
-    source="NVIDIA Blackwell data sheet, one GPU of GB200 NVL72: 5 PFLOPS in BF16 and 10 in FP8 and INT8, with sparsity, "
-    "halved here; FP32 80, FP64 40 TFLOPS; 186 GB, 8 TB/s; as quoted at https://zdszero.github.io/Computer/"
+    source="NVIDIA Blackwell data sheet, one GPU of GB200 NVL72: 5 PFLOPS in BF16 and 10 in FP8 and INT8, with "
+    "sparsity, halved here; FP32 80, FP64 40 TFLOPS; 186 GB, 8 TB/s; as quoted at https://zdszero.github.io/Computer/"
     "Artificial_Intelligence/Hardware.html, read 2026-11-26. launch: assumed",
 )
 _ULTRA = (

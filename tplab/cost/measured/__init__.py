@@ -126,8 +126,8 @@ def ring_attention() -> tuple[RingAttention, ...]:
 
 
 def source(name: str, part: str = "") -> str:
-    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each of
-    which has a source of its own."""
+    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each
+    of which has a source of its own."""
     return source_of(HERE / f"{name}.csv", part)
 
 
