@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,30 +57,13 @@ def _from_tables(name: str, given: argparse.Namespace) -> tuple[list[Row], Own]:
 def _from_ranks(name: str, most: int | None) -> tuple[list[Row], Own | None]:
     """Measured on the ranks of torchrun, or on this process alone; (rows, None) on all ranks but the first."""
     leave_working_directory_out()
-    import torch
-    import torch.distributed as dist
+    from tplab.torch.measuring import on_these_ranks
 
-    from tplab.torch.measuring import measure
-
-    local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    try:
-        rows = measure(device, 2**20 * (most or (256 if on_gpus else 16)))
-        if dist.get_rank():
-            return rows, None
-        title = torch.cuda.get_device_name(device) if on_gpus else f"{platform.machine()}, one process"
-        how = f"{'NCCL' if on_gpus else 'gloo'} on {dist.get_world_size()} ranks, torch {torch.__version__}"
-        return rows, fit_cluster(
-            name, rows, _base(title, on_gpus), f"measured by tplab.measure with {how}, {date.today()}"
-        )
-    finally:
-        dist.destroy_process_group()
+    found = on_these_ranks(most and most * 2**20)
+    if not found.rows:
+        return [], None
+    source = f"measured by tplab.measure with {found.how}, {date.today()}"
+    return found.rows, fit_cluster(name, found.rows, _base(found.chip, found.on_gpus), source)
 
 
 def _base(title: str, on_gpus: bool) -> Cluster:

@@ -1,15 +1,17 @@
 """What a cluster takes, measured on the ranks of this process group: collectives, hops, matmuls, copies.
 
-Every rank calls `measure`; rank 0 gets the rows. A time is that of the slowest rank, the median of several runs.
+Every rank calls `on_these_ranks`; rank 0 gets the rows. A time is that of the slowest rank, the median of several runs.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,18 +25,45 @@ _DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
 _RUNS = 7
 
 
-def measure(device: torch.device, most: int) -> list[Row]:
-    """Rows of this process group on `device`, at rank 0; an empty list on all other ranks.
+class Measured(NamedTuple):
+    """The rows, on the first rank, and what they were measured on."""
+
+    rows: list[Row]
+    chip: str
+    on_gpus: bool
+    how: str
+
+
+def on_these_ranks(most: int | None = None) -> Measured:
+    """What the ranks of torchrun take, or this process alone: over NCCL where every rank has a GPU, and else over gloo.
 
     most   bytes of the largest tensor that is sent
     """
-    sizes = [size for size in _SIZES if size <= most]
+    local, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    try:
+        sizes = [size for size in _SIZES if size <= (most or (2**28 if on_gpus else 2**24))]
+        chip = torch.cuda.get_device_name(device) if on_gpus else f"{platform.machine()}, one process"
+        how = f"{'NCCL' if on_gpus else 'gloo'} on {dist.get_world_size()} ranks, torch {torch.__version__}"
+        return Measured(_measure(device, sizes), chip, on_gpus, how)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(device: torch.device, sizes: Sequence[int]) -> list[Row]:
+    """Rows of this process group on `device`, at rank 0; an empty list on all other ranks."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, os.environ.get("GROUP_RANK", "") + socket.gethostname())
     rows = list(_on_chip(device))
     for ranks in _groups(hosts):
         group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
+        if isinstance(group, dist.ProcessGroup):
             rows += _on_group(group, ranks, len({hosts[rank] for rank in ranks}), device, sizes)
         dist.barrier()
     return rows if dist.get_rank() == 0 else []

@@ -66,5 +66,5 @@ def _cluster(found: dict[str, Any]) -> Cluster:
         fitted = Fitted(**fitted | {"nccl": nccl, "errors": errors})
     if fabric is not None:
         fabric = Fabric(**fabric | {"error": fabric["error"] and Error(**fabric["error"])})
-    links = {name: found[name] and Link(**found[name]) for name in ("inner_link", "outer_link")}
+    links: dict[str, Any] = {name: found[name] and Link(**found[name]) for name in ("inner_link", "outer_link")}
     return Cluster(**found | links | {"chip": Chip(**chip), "fitted": fitted, "fabric": fabric})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -200,7 +200,8 @@ def _fabric(cluster: Cluster, rows: Sequence[Row], source: str) -> Fabric:
         begin["fall"] = 0.1
 
     def ring(of: dict[str, float]) -> Fabric:
-        return Fabric("your network", **of, near=of["hop"], by_peers=of["reached"], begin=of["hop"], source=source)
+        more: dict[str, Any] = of | {"near": of["hop"], "by_peers": of["reached"], "begin": of["hop"]}
+        return Fabric("your network", **more, source=source)
 
     priced = _between(cluster)
     found = ring(begin)
