@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tplab.forecast import Model, Plan, forecast
-from tplab.forecast.rows import ANSWERS, cluster_of, forecast_file, forecast_rows, model_of
+from tplab.forecast.rows import ANSWERS, cluster_of, forecast_file, forecast_row, forecast_rows, model_of
 
 ROW = {"model": "llama3-8b", "cluster": "h100", "stack": "megatron", "gpus": "16", "batch": "64", "sequence": "8192"}
 
@@ -61,6 +61,28 @@ def test_a_model_by_name_by_size_or_both():
 )
 def test_cells_may_be_written_as_others_write_them(written: dict[str, str], plain: dict[str, str]):
     assert one(**written)["seconds"] == one(**plain)["seconds"] != ""
+
+
+@pytest.mark.parametrize(
+    ("cells", "field", "value"),
+    [
+        ({"attention": "Flash3"}, "attention", "flash3"),
+        ({"attention": "FlashAttention-3"}, "attention", "flash3"),
+        ({"attention": "FA2"}, "attention", "flash2"),
+        ({"attention": "eager"}, "attention", "unfused"),
+        ({"attention": "none"}, "attention", None),
+        ({"flash": "false"}, "attention", "unfused"),
+        ({"flash": "true"}, "attention", None),
+        ({"flash": "true", "cluster": "a100"}, "attention", "flash2"),
+        ({"cluster": "a100"}, "attention", "unfused"),
+        ({"compiled": "yes"}, "compiled", True),
+        ({"compiled": "false"}, "compiled", False),
+        ({"state_dtype": "bf16"}, "state_dtype", "bfloat16"),
+        ({"state_dtype": ""}, "state_dtype", None),
+    ],
+)
+def test_a_row_says_what_the_stack_would_choose(cells: dict[str, str], field: str, value: object):
+    assert getattr(forecast_row({**ROW, "tp": "8", **cells})[1].plan, field) == value
 
 
 def test_one_strange_row_loses_no_other(monkeypatch: pytest.MonkeyPatch):
@@ -115,6 +137,9 @@ NONSENSE = {
     "not forecast: gpus is '1e8'; it must be a whole number, 1,000,000 at most": {"gpus": "1e8"},
     "not forecast: layers is '1e12'; it must be a whole number, 1,000,000 at most": {"layers": "1e12"},
     "not forecast: overlap is 'perhaps'; it must be true or false": {"overlap": "perhaps"},
+    "not forecast: compiled is 'perhaps'; it must be true or false": {"compiled": "perhaps"},
+    "not forecast: attention is 'ring'; it must be one of flash2, flash3, unfused": {"attention": "ring"},
+    "not forecast: state_dtype is 'float8'; it must be one of float32, bfloat16": {"state_dtype": "fp8"},
     "not forecast: no schedule is called 'zigzag'": {"schedule": "zigzag"},
     "not forecast: a model with kv_heads=0 is impossible; it is 1 or more": {"kv_heads": "0"},
     "not forecast: a model with heads=-1 is impossible; it is 1 or more": {"heads": "-1"},

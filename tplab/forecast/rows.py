@@ -32,7 +32,7 @@ ANSWERS = (
 """The columns that are added. A GB is 1e9 bytes, and a GiB 2^30, as allocators count them."""
 
 QUESTIONS = {
-    *("cluster", "stack", "gpus", "gpus_per_node", "batch", "sequence", "model"),
+    *("cluster", "stack", "gpus", "gpus_per_node", "batch", "sequence", "model", "flash"),
     *(field.name for kind in (Model, Plan) for field in fields(kind) if field.name != "name"),
 }
 """The columns that are read."""
@@ -47,6 +47,13 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 RECOMPUTE = {**dict.fromkeys(("true", "1", "yes", "on"), "full"), **dict.fromkeys(("false", "0", "no", "off"), "none")}
 """What tables write for a recomputation that they do not name."""
+
+KERNELS = {
+    **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
+    **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
+    **dict.fromkeys(("eager", "math"), "unfused"),
+}
+"""What tables call the kernels of attention."""
 
 EMPTY = ("nan", "n/a", "<na>", "null", "none", "-")
 """What tables write for a cell without a value. "none" is one of `recompute`."""
@@ -90,7 +97,10 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     stack          one of tplab.forecast.stacks; of an unknown one, Megatron's figures are taken, and `why` says so
     gpus, gpus_per_node, dp, tp, pp, cp, ep     dp is what is left of gpus if it is empty; other axes are 1
     microbatch, batch (sequences in a step), sequence, zero, schedule, virtual, sequence_parallel, recompute,
-    dtype, grad_dtype, overlap                  empty: the stack's default, or that of `Plan`
+    dtype, grad_dtype, overlap, balance         empty: the stack's default, or that of `Plan`
+    attention      flash2, flash3 or unfused. (flash, true or false, says only whether it is fused)
+    compiled       true or false: whether torch.compile fuses small kernels, of torch FSDP
+    state_dtype    float32 or bfloat16: of the optimizer's moments, and of its own copy of the parameters
     """
     for row in rows:
         try:
@@ -206,17 +216,22 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
 def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
     """The plan of a row, with the stack's defaults where it says nothing."""
     chosen = _fields(Plan, given)
-    for name in ("dtype", "grad_dtype"):
+    for name in ("dtype", "grad_dtype", "state_dtype"):
         if name in chosen:
             dtype = str(chosen[name]).lower().removeprefix("torch.")
             is_small = dtype.startswith(("fp8", "float8"))
             chosen[name] = "float8" if is_small else DTYPES.get(dtype.split("-")[0], dtype)
-    for name in ("schedule", "recompute"):
+    for name in ("schedule", "recompute", "attention"):
         if name in chosen:
             chosen[name] = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
     if "recompute" in chosen:
         chosen["recompute"] = RECOMPUTE.get(chosen["recompute"], chosen["recompute"])
+    if "attention" in chosen:
+        chosen["attention"] = KERNELS.get(chosen["attention"], chosen["attention"])
     chosen = stack.defaults_on(cluster, chosen.get("recompute")) | chosen
+    if "flash" in given and "attention" not in given:
+        is_fused, usual = _bool("flash", given["flash"]), chosen.get("attention")
+        chosen["attention"] = "unfused" if not is_fused else "flash2" if usual == "unfused" else usual
     plan = Plan(**chosen)
     others = plan.ranks // plan.dp
     gpus = _int("gpus", given["gpus"]) if "gpus" in given else plan.ranks
@@ -254,8 +269,9 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
 
 def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a Model or a Plan that a row says."""
-    read: dict[str, Callable[[str, str], Any]] = {"int": _int, "int | None": _int, "bool": _bool, "str": _text}
-    return {one.name: read[str(one.type)](one.name, given[one.name]) for one in fields(kind) if one.name in given}
+    read: dict[str, Callable[[str, str], Any]] = {"int": _int, "bool": _bool, "str": _text}
+    types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
+    return {name: read[type](name, given[name]) for name, type in types.items() if name in given}
 
 
 def _int(name: str, text: str) -> int:
