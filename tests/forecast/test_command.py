@@ -63,7 +63,12 @@ def test_what_is_missing_is_said(arguments: list[str], why: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{", "is not JSON"), ("[]", "it has no names"), ('{"model_type": "gpt2"}', "has no 'n_layer'")]
+    ("text", "why"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "it has no names"),
+        ('{"model_type": "gpt2"}', "has none of num_hidden_layers, n_layer"),
+    ],
 )
 def test_a_broken_config_is_named(text: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "broken.json").write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -106,24 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _model(name: str) -> Model:
-    path = Path(name)
-    if path.suffix != ".json":
-        try:
-            return model_of({"model": name})
-        except ValueError:
-            raise ValueError(f"{unknown_model(name)} Or give the config.json of a transformers model") from None
+    if name.endswith(".json"):
+        return Model.of_config(name)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{name} is not the configuration of a model: it has no names")
-    try:
-        return Model.of_config(config, name=path.parent.name)
-    except KeyError as error:
-        raise ValueError(f"{name} has no {error}") from None
-    except (TplabError, ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        return model_of({"model": name})
+    except ValueError:
+        raise ValueError(f"{unknown_model(name)} Or give the config.json of a transformers model") from None
 
 
 def _rows(parser: argparse.ArgumentParser, table: str, out: str) -> None:

@@ -175,6 +175,9 @@ class Plan:
         """Why this plan cannot train the model on batches of so many sequences of this length; None if it can."""
         if sequence < 1:
             return f"sequence is {sequence}; it must be 1 or more"
+        if 0 < model.window < sequence:
+            who = model.name or "the model"
+            return f"a token of {who} attends to {model.window} tokens in some layers, and sequence is {sequence}"
         tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
         whole = (
             (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),
