@@ -9,8 +9,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.fit import chips
+from benchmarks.fit.fabrics import network_errors
+from benchmarks.fit.least import summary
 from tplab import cost
-from tplab.cost import fit, measured
+from tplab.cost import measured
 from tplab.units import bytes_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "clock.md"
@@ -34,9 +37,9 @@ A modelled time in tplab is one of two things, and every trace, summary and widg
   that.
 
 Below is every table that the constants were fitted to, with its source, beside what the clock says.
-`python -m tplab.cost.fit` fits them again. There are at most twelve constants per chip: eight for NCCL
-(`tplab.cost.nccl`) and four for matmuls (`tplab.cost.kernels`). Eleven more are the same for all chips, and two
-describe one network.
+`python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most twelve
+constants per chip: eight for NCCL (`tplab.cost.nccl`) and four for matmuls (`tplab.cost.kernels`). Eleven more are the
+same for all chips, and two describe one network.
 
 ## In short
 
@@ -91,17 +94,17 @@ def _on(gpu: str) -> cost.Cluster:
 def _summary() -> str:
     rows: list[list[str]] = []
     for gpu, name in NAMES.items():
-        forecast = _on(gpu).forecast
+        forecast = _on(gpu).fitted
         assert forecast is not None
         seen = {"collectives": [_found(row) / row.seconds - 1 for row in measured.collectives() if row.gpu == gpu]}
-        if gpu in fit.CHIPS:
+        if gpu in chips.CHIPS:
             kernels = _on(gpu).chip.kernels
             assert kernels is not None
-            seen["matmuls"] = fit.matmul_errors(measured.matmuls(gpu), kernels, fit.CHIPS[gpu])
+            seen["matmuls"] = chips.matmul_errors(measured.matmuls(gpu), kernels, chips.CHIPS[gpu])
         if forecast.fabric is not None:
-            seen["network"] = fit.network_errors(measured.network(), forecast.fabric, _on(gpu))
+            seen["network"] = network_errors(measured.network(), forecast.fabric, _on(gpu))
         for what, errors in seen.items():
-            number, pairs = f"{len(errors):,}", (_pair(fit.summary(errors)), _pair(forecast.errors[what]))
+            number, pairs = f"{len(errors):,}", (_pair(summary(errors)), _pair(forecast.errors[what]))
             rows.append([f"{name}, {what}", number, *pairs])
     return _table(["what", "rows", "seen", "unseen"], rows)
 
@@ -127,7 +130,7 @@ what each GPU has. Microseconds.
             errors.append(found / row.seconds - 1)
             size = f"{row.gpus} GPUs, {bytes_text(int(row.bytes))}"
             lines.append([size, *map(_us, (row.seconds, found)), _off(found, row.seconds), _us(bound)])
-        middle, most = fit.summary(errors)
+        middle, most = summary(errors)
         title = f"{NAMES[gpu]}, {op}: half are within {100 * middle:.1f} %, nine of ten within {100 * most:.0f} %"
         head = ["size", "measured", "forecast", "off by", "data sheet"]
         text += f"\n<details>\n<summary>{title}</summary>\n\n{_table(head, lines)}\n</details>\n"
@@ -141,16 +144,16 @@ def _matmuls() -> str:
 {measured.source("matmul_h100")}. [m, k] @ [k, n]: the errors of all rows by the
 height of the left matrix, and every 60th row.
 """
-    for gpu, chip in fit.CHIPS.items():
+    for gpu, chip in chips.CHIPS.items():
         rows, kernels = measured.matmuls(gpu), _on(gpu).chip.kernels
         assert kernels is not None
-        errors, sheet = fit.matmul_errors(rows, kernels, chip), [chip.matmul_seconds(*row[:3]) for row in rows]
+        errors, sheet = chips.matmul_errors(rows, kernels, chip), [chip.matmul_seconds(*row[:3]) for row in rows]
         lines: list[list[str]] = []
         for low, high in SIZES:
             chosen = [place for place, row in enumerate(rows) if low <= row.m <= high]
             bound = [sheet[place] / rows[place].seconds - 1 for place in chosen]
             name = f"m from {low} to {high}" if high < 1 << 30 else f"m from {low}"
-            pairs = (fit.summary([errors[place] for place in chosen]), fit.summary(bound))
+            pairs = (summary([errors[place] for place in chosen]), summary(bound))
             lines.append([name, f"{len(chosen):,}", *map(_pair, pairs)])
         text += f"\n{NAMES[gpu]}:\n\n" + _table(["size", "rows", "forecast off by", "data sheet off by"], lines)
         order = sorted(range(len(rows)), key=lambda place: rows[place].seconds)[::60]

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fit import chips
+from benchmarks.fit.least import least, summary
 from tplab import cost
-from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE, find, fit, measured
-from tplab.cost.forecast import Error, Fabric
+from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE, find, measured
+from tplab.cost.fabric import Error
 from tplab.cost.nccl import MEASURED, Nccl, Ratios
 from tplab.errors import ClusterError
 
@@ -25,8 +27,8 @@ def of(gpu):
 
 
 def known(cluster):
-    assert cluster.forecast is not None
-    return cluster.forecast
+    assert cluster.fitted is not None
+    return cluster.fitted
 
 
 # -------------------------------------------------------------------------------------------------------- what it says
@@ -51,11 +53,14 @@ def test_a_forecast_names_its_source_and_its_error(cluster):
     assert cluster.label in cluster.table()
 
 
-def test_on_several_nodes_the_error_of_the_network_counts_too():
+def test_on_several_nodes_it_names_the_network_whose_error_counts_too():
     assert [cluster.kind_on(8) for cluster in FORECASTS] == [cluster.kind_text for cluster in FORECASTS]
-    assert H100_MEASURED.kind_on(9) == "forecast, ±9 %"
-    assert B200_MEASURED.kind_on(16) == "forecast, ±4 % in a node"  # nobody has measured its network
-    assert H100_NODE.kind_on(64) == "data sheet"
+    assert H100_MEASURED.kind_on(9) == "the playbook's network, forecast, ±30 %"
+    assert find("h100-measured", fabric="efa-p5").kind_on(16) == "EFA, forecast, ±8 %"
+    assert (
+        B200_MEASURED.kind_on(16) == "InfiniBand NDR, forecast, ±4 % in a node"
+    )  # two rows leave none to be judged by
+    assert H100_NODE.kind_on(64) == "InfiniBand NDR, data sheet" and H100_NODE.kind_on(8) == "data sheet"
 
 
 @EACH
@@ -66,8 +71,7 @@ def test_forecasts_are_values(cluster):
 
 def test_a_dozen_constants_per_chip():
     own = len([field for field in fields(Nccl) if field.name != "ratios"])
-    assert own + len(fit._KERNELS) == 12
-    assert len(fields(Fabric)) == 2
+    assert own + len(chips._KERNELS) == 12
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
@@ -75,21 +79,19 @@ def test_a_dozen_constants_per_chip():
 FITTED = {
     "collectives": {"a100": (0.039, 0.094), "b200": (0.032, 0.145), "h100": (0.042, 0.118)},
     "matmuls": {"a100": (0.051, 0.152), "h100": (0.047, 0.132)},
-    "network": {"h100": (0.052, 0.293)},
 }
 """Median and 90th percentile on the rows that were fitted, with the constants frozen."""
 
 HELD_OUT = {
     "collectives": {"a100": (0.046, 0.11), "b200": (0.038, 0.16), "h100": (0.05, 0.136)},
     "matmuls": {"a100": (0.051, 0.158), "h100": (0.048, 0.134)},
-    "network": {"h100": (0.087, 0.31)},
 }
-"""The same on rows that a fit has not seen: `python -m tplab.cost.fit --hold-out`, which takes minutes."""
+"""The same on rows that a fit has not seen: `python -m benchmarks.fit.chips --hold-out`, which takes minutes."""
 
 
 def test_the_errors_are_those_in_the_frozen_table():
     """By the public functions, so that a forecast is what was fitted."""
-    off: dict[str, dict[str, list[float]]] = {"collectives": {}, "matmuls": {}, "network": {"h100": []}}
+    off: dict[str, dict[str, list[float]]] = {"collectives": {}, "matmuls": {}}
     for row in measured.collectives():
         found = of(row.gpu).collective_seconds(row.op, row.bytes, row.gpus)
         off["collectives"].setdefault(row.gpu, []).append(found / row.seconds - 1)
@@ -102,12 +104,9 @@ def test_the_errors_are_those_in_the_frozen_table():
             chip.matmul_seconds(int(x), int(y), int(z))
             for x, y, z in zip(m[every_tenth], n[every_tenth], k[every_tenth])
         ]
-        off["matmuls"][gpu] = fit.matmul_errors(measured.matmuls(gpu), chip.kernels, chip)
+        off["matmuls"][gpu] = chips.matmul_errors(measured.matmuls(gpu), chip.kernels, chip)
         assert some == pytest.approx((seconds * (1 + np.array(off["matmuls"][gpu])))[every_tenth], rel=1e-9)
-    for row in measured.network():
-        found = H100_MEASURED.collective_seconds(row.op, measured.NETWORK_BYTES, 8 * row.nodes)
-        off["network"]["h100"].append(found / row.seconds - 1)
-    assert {name: {gpu: fit.summary(errors) for gpu, errors in of.items()} for name, of in off.items()} == FITTED
+    assert {name: {gpu: summary(errors) for gpu, errors in of.items()} for name, of in off.items()} == FITTED
 
 
 def test_a_forecast_carries_its_error_on_rows_it_has_not_seen():
@@ -123,23 +122,21 @@ def test_a_forecast_carries_its_error_on_rows_it_has_not_seen():
 
 def test_the_committed_constants_are_what_the_fit_gives():
     """A short version of the fit: from the committed constants, no step makes the loss smaller."""
-    fitted = {gpu: known(of(gpu)).nccl for gpu in fit.KINDS}
+    fitted = {gpu: known(of(gpu)).nccl for gpu in chips.KINDS}
     rows = measured.collectives()
-    begin = np.log([getattr(fitted["h100"], name) for name in fit._OWN])
-    ratios = np.log([getattr(fitted["h100"].ratios, name) for name in fit._RATIOS])
+    begin = np.log([getattr(fitted["h100"], name) for name in chips._OWN])
+    ratios = np.log([getattr(fitted["h100"].ratios, name) for name in chips._RATIOS])
     h100 = [row for row in rows if row.gpu == "h100"]
 
     def residuals(theta):
-        return fit._off(fit._nccl("h100", theta, ratios, fitted["h100"].switch), h100)
+        return chips._off(chips._nccl("h100", theta, ratios, fitted["h100"].switch), h100)
 
-    before, _ = fit.least(residuals, begin, 0.05, steps=0)
-    after, theta = fit.least(residuals, begin, 0.05, steps=3)
+    before, _ = least(residuals, begin, 0.05, steps=0)
+    after, theta = least(residuals, begin, 0.05, steps=3)
     assert before * 0.99 < after <= before
     assert np.exp(theta) == pytest.approx(np.exp(begin), rel=0.2)  # along valleys, constants make up for each other
     moved = begin + np.log(1.1)
-    assert fit.least(residuals, moved, 0.05, steps=0)[0] > 1.2 * before  # it would notice
-    fabric = fit.fit_network(measured.network(), H100_MEASURED)
-    assert fabric == known(H100_MEASURED).fabric
+    assert least(residuals, moved, 0.05, steps=0)[0] > 1.2 * before  # it would notice
 
 
 def test_a_fit_finds_constants_that_made_the_rows():
@@ -150,7 +147,7 @@ def test_a_fit_finds_constants_that_made_the_rows():
         for row in measured.collectives()
         if row.gpu == "h100"
     ]
-    found = fit.fit_collectives(rows, rounds=1)["h100"]
+    found = chips.fit_collectives(rows, rounds=1)["h100"]
     off = [abs(found.taken(row.op, row.bytes, row.gpus).seconds / row.seconds - 1) for row in rows]
     assert np.median(off) < 0.01
     assert found.hop == pytest.approx(1.5e-6, rel=0.1)
@@ -276,17 +273,6 @@ def test_a_sum_in_the_switch_is_faster_than_any_ring():
     assert 1.75 * n / ring < 360e9
     names = [cost.collective("all_reduce", size, 8, H100_MEASURED).algorithm for size in (512, 2**19, 2**26)]
     assert names == ["LL", "LL128", "NVLS"]
-
-
-def test_the_network_of_one_real_cluster():
-    fabric = known(H100_MEASURED).fabric
-    assert fabric is not None
-    ideal = replace(H100_MEASURED, forecast=replace(known(H100_MEASURED), fabric=None))
-    for nodes in (2, 64):
-        slower = H100_MEASURED.collective_seconds("all_gather", 1e12, 8 * nodes)
-        least = (8 * nodes - 1) / (8 * nodes) * 1e12 / 400e9
-        assert slower == pytest.approx(least / fabric.reached * nodes**fabric.congestion, rel=0.01)
-        assert ideal.collective_seconds("all_gather", 1e12, 8 * nodes) < slower
 
 
 def test_what_cannot_be_is_refused():

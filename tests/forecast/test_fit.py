@@ -5,12 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tplab.cost import H100_MEASURED
-from tplab.cost.fit import fit_network
-from tplab.cost.measured import network
-from tplab.forecast import fit
-from tplab.forecast.measured import playbook, runs, sources
-from tplab.forecast.messages import FABRIC
+from benchmarks.fit import steps as fit
+from tplab.forecast.measured import playbook, runs, sources, split
 from tplab.forecast.stacks import STACKS, constants, find_stack
 
 
@@ -30,13 +26,8 @@ def test_constants_are_what_the_fit_finds():
         assert found[name] == pytest.approx(constants()[name], rel=0.02), name
 
 
-def test_the_network_of_training_runs_is_the_upper_edge_of_the_measured_band():
-    upper = [row._replace(bus_bandwidth=row.high) for row in network()]
-    assert fit_network(upper, H100_MEASURED) == FABRIC
-
-
 def test_a_third_of_the_runs_is_left_out_and_never_fitted():
-    fitted, left_out = fit.split(playbook())
+    fitted, left_out = split(playbook())
     assert 0.2 < len(left_out) / 118 < 0.4 and not set(fitted) & set(left_out)
 
 

@@ -3,20 +3,7 @@
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
 from tplab.cost.algorithms import OPS, Cost, algorithms
 from tplab.cost.chip import Chip
-from tplab.cost.cluster import (
-    A100_MEASURED,
-    A100_NODE,
-    B200_MEASURED,
-    B200_NODE,
-    H100_MEASURED,
-    H100_NODE,
-    NAMED,
-    SLOW_ETHERNET,
-    THIS_LAPTOP,
-    TPU_V5E_RING,
-    Cluster,
-    find,
-)
+from tplab.cost.cluster import Cluster
 from tplab.cost.collectives import (
     best,
     bytes_sent,
@@ -41,8 +28,22 @@ from tplab.cost.data_sheets import (
     NVLINK_5,
     TPU_V5E,
 )
+from tplab.cost.fabric import Fabric
 from tplab.cost.link import Link
 from tplab.cost.matmul import matmul_bytes, matmul_flops
+from tplab.cost.named import (
+    A100_MEASURED,
+    A100_NODE,
+    B200_MEASURED,
+    B200_NODE,
+    H100_MEASURED,
+    H100_NODE,
+    NAMED,
+    SLOW_ETHERNET,
+    THIS_LAPTOP,
+    TPU_V5E_RING,
+    find,
+)
 from tplab.cost.overlap import gather_seconds, pays_from, scatter_seconds
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Chip",
     "Cluster",
     "Cost",
+    "Fabric",
     "Link",
     "SavedTensor",
     "SavedTensors",

@@ -100,3 +100,12 @@ ICI_V5E = Link(
 LOOPBACK = Link("TCP over loopback", 25e-6, 5e9, "assumed; two processes on 2 cores measured 26 us and 5.1 GB/s")
 ETHERNET_1G = Link("1 Gb Ethernet", 50e-6, 125e6, "IEEE 802.3ab: 1 Gb/s. latency: assumed, TCP through one switch")
 ETHERNET_10G = Link("10 Gb Ethernet", 20e-6, 1.25e9, "IEEE 802.3an: 10 Gb/s. latency: assumed, TCP through one switch")
+ETHERNET_100G = Link(
+    "100 Gb Ethernet", 20e-6, 12.5e9, "IEEE 802.3ba: 100 Gb/s. latency: assumed, TCP through one switch"
+)
+EFA_P5 = Link(
+    "EFA", 20e-6, 50e9, "aws.amazon.com/ec2/instance-types/p5: 3,200 Gb/s for the 8 GPUs of a node. latency: assumed"
+)
+INFINIBAND_XDR = Link(
+    "InfiniBand XDR", 4.0e-6, 100e9, f"800 Gb/s, one ConnectX-8 per GPU in GB300 NVL72. {_NCCL}, network"
+)

@@ -13,7 +13,7 @@ work of one multiprocessor, and as many tiles as there are multiprocessors are o
 The fastest of all tiles and splits is taken, which is what cuBLAS tries to do. "The longer of" is a soft maximum,
 (a^4 + b^4)^(1/4): two limits that are close hinder each other.
 
-Four constants belong to a chip, and three to all (START, SPLIT and RESIDENT). `python -m tplab.cost.fit` fits them.
+Four constants belong to a chip, and three to all (START, SPLIT and RESIDENT): `benchmarks.fit.chips` fits them.
 
 Sources. NVIDIA, "Matrix Multiplication Background User's Guide": tiles, waves and their quantisation; tile shapes and
 split-k as in CUTLASS.
