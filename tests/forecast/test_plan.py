@@ -55,7 +55,7 @@ REFUSED = {
     "tp=16 does not divide 8 key and value heads": Plan(tp=16),
     "ep=2, but llama3-70b has no experts": Plan(ep=2, dp=2),
     "dp x microbatch = 8 x 3 = 24 does not divide a batch of 64": Plan(dp=8, microbatch=3),
-    "80 layers cannot fill pp x virtual = 96 stages": Plan(pp=32, virtual=3),
+    "80 layers, the embedding and the head cannot fill pp x virtual = 96 stages": Plan(pp=32, virtual=3),
     "virtual=2 stages per rank need a pipeline": Plan(virtual=2),
     "zb_h1 has 1 stages per rank, not virtual=2": Plan(pp=2, virtual=2, schedule="zb_h1"),
     "cp x tp = 24 ranks cannot share a sequence of 4096 tokens": Plan(tp=8, cp=3, sequence_parallel=True),

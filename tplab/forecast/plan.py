@@ -214,7 +214,8 @@ class Plan:
             return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
         ends = 2 if self.balance == "layers" else 0  # the embedding and the head can be stages of their own
         if stages > model.layers + ends:
-            return f"{model.layers} layers cannot fill pp x virtual = {stages} stages"
+            what = f"{model.layers} layers{', the embedding and the head' * bool(ends)}"
+            return f"{what} cannot fill pp x virtual = {stages} stages"
         if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
             return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
         return None
