@@ -26,4 +26,8 @@ class Parser(argparse.ArgumentParser):
         unknown, flags = message.removeprefix("unrecognized arguments: "), list(self._option_string_actions)
         if unknown != message and (meant := get_close_matches(unknown.split()[0].partition("=")[0], flags, 1)):
             message += f"; did you mean {meant[0]}?"
-        self.exit(2, f"{self.name}: {message} (--help lists the flags)\n")
+        self.refuse(f"{message} (--help lists the flags)")
+
+    def refuse(self, why: object) -> NoReturn:
+        """End the command with exit code 2 and this sentence."""
+        self.exit(2, f"{self.name}: {why}\n")

@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
         found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, stack=stack, **chosen)
     except (TplabError, ValueError) as error:
-        parser.error(str(error))
+        parser.refuse(error)
     except OSError as error:
-        parser.error(f"{given.model}: {error.strerror}")
+        parser.refuse(f"{given.model}: {error.strerror}")
     title = f"{model.name} on {given.gpus} x {cluster.chip.name}"
     about = f"{given.batch} sequences of {sequence} tokens in a step, {stack}, {cluster.name}: {cluster.kind}. "
     if cluster.fitted is None and f"{cluster.name}-measured" in NAMED:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             Path(given.html).write_text(to_page(title, about, best, found.lost), encoding="utf-8")
         except OSError as error:
-            parser.error(f"--html {given.html}: {error.strerror}")
+            parser.refuse(f"--html {given.html}: {error.strerror}")
         print(f"\n{given.html}")
 
 
@@ -115,22 +115,22 @@ def _model(name: str) -> Model:
         raise ValueError(f"{way_out}; the path of a config.json of transformers is read, too") from None
 
 
-def _rows(parser: argparse.ArgumentParser, table: str, out: str) -> None:
+def _rows(parser: Parser, table: str, out: str) -> None:
     """Forecast the table, and say what was not read and how many rows failed."""
     try:
         done = forecast_file(table, out)
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+        parser.refuse(f"{error.filename}: {error.strerror}")
     except UnicodeDecodeError:
-        parser.error(f"{table} is not a table: it is no text in UTF-8")
+        parser.refuse(f"{table} is not a table: it is no text in UTF-8")
     except ValueError as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.exit(1, f"{parser.name}: {error}\n")
     for sentence in unread(name for name in done[0] if name):
         print(sentence, file=sys.stderr)
     failed = sum(not row["seconds"] for row in done)
     print(f"{len(done)} rows, of which {failed} could not be forecast: {out}")
     if failed == len(done):
-        parser.exit(1, f"{parser.prog}: no row could be forecast; the first one: {done[0]['why']}\n")
+        parser.exit(1, f"{parser.name}: no row could be forecast; the first one: {done[0]['why']}\n")
 
 
 def _layouts(found: Plans, count: int) -> list[Forecast]:

@@ -127,6 +127,8 @@ def forecast_row(row: Mapping[str, Any], on: Cluster | None = None) -> tuple[str
     given = {name: cell for name, cell in written.items() if says(name, cell)}
     if sentences := unread(given):
         raise ValueError("; ".join(sentences))
+    if on and (said := [name for name in COLUMNS if name in given]):
+        raise ValueError(f"the cluster is given already, so the row cannot say its {' and '.join(said)}")
     model, (where, cluster) = model_of(given), ("", on) if on else cluster_of(given)
     note, stack = _stack(given.get("stack", "megatron"))
     plan = plan_of(given, stack, cluster)
