@@ -17,6 +17,10 @@ def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: 
     return {**sizes, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab, **more}
 
 
+def without(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {other: value for other, value in config.items() if other != name}
+
+
 def falcon(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": 65024}
     return {"model_type": "falcon", **sizes, "multi_query": True, "parallel_attn": True, "bias": False, **more}
@@ -65,6 +69,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         15_517_456_384,
         {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "n_inner": 24576}
         | {"n_positions": 8192, "vocab_size": 49152, "multi_query": True},
+    ),
+    "EleutherAI/gpt-j-6b": (
+        6_050_882_784,
+        {"model_type": "gptj", "n_layer": 28, "n_embd": 4096, "n_head": 16, "n_inner": None, "n_positions": 2048}
+        | {"vocab_size": 50400, "rotary": True, "rotary_dim": 64, "tie_word_embeddings": False},
     ),
     "microsoft/phi-2": (2_779_683_840, llama(32, 2560, 32, 32, 10240, 51200, model_type="phi")),
     "microsoft/Phi-3-mini-4k-instruct": (
@@ -187,7 +196,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model_type 'nemotron_h' is not read, and with it hybrid_override_pattern. Those that are: llama,": NEMOTRON_H,
     "model_type 'qwen3_next' is not read, and with it linear_num_key_heads, num_experts. Those": QWEN3_NEXT,
     "give its text_config, if": {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-    "the configuration has no 'model_type'": {name: LLAMA[name] for name in LLAMA if name != "model_type"},
+    "the configuration has no 'model_type'": without("model_type", LLAMA),
     "the configuration of a 'gpt2' has none of num_hidden_layers, n_layer, n_layers; give": {"model_type": "gpt2"},
     "has both n_layer=3 and n_layers=4; leave one out": {"model_type": "gpt2", "n_layer": 3, "n_layers": 4},
     "kv_lora_rank=512 of a 'llama' is not read, and may change the model": {**LLAMA, "kv_lora_rank": 512},
@@ -215,10 +224,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "word_embed_proj_dim=512 of a 'opt' differs from hidden_size=4096": {**OPT, "word_embed_proj_dim": 512},
     "no_bias=False of a 'mpt' is not read, but only True": {**MPT, "no_bias": False},
     "attn_config.qk_ln=True of a 'mpt' is not read": {**MPT, "attn_config": {"qk_ln": True}},
-    "attn_config.attn_type is 'grouped_query_attention'": {
-        **MPT,
-        "attn_config": {"attn_type": "grouped_query_attention"},
-    },
+    "attn_config.attn_type is 'linear_attention'": {**MPT, "attn_config": {"attn_type": "linear_attention"}},
+    "the configuration of a 'llama' has none of intermediate_size, n_inner": without("intermediate_size", LLAMA),
+    "the configuration of a 'qwen2' has no 'num_key_value_heads'": without(
+        "num_key_value_heads", PUBLISHED["Qwen/Qwen2.5-7B"][1]
+    ),
 }
 
 
@@ -228,6 +238,15 @@ def test_what_is_not_read_is_refused_by_name_with_the_way_out(why: str):
         Model.of_config(REFUSED[why])
     assert why in str(error.value)
     assert re.search(r"give the sizes by hand: Model\(layers=|leave one out|it must be one of", str(error.value))
+
+
+def test_heads_that_are_not_said_are_those_of_the_library():
+    """Where transformers does not take hidden_size / num_attention_heads."""
+    config = PUBLISHED["google/gemma-7b"][1]
+    assert Model.of_config(without("head_dim", config)) == Model.of_config(config)
+    grouped = {"attn_type": "grouped_query_attention", "kv_n_heads": 8}
+    assert Model.of_config({**MPT, "attn_config": grouped}).kv_heads == 8
+    assert Model.of_config(without("num_key_value_heads", LLAMA)).num_kv_heads == 32
 
 
 def test_what_changes_nothing_is_not_refused():

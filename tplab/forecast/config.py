@@ -16,15 +16,16 @@ _GPT = {**_LAYER_NORM, "bias": True}
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {} for kind in ("llama", "mistral", "mixtral", "granite", "phi3")},
-    **{kind: {"tied": True} for kind in ("gemma", "smollm3")},
+    "smollm3": {"tied": True},
     "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
+    "qwen3": {"qk_norm": True, "head_dim": 128},
     "qwen2_moe": {"qkv_bias": True, "shared_gate": True},
     "qwen3_moe": {"qk_norm": True},
-    "gemma2": {"tied": True, "norms": 4},
-    "gemma3_text": {"tied": True, "norms": 4, "qk_norm": True},
-    "glm": {"qkv_bias": True},
-    "glm4": {"qkv_bias": True, "norms": 4},
+    "gemma": {"tied": True, "head_dim": 256},
+    "gemma2": {"tied": True, "head_dim": 256, "norms": 4},
+    "gemma3_text": {"tied": True, "head_dim": 256, "norms": 4, "qk_norm": True},
+    "glm": {"qkv_bias": True, "head_dim": 128},
+    "glm4": {"qkv_bias": True, "head_dim": 128, "norms": 4},
     "cohere": {"tied": True, "norms": 1},  # its norms have means, and no bias: as many numbers as RMSNorm
     "stablelm": {"norm": "layer"},
     "nemotron": _LAYER_NORM,
@@ -37,7 +38,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "falcon": {**_LAYER_NORM, "tied": True},
     "mpt": {"gated": False, "tied": True},  # as cohere
 }
-"""The `model_type`s that are read, and what each says of a Model without a field of its own."""
+"""The `model_type`s that are read, and what each says of a Model where the configuration does not."""
+FOUR_TIMES = ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom", "falcon", "mpt")
+"""Those whose MLP has 4 h features where nothing is said; all others must say it."""
+SHARE_KEYS = ("mistral", "mixtral", "qwen", "gemma", "glm", "smollm", "starcoder2", "stablelm")
+"""How those begin that have fewer key and value heads than query heads where nothing is said. They must say it."""
 
 SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -48,7 +53,7 @@ SIZES = {
 MORE = {
     "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
+    "head_dim": ("head_dim", "kv_channels"),
     "tied": ("tie_word_embeddings",),
 }
 """Field of a Model -> what configurations call it. `SIZES` must be there."""
@@ -83,7 +88,7 @@ HARMLESS = re.compile(
     r"|typical_p|\w+_penalty|\w*no_repeat_ngram_size|return_dict\w*|output_\w+|is_decoder|remove_invalid_values"
     # how long a sequence may be, where its positions are rotated or biased, and not learned
     r"|max_position_embeddings|original_max_position_embeddings|n_ctx|n_positions|max_seq_len|seq_length"
-    r"|model_max_length|rope_\w+|rotary_\w+|partial_rotary_factor|no_rope_\w+|(offset_)?alibi\w*|max_window_layers"
+    r"|model_max_length|rope_\w+|rotary\w*|partial_rotary_factor|no_rope_\w+|(offset_)?alibi\w*|max_window_layers"
     r"|_?sliding_window_pattern"
     # element by element, or as another program computes the same
     r"|\w*(activation|activation_function|hidden_act)|\w*(eps|epsilon)|\w*(dropout|pdrop)"
@@ -91,6 +96,7 @@ HARMLESS = re.compile(
     r"|\w*(init\w*_range|init_std|init_device|init_config)|(torch_)?dtype|use_bfloat16|pretraining_tp|slow_but_exact"
     r"|\w*softmax_in_fp32|masked_softmax_fusion|bias_dropout_fusion|skip_bias_add\w*|reorder_and_upcast_attn"
     r"|apply_residual_connection_post_layernorm|use_parallel_residual|_?attn_impl\w*|use_flash_attn|verbose"
+    r"|pad_key_length|pre_allocate_kv_cache|validate_runner_input|inference_runner|max_(batch_size|sequence_length)"
     r"|gradient_checkpointing|chunk_size_feed_forward|router_\w+|norm_topk_prob|unsloth_\w+"
 )
 """Names of fields that change neither a model's sizes nor its matmuls, whatever they say."""
@@ -113,6 +119,10 @@ def sizes_of(config: Any, name: str = "") -> dict[str, Any]:
     if kind not in KINDS:
         fields.refuse_kind()
     found = {of: fields.need(*names) for of, names in SIZES.items()}
+    if kind not in FOUR_TIMES:
+        fields.need(*MORE["ffn"])
+    if kind.startswith(SHARE_KEYS) and not fields.has("num_key_value_heads"):
+        fields.need("num_key_value_heads")
     found |= KINDS[kind]
     found |= {of: value for of, names in MORE.items() if (value := fields.first(*names)) is not None}
     _biases(fields, found)
@@ -154,6 +164,10 @@ class _Fields:
             both = " and ".join(f"{self._prefix}{name}={value!r}" for name, value in found.items())
             raise ValueError(f"the configuration of a {self.kind!r} has both {both}; leave one out")
         return values[0] if values else None
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field, be it null."""
+        return name in self._has
 
     def need(self, *names: str) -> Any:
         found = self.first(*names)
@@ -231,10 +245,13 @@ def _falcon(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
 def _mpt(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
     ratio = fields.need("expansion_ratio")
     attention = _Fields(fields.first("attn_config") or {}, fields.kind, "attn_config.")
-    one_of("attn_config.attn_type", attention.first("attn_type") or "multihead_attention", ("multihead_attention",))
+    kind, kv_heads = attention.first("attn_type") or "multihead_attention", attention.first("kv_n_heads")
+    shared = {"multihead_attention": found["heads"], "multiquery_attention": 1, "grouped_query_attention": kv_heads}
+    one_of("attn_config.attn_type", kind, tuple(shared))
     is_learned = fields.first("learned_pos_emb") and attention.first("alibi") is False
     attention.check()
-    return {"ffn": ratio * found["hidden"], "positions": fields.need("max_seq_len") if is_learned else 0}
+    positions = fields.need("max_seq_len") if is_learned else 0
+    return {"ffn": int(ratio * found["hidden"]), "kv_heads": shared[kind], "positions": positions}
 
 
 def _opt(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
