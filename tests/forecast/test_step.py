@@ -22,7 +22,7 @@ IDEAL = replace(find_stack("tplab"), name="ideal")
 
 
 def test_where_only_matmuls_take_time_a_step_takes_its_flops():
-    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, flash=False)
+    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, attention="unfused")
     took = step(SMALL, plan, MATMULS, 16, 128, IDEAL)
     norms, words = 64 * (2 * 8 + 1), 64 * 256  # no matmul has the norms, nor the embedding
     head = 6 * words

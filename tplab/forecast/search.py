@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from tplab.cost import Cluster, find
 from tplab.errors import PlanError
+from tplab.forecast.clusters import USUAL
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.grid import grids
 from tplab.forecast.memory import peak_bytes, room
@@ -25,6 +26,9 @@ from tplab.forecast.stacks import Stack, find_stack
 from tplab.forecast.step import step
 
 SCHEDULES = ("1f1b", "gpipe", "zb_h1")
+CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype")
+SEQUENCE = 4096
+"""Tokens of a sequence where nothing is said."""
 EXACT = 100
 """How many of the best are forecast one by one."""
 
@@ -89,28 +93,32 @@ class Plans(Sequence[Forecast]):
 
 def plans(
     model: str | Model,
-    cluster: str | Cluster,
+    cluster: str | Cluster = USUAL,
     *,
     gpus: int,
     batch: int,
-    sequence: int,
+    sequence: int = SEQUENCE,
     stack: str | Stack = "megatron",
     schedules: Sequence[str] = SCHEDULES,
     exact: int = EXACT,
+    **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
     stages, recomputation and stage of ZeRO. Everything else is as the stack does it.
 
-        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192)
+        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192, attention="flash3")
         found[0].plan, found[0].seconds, found.lost
 
     schedules   of SCHEDULES; interleaved ones belong to "1f1b"
     exact       how many of the best are forecast one by one, and so are in their true order
+    chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
     if set(schedules) - set(SCHEDULES):
         raise PlanError(f"schedules are {', '.join(schedules)}; search over {', '.join(SCHEDULES)}")
+    if set(chosen) - set(CHOICES):
+        raise PlanError(f"a search cannot be given {', '.join(sorted(chosen))}; it takes {', '.join(CHOICES)}")
     for name, number in {"gpus": gpus, "batch": batch, "sequence": sequence}.items():
         if number < 1:
             raise PlanError(f"{name} is {number}; it must be 1 or more")
@@ -120,7 +128,7 @@ def plans(
             "a search: forecast the plans that you mean one by one, or search with megatron"
         )
     refused = Counter[str]()
-    base = replace(Plan(), **_fields(stack, cluster))
+    base = replace(Plan(), **_fields(stack, cluster) | chosen)
     layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
     if not layouts:
         reasons = "; ".join(reason for reason, _ in refused.most_common(5))

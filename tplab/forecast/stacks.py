@@ -71,7 +71,7 @@ class Stack:
         not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
         found = dict(self.defaults)
         if self.name == "megatron" and cluster.chip.name.startswith("A100"):
-            found |= {"flash": False, "sequence_parallel": recompute == "selective"}
+            found |= {"attention": "unfused", "sequence_parallel": recompute == "selective"}
         return found
 
 

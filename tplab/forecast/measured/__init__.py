@@ -77,9 +77,10 @@ def runs() -> tuple[Run, ...]:
 
 def _run(row: dict[str, str]) -> Run:
     numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
-    switches = ("sequence_parallel", "flash", "overlap")
+    switches = ("sequence_parallel", "overlap")
     fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
     sums = find_stack(row["stack"]).defaults["grad_dtype"]
+    fields["attention"] = None if row["flash"] == "1" else "unfused"
     plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
     model = Model.find(row["model"])
     if row["layers"]:
