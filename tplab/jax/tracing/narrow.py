@@ -5,9 +5,9 @@ TPUs these converts do not exist. We tell them from the program's own by their n
 "convert_element_type", while those that XLA inserts have no name, or that of the operation that they serve.
 
 What this cannot tell apart: XLA may merge a convert of the program with one of its own. Where the program says
-`(x @ w).astype("float32")` and x and w are bfloat16, XLA drops both converts of the result, so the product writes
-float32, as it does on GPUs. And between elementwise operations it may leave out rounding to bfloat16 altogether, so that
-an array that leaves one fusion for another is one of float32: it is then counted as that.
+`(x @ w).astype("float32")`, and x and w are bfloat16, XLA drops both converts of the result, and the product counts as
+one that writes float32. Between elementwise operations XLA may leave out rounding to bfloat16 altogether. Then what one
+fusion gives to another counts as float32.
 """
 
 from __future__ import annotations

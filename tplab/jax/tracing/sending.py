@@ -86,7 +86,7 @@ def _is_own(flow: Flow, place: Place) -> bool:
 
 
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
-    """The narrower dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says so."""
+    """The dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says float32."""
     one = place.one
     if not any(array.dtype == "float32" for array in one.arrays):
         return ""

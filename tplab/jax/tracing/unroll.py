@@ -161,7 +161,8 @@ class Unroll:
                     f"how often the loop at {where} runs is known only when it runs. Say how often to follow it: "
                     "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
                 )
-            if iteration == 0 and num_tasks * times > WRITTEN_OUT and self._computes_only(before):
+            is_long = num_tasks * times > WRITTEN_OUT or one.primitive.startswith("scatter")  # XLA's own, for CPUs
+            if iteration == 0 and is_long and self._computes_only(before):
                 return _all(carry, self._as_one(before, times, one, where))
             if num_tasks and times > MOST_ITERATIONS:
                 raise TraceError(
