@@ -140,6 +140,23 @@ def test_a_sharded_mlp_with_its_layouts(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_whose_sum_over_ranks_is_sent(dtype):
+    """CPUs sum over ranks in float32, and make it narrow after that."""
+    mesh = Mesh(tp=4)
+
+    def placed(*dims, spec):
+        on = NamedSharding(jax_mesh(mesh), PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=on)
+
+    x, a, b = placed(64, 96, spec=()), placed(96, 32, spec=(None, "tp")), placed(32, 96, spec=("tp",))
+    one, two = (lambda x, a, b: jnp.tanh(x @ a) @ b), (lambda x, a, b: (jnp.tanh(x @ a) @ b, jnp.sin(x @ a) @ b))
+    num_bytes = (64 * 96 + 96 * 8 + 64 * 8) * WIDTH[dtype]
+    for fn, count in ((one, 2), (two, 3)):
+        products = [e for e in lab.trace(fn, x, a, b, cluster=SHEET).events if e.rank == 0 and "dot" in e.op]
+        assert [(e.dtype, e.bytes) for e in products] in ([(dtype, num_bytes)] * n for n in (count, count + 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention(dtype):
     B, H, S, D = 2, 4, 128, 64
 

@@ -44,18 +44,25 @@ def narrow_before(flow: Flow, place: Place) -> str:
 
 
 def narrow_after(flow: Flow, place: Place, index: int | None = None) -> str:
-    """The dtype to which XLA converts what it has computed in a wider one; "" if it does not. What the program itself
-    converts was wide, also where XLA sends both together.
+    """The dtype to which XLA converts what it has computed in a wider one, or the sum over ranks of it; "" if it does
+    not. What the program itself converts was wide, also where XLA sends both together.
 
     index   which element, where it is a tuple
     """
-    narrowest = place.one.arrays[index or 0]
+    array = narrowest = place.one.arrays[index or 0]
     for user in flow.handed_on(place, index):
         if user.one.op == "convert" and _is_narrower(user.one.arrays[0], narrowest):
             if not is_inserted(user.one):
-                break
+                return "" if narrowest is array else narrowest.dtype
             narrowest = user.one.arrays[0]
-    return "" if narrowest is place.one.arrays[index or 0] else narrowest.dtype
+    if narrowest is not array:
+        return narrowest.dtype
+    sums = [user for user in flow.needed_by(place, index) if user.one.collective in ("all_reduce", "reduce_scatter")]
+    if len(sums) != 1 or len(sums[0].one.arrays) != len(flow.operands(sums[0])):
+        return ""
+    given = flow.operands(sums[0])
+    number = next((n for n, operand in enumerate(given) if place in flow.back(operand)), 0)
+    return narrow_after(flow, sums[0], number if len(given) > 1 else None)
 
 
 def _is_narrower(one: Array, other: Array) -> bool:
