@@ -292,6 +292,18 @@ def test_a_cache_that_a_loop_carries(dtype):
         assert 0 <= total - copied <= times * 4 * COLUMNS * width + 64 * times
 
 
+def test_what_each_iteration_updates_anew_is_copied_by_each():
+    given, times = (shape(64, 32), shape(1, 32)), 5
+
+    def program(x, row):
+        table = jnp.tanh(x)
+        return lax.fori_loop(0, times, lambda n, total: total + update(table, row, n)[n], row[0])
+
+    found = walked(program, *given)
+    updates = [e.bytes for e in found.events if e.op == "dynamic_update_slice"]
+    assert updates == [2 * 64 * 32 * 4 + 2 * 32 * 4] * times
+
+
 def test_the_gradient_of_an_embedding_writes_the_table_once():
     """Zeros, to which the rows are added."""
     table, ids = shape(ROWS, COLUMNS), shape(PICKED, dtype="int32")
@@ -352,6 +364,52 @@ ENTRY %main (p0: TYPE[1024,64], p1: s32[32,1], p2: TYPE[32,64]) -> TYPE[1024,64]
   ROOT %f2 = TYPE[1024,64]{1,0} fusion(%f1), kind=kLoop, calls=%narrow
 }
 """
+
+
+@pytest.mark.parametrize("seen", ["%p0", "%f0", "%view"])
+def test_what_is_needed_after_its_update_is_copied(seen):
+    """Whether the array itself is read later, or what it was converted to before, or a view of it."""
+    text = SCATTERED.replace("TYPE", "bf16").replace("ROOT %f2", "%f2")
+    text = text.replace("  %f1 = ", "  %view = bf16[65536]{0} bitcast(%p0)\n  %f1 = ")
+    events = []
+    for name in (seen, "%f2"):  # the update is what is read, and then nothing needs the old array
+        last = f"  ROOT %neg = bf16[1024,64]{{1,0}} negate({name})\n}}\n"
+        events.append(costs(unrolled(Module(text.rstrip()[:-1] + last), Recorder(ONE, "put", "jax"), SHEET)))
+    (kept, _), (overwritten, _) = events
+    assert kept[:2] == overwritten[:2] == ("scatter", "bfloat16")
+    assert kept[2] - overwritten[2] == 2 * 1024 * 64 * 2
+
+
+BROADCAST = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p0: bf16[1,64], p1: bf16[64,8]) -> bf16[32,8] {
+  %p0 = bf16[1,64]{1,0} parameter(0)
+  %p1 = bf16[64,8]{1,0} parameter(1)
+  %c0 = f32[1,64]{1,0} convert(%p0)
+  %c1 = f32[64,8]{1,0} convert(%p1), metadata={op_name="jit(f)/NAME"}
+  %b = f32[32,64]{1,0} broadcast(%c0), dimensions={0,1}
+  %t = f32[64,8]{0,1} transpose(%c1), dimensions={0,1}
+  %k = f32[64,8]{1,0} copy(%t)
+  %d = f32[32,8]{1,0} dot(%b, %k), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r = bf16[32,8]{1,0} convert(%d)
+}
+"""
+
+
+def test_what_is_between_a_convert_and_a_product():
+    """As older XLAs write it, without fusions. A convert of the program is one of its operations."""
+
+    def found(name):
+        trace = unrolled(Module(BROADCAST.replace("NAME", name)), Recorder(ONE, "f", "jax"), SHEET)
+        return [(e.op, e.dtype, e.bytes) for e in trace.events]
+
+    weight, product = 64 * 8, 32 * 64 + 32 * 8
+    moved = [("transpose", "bfloat16", 2 * 2 * weight), ("copy", "bfloat16", 2 * 2 * weight)]
+    assert found("dot_general") == [*moved, ("dot", "bfloat16", 2 * (product + weight))]
+    wide = [(op, "float32", 2 * num_bytes) for op, _, num_bytes in moved]
+    converted = ("convert_element_type", "float32", (2 + 4) * weight)
+    assert found("convert_element_type") == [converted, *wide, ("dot", "bfloat16", 2 * product + 4 * weight)]
 
 
 @pytest.mark.parametrize("is_donated", [True, False])
