@@ -120,7 +120,7 @@ class Timing:
         task = self._tasks[number]
         if self._cluster is None:
             return task.seconds or 0.0
-        return self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
+        return self._cluster.compute_seconds(task.flops, task.num_bytes, task.rate or task.dtype, task.matmul)
 
     def _send(self, now: float, number: int, rank: int) -> None:
         task = self._tasks[number]
