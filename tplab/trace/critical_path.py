@@ -23,7 +23,7 @@ import numpy as np
 from tplab.trace.event import Event
 from tplab.trace.trace import Trace
 
-_PREFERRED = ("wait", "receive", "send", "collective", "compute")
+_PREFERRED = ("wait", "send", "receive", "collective", "compute")
 """Of events that end together, the last of these explains most. A wait only shows that something else was late."""
 
 
@@ -35,7 +35,7 @@ def critical_path(trace: Trace) -> list[Event]:
     if not (after >= 0).any():
         return _guessed(trace)
     table, codes = trace.codes("kind")
-    likely = np.array([_PREFERRED.index(kind) for kind in table])[codes]
+    likely = np.array([kind != "receive" and _PREFERRED.index(kind) for kind in table], np.int8)[codes]
     row, path, seen = int(np.lexsort((likely, trace.column("end")))[-1]), list[int](), set[int]()
     while row >= 0 and row not in seen:  # a trace that was made by hand may go round in circles
         seen.add(row)
