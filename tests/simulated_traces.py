@@ -113,9 +113,7 @@ class Simulation:
         return event
 
 
-def simulate(
-    seed: int, num_ranks: int, num_steps: int, latency: float = 0.3, has_queues: bool = True
-) -> Simulation:
+def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3, has_queues: bool = True) -> Simulation:
     """A random program. Durations are random reals, so that two paths are never equally long; one in five is 0."""
     rng = random.Random(seed)
     simulation = Simulation(num_ranks, has_queues)

@@ -105,7 +105,7 @@ def test_a_sum_over_one_axis_is_not_held_up_by_one_over_another_that_is_ready_la
 MESHES = [Mesh(dp=2), Mesh(dp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3)]
 
 
-def traced(programs: list[list[Op]], mesh: Mesh, cluster: Cluster | None = WIRE) -> Trace:
+def traced(programs: list[list[Op]], mesh: Mesh, cluster: Cluster | None = WIRE, clock: str | None = None) -> Trace:
     """The programs of `random_programs` as torch runs them."""
     axes = {mesh.group(rank, axis): axis for axis in mesh.axis_names for rank in mesh.ranks}
     world = tuple(mesh.axis_names)
@@ -134,7 +134,7 @@ def traced(programs: list[list[Op]], mesh: Mesh, cluster: Cluster | None = WIRE)
                     taken.append(start(receive, world, other))
                 taken[place].wait()
 
-    return run(program, mesh, cluster=cluster).trace
+    return run(program, mesh, cluster=cluster, clock=clock).trace
 
 
 def run_programs(programs: list[list[Op]], mesh: Mesh) -> dict[str, tuple[float, float]]:

@@ -53,7 +53,8 @@ class Simulation:
     duration     how long each action occupies its rank; the second of an overlapped pair counts as 0
     sent         when each action's message had left (at the action's end, or later where links queue)
     waits_for    the index of the action whose message decided when this one started; -1 if its own rank did
-    after        what held up each action and then the message of each one, as an index of these; -1: nothing [2 actions]
+    after        what held up each action, then what held up each one's message [2 actions], as an index of these two;
+                 -1: nothing did
     lockstep     whether the ranks took each tick together
     """
 

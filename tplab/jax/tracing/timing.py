@@ -60,7 +60,9 @@ class Timing:
         self._routes: dict[Any, Route] = {}
         self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[float, Part]]] = {}  # messages left, the last
         self._arrivals: list[list[tuple[float, int, Part]]] = [[] for _ in range(num_ranks)]
-        self._queues: list[list[tuple[int, float, Part]]] = [[] for _ in range(num_ranks)]  # since when, because of what
+        self._queues: list[list[tuple[int, float, Part]]] = [
+            [] for _ in range(num_ranks)
+        ]  # since when, because of what
         self._busy = [False] * num_ranks
         self._free = [(0.0, _NOTHING)] * num_ranks  # since when, and what the rank had computed until then
         self._needed_by: dict[int, list[int]] = defaultdict(list)
