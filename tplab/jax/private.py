@@ -78,6 +78,14 @@ def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
 
 
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants a scan takes, and how many arrays it carries. Since 0.11 a tree says so."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def own_copy(constant: Any) -> Any:
     """A copy of a constant that JAX may have left in somebody else's memory; anything else as it is. What JAX wraps a
     NumPy array in is itself one since 0.8; before that it had a class, and in 0.7 another name."""
