@@ -12,6 +12,7 @@ from pathlib import Path
 from tplab import cost
 from tplab.cost import fit, measured
 from tplab.units import bytes_text
+from website import device
 
 PAGE = Path(__file__).parent.parent / "docs" / "clock.md"
 NAMES = {"a100": "A100", "h100": "H100", "b200": "B200"}
@@ -63,7 +64,7 @@ LIMITS = """\
 
 
 def page() -> str:
-    parts = [INTRODUCTION, _summary(), _collectives(), _matmuls(), _network(), LIMITS]
+    parts = [INTRODUCTION, _summary(), _collectives(), _matmuls(), _network(), device.section(), LIMITS]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 

@@ -53,11 +53,11 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := [item for item in given.items if item not in ITEMS]:
         parser.error(f"no item is named {', '.join(unknown)}; there are {', '.join(ITEMS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started is then stopped, too
     device = given.device or ("cuda" if _has_gpu() else "cpu")
     place = Place(device, given.quick)
     if given.log:
         return 0 if _here(given.items[0], place, given.log) else 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = given.items or ITEMS
     about = {"date": date.today().isoformat(), "commit": given.commit or _commit(), "device": device}
     report = Report(given.out, about, ITEMS)
@@ -121,6 +121,10 @@ def _started(log: Log, place: Place, report: Report, end: float) -> bool:
         errors.seek(0)
         said = errors.read()
     running = log.underway()
+    if why == "the time was over":
+        what = running[0] if running is not None else "the rest"
+        log.end(Check(log.item, what, None, f"not finished: {why}"))
+        return False
     if running is not None:
         said = shortened(f"stopped: {why}" if why else f"its process ended with {child.returncode}: {said}", 1500)
         log.end(Check(log.item, running[0], False, said, {}, round(time.time() - running[2], 1)))

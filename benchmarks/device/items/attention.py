@@ -48,7 +48,7 @@ def compared(place: Place, name: str, dtype: torch.dtype) -> Figures:
                 program = partial(_derived, SCHEMES[name], about)
                 if name == "head" and groups % size:
                     continue
-                specs = {"in_specs": (SPEC,) * 4, "out_specs": (SPEC,) * 4}
+                specs: dict[str, Any] = {"in_specs": (SPEC,) * 4, "out_specs": (SPEC,) * 4}
                 found = tt.run(program, Mesh(cp=size), *pieces, **specs, device=place.device, keep_values=0).value
                 want = [layout.arrange(x, 2) for x in _plain(about, *(x.to(place.device) for x in xs))]
                 for what, ours, theirs in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
@@ -99,7 +99,7 @@ def long(place: Place) -> Figures:
     keys, values = (x.repeat_interleave(4, 1) for x in (k, v))
     o = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
     want = [o.detach(), *torch.autograd.grad(o, (q, k, v), xs[3])]
-    specs = {"in_specs": (SPEC,) * 4, "out_specs": (SPEC,) * 4}
+    specs: dict[str, Any] = {"in_specs": (SPEC,) * 4, "out_specs": (SPEC,) * 4}
     pieces = [layout.arrange(x, 2) for x in xs]
     program = partial(_derived, tt.ring_attention, {})
     found = tt.run(program, Mesh(cp=4), *pieces, **specs, device=place.device, keep_values=0).value

@@ -178,7 +178,8 @@ def _attention(place: Place, kernel: str, backward: bool) -> Rows:
 
 
 def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(getattr(SDPBackend, kernel)) if q.device.type == "cuda" else nullcontext():
+    is_chosen = q.device.type == "cuda" or (q.device.type == "meta" and kernel == "CUDNN_ATTENTION")
+    with sdpa_kernel(getattr(SDPBackend, kernel)) if is_chosen else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -41,6 +41,7 @@ def _version(name: str) -> str | None:
 def chip(place: Place) -> Figures:
     place.need_gpu()
     import torch
+    import torch.cuda.nccl
 
     about = torch.cuda.get_device_properties(0)
     torch.ones(1, device="cuda").add_(1).item()

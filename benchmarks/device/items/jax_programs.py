@@ -55,7 +55,7 @@ def _near(found: Any, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
 
 def ran(on: str) -> Figures:
     x, a, b = _numbers()
-    specs = {"in_specs": (P(), P(None, "tp"), P("tp")), "out_specs": P()}
+    specs: dict[str, Any] = {"in_specs": (P(), P(None, "tp"), P("tp")), "out_specs": P()}
     out = tj.run(_mlp, Mesh(tp=1), x, a, b, **specs, on=on, cluster="h100")
     where = sorted(str(device.platform) for device in out.value.devices())
     return {
@@ -161,7 +161,7 @@ def trained(on: str) -> Figures:
 def on_cpu_beside() -> Figures:
     """More ranks than GPUs: JAX simulates devices on the CPU, also on a machine with a GPU."""
     x, a, b = _numbers()
-    specs = {"in_specs": (P(), P(None, "tp"), P("tp")), "out_specs": P()}
+    specs: dict[str, Any] = {"in_specs": (P(), P(None, "tp"), P("tp")), "out_specs": P()}
     out = tj.run(_mlp, Mesh(tp=4), x, a, b, **specs)
     if out.trace.bytes_sent(rank=0) != 192:
         raise Wrong(f"rank 0 sends {out.trace.bytes_sent(rank=0)} B, not 192", {})

@@ -29,7 +29,7 @@ PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "tp=4": (Mesh(tp=4), {"checkpoint_every": 1}),
     "tp=8": (Mesh(tp=8), {"sequence_parallel": True}),
     "pp=3, 1F1B": (Mesh(pp=3), {"microbatches": 4}),
-    "pp=2, interleaved": (Mesh(pp=2), {"microbatches": 4, "schedule": partial(interleaved_1f1b, chunks=2)}),
+    "pp=2, interleaved": (Mesh(pp=2), {"microbatches": 4, "schedule": interleaved_1f1b}),
     "pp=2, ZB-H1": (Mesh(pp=2), {"microbatches": 4, "schedule": zb_h1}),
     "dp=2, ZeRO 0": (Mesh(dp=2), {"zero": 0}),
     "dp=3, ZeRO 1": (Mesh(dp=3), {"zero": 1}),
@@ -100,7 +100,7 @@ def same_bits(place: Place, size: int) -> Figures:
         assert here.trace.bytes_sent() == there.trace.bytes_sent()
     columns, rows = P(None, "tp"), P("tp", None)
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((5, 6), (6, 24), (24, 6))]
-    specs = {"in_specs": (P(), columns, rows), "out_specs": (P(), P(), columns, rows)}
+    specs: dict[str, Any] = {"in_specs": (P(), columns, rows), "out_specs": (P(), P(), columns, rows)}
     want = tt.run(layers, Mesh(tp=1), *leaves, **specs).value
     for a, b in zip(tt.run(layers, mesh, *leaves, **specs, device=place.device).value, want, strict=True):
         most = max(most, float(((a.cpu() - b).abs().max() / b.abs().max()).detach()))
@@ -123,7 +123,7 @@ def distributed(place: Place) -> Figures:
         return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6)).double()
 
     def program(kind: str) -> list[Tensor]:
-        mine: nn.Module = model().to(place.device)
+        mine: Any = model().to(place.device)
         mine = DistributedDataParallel(mine) if kind == "ddp" else fully_shard(mine, mesh=tt.device_mesh())
         mine(data.chunk(dist.get_world_size())[dist.get_rank()].to(place.device)).square().mean().backward()
         grads = [p.grad for p in mine.parameters()]

@@ -79,12 +79,12 @@ def record(folder: Path, ranks: int, device: str, width: int) -> None:
 
 
 def command(place: Place) -> Figures:
-    """The command for people, with its page."""
+    """The command for people. The page of --html needs packages of notebooks, so the trace is written instead."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         record(folder, 1, place.device, 64)
-        page = folder / "run.html"
-        done = process.run(["-m", "tplab.merge", str(folder / "trace"), "--json", str(page.with_suffix(".json"))], 60)
-        if done.code or not page.with_suffix(".json").exists():
+        file = folder / "trace.json"
+        done = process.run(["-m", "tplab.merge", str(folder / "trace"), "--trace", str(file)], 60)
+        if done.code or not file.exists():
             raise Wrong(f"tplab.merge: {done.tail}", {"exit status": done.code})
         return {"said": done.out.strip().splitlines()[:6]}

@@ -33,8 +33,10 @@ for batch in data:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+mean = loss.detach() / dist.get_world_size()
+dist.all_reduce(mean)
 if dist.get_rank() == 0:
-    print("the last loss is", round(loss.item(), 4), "on", next(model.parameters()).device)
+    print("the last loss is", round(mean.item(), 4))
 dist.destroy_process_group()
 """
 """DDP on GPUs. SET is how a rank chooses its own: by its number, or modulo the GPUs that there are."""

@@ -24,7 +24,7 @@ def tasks(place: Place) -> Iterator[Task]:
     for what, paths in rooms.items():
         files = [f"tests/{path}" for path in paths]
         work = partial(
-            tests_of.run, files, 75, "-k", "not jax", "--ignore-glob=*jax*",
-            workers=0 if place.quick else 5, device=place.device,
+            tests_of.run, files, 55, "-k", "not jax", "--ignore-glob=*jax*",
+            workers=0 if place.quick else 6, device=place.device,
         )  # fmt: skip
-        yield Task(what, work, 90)
+        yield Task(what, work, 70)
