@@ -50,8 +50,8 @@ def _clock(checks: Sequence[Check]) -> list[str]:
     text = (
         "Measured beside modelled, by class: what half of the rows are within, and nine of ten. The forecast is\n"
         f'`cluster="{first["forecast"]}"`, and the data sheet is `cluster="{first["sheet"]}"`.\n'
-        '"Measured" is a CUDA graph of the operation, replayed; backward passes are measured eagerly. The last column is\n'
-        "the eager time as a multiple of that, in the middle row.\n"
+        '"Measured" is a CUDA graph of the operation, replayed; backward passes are measured eagerly. The last column\n'
+        "is the eager time as a multiple of that, in the middle row.\n"
     )
     head = ["class", "rows", "forecast off by", "data sheet off by", "eager takes"]
     rows = [[check.what, str(len(check.figures["rows"])), *_spreads(check.figures["rows"])] for check in checks]

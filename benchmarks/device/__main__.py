@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="tplab's commit, for a copy that is no git repository")
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # one item, in this process
     given = parser.parse_args()
-    if unknown := [item for item in given.items if item not in ITEMS]:
+    if not given.log and (unknown := [item for item in given.items if item not in ITEMS]):
         parser.error(f"no item is named {', '.join(unknown)}; there are {', '.join(ITEMS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started is then stopped, too
     device = given.device or ("cuda" if _has_gpu() else "cpu")
@@ -80,7 +80,8 @@ def _here(item: str, place: Place, file: Path) -> bool:
     """Run the checks of an item in this process. False if the rest needs another one."""
     log = Log(item, file)
     try:
-        return run(importlib.import_module(f"benchmarks.device.items.{item}").tasks(place), log)
+        name = item if "." in item else f"benchmarks.device.items.{item}"
+        return run(importlib.import_module(name).tasks(place), log)
     except Exception as error:
         log.end(Check(item, "the item as a whole", False, shortened("".join(traceback.format_exception(error)))))
         return True
@@ -107,7 +108,7 @@ def _started(log: Log, place: Place, report: Report, end: float) -> bool:
         try:
             while not why:
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(0.5)
+                    child.wait(min(0.5, max(0.05, end - time.monotonic())))
                     break
                 report.put(log.item, log.checks())
                 running = log.underway()

@@ -27,10 +27,12 @@ class Done(NamedTuple):
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for another one, which imports tplab from here and shares the GPU with others."""
+    """This process's environment for another one, which imports tplab from here, shares the GPU with others,
+    and meets its own kind on this machine alone, also where that has no name in any network."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    lo = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "OMP_NUM_THREADS": "2"}
-    return {**os.environ, **shared, "PYTHONPATH": path, **(more or {})}
+    return {**os.environ, **lo, **shared, "PYTHONPATH": path, **(more or {})}
 
 
 def start(command: Sequence[str], more: Mapping[str, str] | None = None, **options: object) -> subprocess.Popen[str]:

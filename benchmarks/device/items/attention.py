@@ -28,10 +28,10 @@ SPEC = P(None, None, "cp")
 
 
 def tasks(place: Place) -> Iterator[Task]:
-    dtypes = (torch.float32,) if place.quick else (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    dtypes = (torch.float32,) if place.quick else (torch.bfloat16, torch.float32, torch.float16, torch.float64)
     for dtype in dtypes:
         for name in ("ring",) if place.quick else SCHEMES:
-            yield Task(f"{name}, {str(dtype).removeprefix('torch.')}", partial(compared, place, name, dtype))
+            yield Task(f"{name}, {str(dtype).removeprefix('torch.')}", partial(compared, place, name, dtype), 110)
     yield Task("a long sequence, 16,384 tokens on 4 ranks", partial(long, place))
 
 
@@ -39,26 +39,27 @@ def compared(place: Place, name: str, dtype: torch.dtype) -> Figures:
     """All masks, grouped queries, heads of 64 and 128, on 1 to 8 ranks: o, dq, dk and dv."""
     most: dict[str, float] = {}
     wrong: list[str] = []
+    tolerance = (6 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps  # wide sums cancel; narrow ones are wide
     for size in (2, 3) if place.quick else (1, 2, 3, 4, 8):
         for mask, about in MASKS.items():
             for groups, width in ((8, 64), (24, 128)) if name == "head" else ((2, 64), (24, 128)):
                 layout = TokenLayout("zigzag", LENGTH, size)
+                if name == "head" and groups % size:
+                    continue
                 xs = [_drawn(heads, width, dtype, seed) for seed, heads in enumerate((24, groups, groups, 24))]
                 pieces = [layout.arrange(x, 2) for x in xs]
                 program = partial(_derived, SCHEMES[name], about)
-                if name == "head" and groups % size:
-                    continue
                 specs: dict[str, Any] = {"in_specs": (SPEC,) * 4, "out_specs": (SPEC,) * 4}
                 found = tt.run(program, Mesh(cp=size), *pieces, **specs, device=place.device, keep_values=0).value
                 want = [layout.arrange(x, 2) for x in _plain(about, *(x.to(place.device) for x in xs))]
                 for what, ours, theirs in zip(("o", "dq", "dk", "dv"), found, want, strict=True):
                     off = float((ours.double() - theirs).abs().max() / theirs.abs().max())
                     most[what] = max(most.get(what, 0.0), off)
-                    if not off <= 24 * torch.finfo(dtype).eps:
+                    if not off <= tolerance:
                         wrong.append(f"{what} on {size} ranks, {mask}, {groups} groups of {width}: {off:.2g}")
     figures: Figures = {f"{what} off by": off for what, off in most.items()}
     if wrong:
-        raise Wrong(f"{len(wrong)} are off by more than 24 roundings:\n" + "\n".join(wrong[:12]), figures)
+        raise Wrong(f"{len(wrong)} are off by more than {tolerance:.2g}:\n" + "\n".join(wrong[:12]), figures)
     return figures
 
 

@@ -60,13 +60,15 @@ def training(place: Place, mesh: Mesh, about: dict[str, Any]) -> Figures:
     off = max(abs(a / b - 1) for a, b in zip(found.losses, want.losses, strict=True))
     moved = max(float(np.abs(found.state[name] - x).max()) for name, x in want.state.items())
     figures = {"losses off by": off, "parameters off by": moved}
-    if not off < 2e-5 or not moved < 2e-3:  # AdamW's first steps are as long as the learning rate, 3e-3, whatever
-        raise Wrong(f"losses are {found.losses}, and {want.losses} on one rank of the CPU", figures)  # the gradient
+    if not off < 2e-5 or not moved < 3e-4:  # AdamW divides by the size of the gradient, so its rounding
+        raise Wrong(
+            f"losses are {found.losses}, and {want.losses} on one rank of the CPU", figures
+        )  # counts; a step is 3e-3 long
     return figures
 
 
 def _trained(mesh: Mesh, device: str, **about: Any) -> Any:
-    recipe = Recipe(3, 12, warmup=1, **about)
+    recipe = Recipe(3, 24, warmup=1, **about)
     return tt.train(CONFIG, TEXT, mesh, recipe, device=device, show=lambda progress: None)
 
 

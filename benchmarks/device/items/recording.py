@@ -72,7 +72,15 @@ def recorded(ranks: int, device: str, width: int) -> Figures:
 def record(folder: Path, ranks: int, device: str, width: int) -> None:
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("WHERE", device).replace("WIDTH", str(width)), encoding="utf8")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", "--standalone"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     done = process.run([*launcher, "-m", "tplab.record", "--to", str(folder / "trace"), str(script)], 75)
     if done.code or "loss" not in done.out:
         raise Wrong(f"the recorded run failed: {done.tail}", {"exit status": done.code})
