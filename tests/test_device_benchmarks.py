@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.device import report, tests_of
+from benchmarks.device import report, tests_of, timer
 from benchmarks.device.__main__ import ITEMS, _started, _to_its_end
 from benchmarks.device.check import Check, Log, NotRun, Place, Wrong, shortened
 from benchmarks.device.items import clock
@@ -25,7 +29,7 @@ WRONG_ITEM = "tests.device_items"
 
 def test_an_item_goes_on_after_what_goes_wrong(tmp_path: Path):
     log, written = Log(WRONG_ITEM, tmp_path / "log"), report.Report(tmp_path / "out.json", {}, [WRONG_ITEM])
-    _to_its_end(log, CPU, written, time.monotonic() + 60)
+    _to_its_end(log, CPU, written, time.monotonic() + 60, Event())
     _, checks = report.read(tmp_path / "out.json")
     assert [(check.what, check.passed) for check in checks] == [
         ("passes", True), ("is wrong", False), ("ends its process", False), ("hangs", False),
@@ -39,8 +43,12 @@ def test_an_item_goes_on_after_what_goes_wrong(tmp_path: Path):
 
 def test_an_item_whose_time_is_over_is_not_a_failure(tmp_path: Path):
     log, written = Log(WRONG_ITEM, tmp_path / "log"), report.Report(tmp_path / "out.json", {}, [WRONG_ITEM])
-    assert not _started(log, CPU, written, time.monotonic())
+    halt = Event()
+    assert not _started(log, CPU, written, time.monotonic(), halt)
     assert [(check.passed, check.said) for check in log.checks()][-1] == (None, "not finished: the time was over")
+    halt.set()
+    assert not _started(log, CPU, written, time.monotonic() + 60, halt)
+    assert log.checks()[-1].said == "not finished: the command was stopped"
 
 
 def test_the_file_stays_small_and_errors_keep_their_ends():
@@ -134,3 +142,56 @@ def test_the_page_shows_only_what_the_file_has(tmp_path: Path):
 def test_every_item_has_a_file():
     folder = Path(report.__file__).parent / "items"
     assert sorted(ITEMS) == sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
+
+
+class FakeGpu:
+    """torch.cuda, as far as the timer uses it: each call of `work` takes 2 us, and 50 us more if Python starts it."""
+
+    def __init__(self) -> None:
+        self.now, self.captured, self.is_capturing = 0.0, 0, False
+
+    def work(self) -> None:
+        self.captured += self.is_capturing
+        self.now += 0 if self.is_capturing else 52e-6
+
+    def replay(self) -> None:
+        self.now += self.captured * 2e-6
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        gpu = self
+
+        class Moment:
+            time = 0.0
+
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = gpu.now
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Moment) -> float:
+                return 1e3 * (end.time - self.time)
+
+        @contextmanager
+        def capture(graph: object) -> Iterator[None]:
+            gpu.is_capturing = True
+            yield
+            gpu.is_capturing = False
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "Event": Moment, "Stream": lambda: stream, "current_stream": lambda: stream, "synchronize": lambda: None,
+            "stream": nullcontext, "CUDAGraph": lambda: SimpleNamespace(replay=gpu.replay), "graph": capture,
+        }.items():  # fmt: skip
+            patch.setattr(torch.cuda, name, value)
+
+
+def test_a_replayed_graph_is_timed_without_python(monkeypatch: pytest.MonkeyPatch):
+    gpu = FakeGpu()
+    gpu.patch(monkeypatch)
+    assert timer.eager_seconds(gpu.work, "cuda") == pytest.approx(52e-6)
+    assert timer.kernel_seconds(gpu.work, "cuda") == pytest.approx(2e-6)
+    assert gpu.captured == 50

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
+from threading import Event
 
 from benchmarks.device import process
 from benchmarks.device.check import Check, Log, Place, run, shortened
@@ -44,7 +45,9 @@ RESULT = Path(__file__).parent / "measured.json"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("items", nargs="*", metavar="ITEM", help=f"what to run (all): {', '.join(ITEMS)}")
-    parser.add_argument("--out", type=Path, default=RESULT, help=f"the file to write ({RESULT.name} beside this one)")
+    parser.add_argument(
+        "--out", type=Path, help=f"the file to write ({RESULT.name} beside this one; on the CPU, device.json)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda, or cpu to try the command; what there is")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, and few of them")
     parser.add_argument("--minutes", type=float, default=8.0, help="the most that all may take (8)")
@@ -55,12 +58,16 @@ def main() -> int:
         parser.error(f"no item is named {', '.join(unknown)}; there are {', '.join(ITEMS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started is then stopped, too
     device = given.device or ("cuda" if _has_gpu() else "cpu")
+    out: Path = given.out or (RESULT if device == "cuda" else Path("device.json"))
+    if not out.absolute().parent.is_dir():
+        parser.error(f"--out {out}: there is no folder {out.parent}; create it first")
     place = Place(device, given.quick)
     if given.log:
         return 0 if _here(given.items[0], place, given.log) else 1
     wanted = given.items or ITEMS
     about = {"date": date.today().isoformat(), "commit": given.commit or _commit(), "device": device}
-    report = Report(given.out, about, ITEMS)
+    report, halt = Report(out, about, ITEMS), Event()
+    report.write()
     began, whole = time.monotonic(), 60 * given.minutes
     with tempfile.TemporaryDirectory() as folder:
         for line in TOGETHER:
@@ -69,10 +76,15 @@ def main() -> int:
             share = max(SHARE.get(line[0], 1.0) * whole, 20) if given.items == [] else left
             end = time.monotonic() + min(left, share)
             with ThreadPoolExecutor(max(len(items), 1)) as pool:
-                for item in items:
-                    pool.submit(_to_its_end, Log(item, Path(folder) / item), place, report, end)
-    report.put(wanted[-1], [c for c in report.checks if c.item == wanted[-1]], seconds=round(time.monotonic() - began))
-    _tell(report, given.out)
+                logs = [Log(item, Path(folder) / item) for item in items]
+                running = [pool.submit(_to_its_end, log, place, report, end, halt) for log in logs]
+                try:
+                    wait(running)
+                except BaseException:
+                    halt.set()
+                    raise
+    report.write(seconds=round(time.monotonic() - began))
+    _tell(report, out)
     return 0 if all(check.passed is not False for check in report.checks) else 1
 
 
@@ -87,11 +99,11 @@ def _here(item: str, place: Place, file: Path) -> bool:
         return True
 
 
-def _to_its_end(log: Log, place: Place, report: Report, end: float) -> None:
-    """Run an item in processes of its own, until all its checks are over or its time is."""
+def _to_its_end(log: Log, place: Place, report: Report, end: float, halt: Event) -> None:
+    """Run an item in processes of its own, until all its checks are over, its time is, or the command is stopped."""
     try:
         for _ in range(MOST_STARTS):
-            if _started(log, place, report, end) or time.monotonic() > end:
+            if _started(log, place, report, end, halt) or time.monotonic() > end or halt.is_set():
                 break
     except Exception as error:  # of this command itself
         log.end(Check(log.item, "the command", False, "".join(traceback.format_exception(error))))
@@ -99,7 +111,7 @@ def _to_its_end(log: Log, place: Place, report: Report, end: float) -> None:
     print(f"{log.item}: over", file=sys.stderr, flush=True)
 
 
-def _started(log: Log, place: Place, report: Report, end: float) -> bool:
+def _started(log: Log, place: Place, report: Report, end: float, halt: Event) -> bool:
     """One process of an item. Whether all its checks are over."""
     command = ["-m", "benchmarks.device", log.item, "--log", str(log._file), "--device", place.device]
     with tempfile.TemporaryFile("w+", encoding="utf8", errors="replace") as errors:
@@ -108,12 +120,12 @@ def _started(log: Log, place: Place, report: Report, end: float) -> bool:
         try:
             while not why:
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(min(0.5, max(0.05, end - time.monotonic())))
+                    child.wait(0.05 if halt.is_set() else min(0.5, max(0.05, end - time.monotonic())))
                     break
                 report.put(log.item, log.checks())
                 running = log.underway()
-                if time.monotonic() > end:
-                    why = "the time was over"
+                if time.monotonic() > end or halt.is_set():
+                    why = "the command was stopped" if halt.is_set() else "the time was over"
                 elif running is not None and time.time() - running[2] > running[1]:
                     why = f"it took more than {running[1]:.0f} s"
         finally:
@@ -122,7 +134,7 @@ def _started(log: Log, place: Place, report: Report, end: float) -> bool:
         errors.seek(0)
         said = errors.read()
     running = log.underway()
-    if why == "the time was over":
+    if why and not why.startswith("it took"):
         what = running[0] if running is not None else "the rest"
         log.end(Check(log.item, what, None, f"not finished: {why}"))
         return False

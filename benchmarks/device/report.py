@@ -45,14 +45,17 @@ class Report:
     def checks(self) -> list[Check]:
         return [check for checks in self._items.values() for check in checks]
 
-    def put(self, item: str, checks: list[Check], **about: Any) -> None:
-        """All checks of an item, so far. The first check of "environment" is about the machine."""
+    def put(self, item: str, checks: list[Check]) -> None:
+        """All checks of an item, so far. What "environment" has found is about the machine."""
+        if checks == self._items[item]:
+            return
+        self._items[item] = checks
+        about = checks if item == "environment" else []
+        self.write(**{name: value for check in about for name, value in check.figures.items()})
+
+    def write(self, **about: Any) -> None:
+        """Write the file again, with more about the machine or the run."""
         with self._lock:
-            if checks == self._items[item] and not about:
-                return
-            self._items[item] = checks
-            if item == "environment":
-                self._about |= {name: value for check in checks for name, value in check.figures.items()}
             self._about |= about
             beside = self._file.with_name(f"{self._file.name}.part")
             beside.write_text(text_of(self._about, self.checks), encoding="utf8")

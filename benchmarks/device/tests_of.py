@@ -20,7 +20,8 @@ PLAIN = (
 )
 MIXED = (
     "on the same device", "at least two devices", "device type tensor to numpy", "is on cuda", "on cuda:0, but",
-    "for argument", "Expected a 'cpu' device", "Expected a 'cuda' device", "Cannot copy", "device(type=",
+    "when checking argument", "attribute 'device'", "Expected a 'cpu' device", "Expected a 'cuda' device",
+    "Cannot copy", "device(type=",
 )
 # fmt: on
 """What an error says if a test mixes tensors of its own, on the CPU, with those of its ranks."""
