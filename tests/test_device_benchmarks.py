@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.device import report, tests_of, timer
 from benchmarks.device.__main__ import ITEMS, _started, _to_its_end
-from benchmarks.device.check import Check, Log, NotRun, Place, Wrong, shortened
+from benchmarks.device.check import Check, Log, NotRun, Place, Wrong, rounded, shortened
 from benchmarks.device.items import clock
 from benchmarks.device.modelled import modelled
 from benchmarks.device.models import Block, SmallGPT, trained
@@ -60,6 +60,19 @@ def test_the_file_stays_small_and_errors_keep_their_ends():
     assert shortened("short") == "short"
 
 
+def test_items_that_run_again_take_the_place_of_their_own(tmp_path: Path):
+    file = tmp_path / "device.json"
+    checks = [Check("ranks", "a", False), Check("clock", "b", True, figures={"off by": rounded(0.123456)})]
+    file.write_text(report.text_of({"commit": "old", "chip": "A chip"}, checks), encoding="utf8")
+    again = report.Report(file, {"commit": "new"}, ["clock", "ranks"])
+    again.keep(file, ["ranks"])
+    again.put("ranks", [Check("ranks", "a", True)])
+    about, found = report.read(file)
+    assert about == {"commit": "old (ranks: new)", "chip": "A chip"}
+    assert [(check.what, check.passed) for check in found] == [("b", True), ("a", True)]
+    assert found[0].figures == {"off by": 0.1235}
+
+
 def test_a_command_that_hangs_is_stopped_with_what_it_has_started(tmp_path: Path):
     inner = f"import time, pathlib; time.sleep(8); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
     code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
@@ -99,8 +112,8 @@ def test_rows_of_the_clock_that_cannot_be_measured_are_told_with_the_others():
         raise RuntimeError("no such kernel")
 
     with pytest.raises(Wrong, match=r"1 rows could not be measured[\s\S]*no such kernel") as wrong:
-        clock._table(iter([broken, lambda: ["row", 1.23456789, 2.0, 3.0, 4.0, None]]), 5)
-    assert wrong.value.figures["rows"] == [["row", 1.235, 2.0, 3.0, 4.0, None]]
+        clock._table(iter([broken, lambda: ["row", 1.0, 2.0, 3.0, 4.0, None]]), 5)
+    assert wrong.value.figures["rows"] == [["row", 1.0, 2.0, 3.0, 4.0, None]]
     assert clock._table(iter([lambda: ["row"]] * 3), -1)["left_out"] == 3
 
 

@@ -44,7 +44,9 @@ RESULT = Path(__file__).parent / "measured.json"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
-    parser.add_argument("items", nargs="*", metavar="ITEM", help=f"what to run (all): {', '.join(ITEMS)}")
+    parser.add_argument(
+        "items", nargs="*", metavar="ITEM", help=f"what to run (all); the file keeps the others: {', '.join(ITEMS)}"
+    )
     parser.add_argument(
         "--out", type=Path, help=f"the file to write ({RESULT.name} beside this one; on the CPU, device.json)"
     )
@@ -67,6 +69,8 @@ def main() -> int:
     wanted = given.items or ITEMS
     about = {"date": date.today().isoformat(), "commit": given.commit or _commit(), "device": device}
     report, halt = Report(out, about, ITEMS), Event()
+    if given.items and out.exists():
+        report.keep(out, wanted)
     report.write()
     began, whole = time.monotonic(), 60 * given.minutes
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ class Log:
         self._write({"begins": task.what, "limit": task.limit, "time": time.time()})
 
     def end(self, check: Check) -> None:
-        self._write(asdict(check))
+        self._write(asdict(check) | {"figures": rounded(dict(check.figures))})
 
     def _lines(self) -> list[dict[str, Any]]:
         text = self._file.read_text(encoding="utf8") if self._file.exists() else ""
@@ -111,6 +111,15 @@ def run(tasks: Iterator[Task], log: Log) -> bool:
         if "CUDA error" in said and "out of memory" not in said:
             return False
     return True
+
+
+def rounded(value: Any) -> Any:
+    """Every float in it with four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class Wrong(AssertionError):

@@ -41,6 +41,15 @@ class Report:
         self._file, self._about, self._lock = file, dict(about), Lock()
         self._items: dict[str, list[Check]] = {item: [] for item in order}
 
+    def keep(self, file: Path, again: Iterable[str]) -> None:
+        """Keep what an earlier run has written, except for the items that are run again."""
+        about, checks = read(file)
+        if about["commit"] != self._about["commit"]:
+            self._about["commit"] = f"{about['commit']} ({', '.join(again)}: {self._about['commit']})"
+        self._about = about | self._about
+        for item in self._items.keys() - set(again):
+            self._items[item] = [check for check in checks if check.item == item]
+
     @property
     def checks(self) -> list[Check]:
         return [check for checks in self._items.values() for check in checks]

@@ -69,7 +69,7 @@ def _table(rows: Rows, seconds: float) -> Figures:
             left_out += 1
             continue
         try:
-            found.append([round_(value) for value in row()])
+            found.append(row())
         except Exception as error:
             errors.append(traceback.format_exc())
             if isinstance(error, NotRun) or "CUDA error" in str(error):
@@ -79,10 +79,6 @@ def _table(rows: Rows, seconds: float) -> Figures:
     if errors:
         raise Wrong(f"{len(errors)} rows could not be measured, the first one because of\n{errors[0]}", figures)
     return figures
-
-
-def round_(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _row(what: str, program: Callable[..., Any], args: Sequence[Any], place: Place, meta: bool = True) -> Row:

@@ -45,7 +45,7 @@ FEW = ("tp=2", "dp=3, ZeRO 3")
 
 def tasks(place: Place) -> Iterator[Task]:
     for name in FEW if place.quick else PLANS:
-        yield Task(f"train, {name}", partial(training, place, *PLANS[name]))
+        yield Task(f"train, {name}", partial(training, place, *PLANS[name]), 100)
     for size in (1, 3) if place.quick else (1, 2, 3, 4, 8):
         yield Task(f"the same bits as on the CPU, {size} ranks", partial(same_bits, place, size))
     yield Task("DistributedDataParallel and FSDP in run(distributed=True)", partial(distributed, place))
