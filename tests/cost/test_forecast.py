@@ -40,6 +40,7 @@ def test_every_cluster_says_what_its_times_are():
     kinds = {name: cluster.kind for name, cluster in cost.NAMED.items()}
     assert [name for name, kind in kinds.items() if kind == "forecast"] == [
         "h100-measured",
+        "h200-measured",
         "a100-measured",
         "b200-measured",
     ]
@@ -60,6 +61,30 @@ def test_on_several_nodes_the_error_of_the_network_counts_too():
     assert H100_MEASURED.kind_on(9) == "forecast, ±9 %"
     assert B200_MEASURED.kind_on(16) == "forecast, ±5 % in a node"  # nobody has measured its network
     assert H100_NODE.kind_on(64) == "data sheet"
+
+
+def test_an_h200_is_an_h100_with_other_memory_and_says_so():
+    """Nobody has published its tables: what computes takes as long, and what memory limits takes 3.35 / 4.8 of it."""
+    own, other = find("h200-measured"), H100_MEASURED
+    assert own.label == f"{other.label} on an H100" and own.kind_on(16) == "forecast, ±9 % on an H100"
+    assert "those of an H100" in own.chip.source and "those of an H100" in own.inner_link.source
+    assert own.chip.matmul_seconds(8192, 8192, 8192) == pytest.approx(
+        other.chip.matmul_seconds(8192, 8192, 8192), rel=1e-3
+    )
+    start = other.chip.seconds(0, 0)
+    assert own.chip.seconds(0, 1e9) - start == pytest.approx((other.chip.seconds(0, 1e9) - start) * 3.35 / 4.8)
+    assert own.collective_seconds("all_reduce", 1e6, 16) == other.collective_seconds("all_reduce", 1e6, 16)
+    assert pickle.loads(pickle.dumps(own)) == own
+
+
+def test_the_sheets_of_later_chips():
+    """Dense peaks in bfloat16, bandwidth and memory, beside what they are multiples of."""
+    assert find("h200").chip.flops == H100_NODE.chip.flops
+    for chip in (cost.B300, cost.GB200, cost.GB300):
+        assert chip.peak("float8_e4m3fn") == 2 * chip.peak("bfloat16")
+        assert "https://" in chip.source and "read 2026-" in chip.source
+    assert cost.GB200.peak("bfloat16") / cost.B200.peak("bfloat16") == pytest.approx(10 / 9)
+    assert [find(name).chip.memory / 1e9 for name in ("h200", "b200", "b300")] == [141, 180, 270]
 
 
 @EACH

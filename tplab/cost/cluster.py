@@ -30,11 +30,14 @@ from tplab.cost.chip import Chip
 from tplab.cost.data_sheets import (
     A100,
     B200,
+    B300,
     ETHERNET_1G,
     H100,
+    H200,
     ICI_V5E,
     INFINIBAND_HDR,
     INFINIBAND_NDR,
+    INFINIBAND_XDR,
     LAPTOP,
     LAPTOP_CORE,
     LOOPBACK,
@@ -140,14 +143,16 @@ class Cluster:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on so many ranks.
 
         Between nodes, the error of the network counts, too: "forecast, ±9 %". Where nobody has measured the network,
-        the error is that in one node: "forecast, ±6 % in a node".
+        the error is that in one node: "forecast, ±6 % in a node". Where the constants are another chip's, so is the
+        error: "forecast, ±6 % on an H100".
         """
         if self.forecast is None:
             return "data sheet"
         several = self.node_size is not None and num_ranks > self.node_size
         errors = self.forecast.errors
         median = max(error.median for name, error in errors.items() if several or name != "network")
-        where = " in a node" if several and "network" not in errors else ""
+        where = f" on {self.forecast.borrowed}" if self.forecast.borrowed else ""
+        where += " in a node" if several and "network" not in errors else ""
         return f"forecast, ±{ceil(100 * median)} %{where}"
 
     def link(self, a: int, b: int) -> Link:
@@ -297,14 +302,22 @@ TPU_V5E_RING = Cluster("tpu_v5e", TPU_V5E, ICI_V5E, wiring="torus")
 THIS_LAPTOP = Cluster("laptop", LAPTOP_CORE, LOOPBACK)
 SLOW_ETHERNET = Cluster("ethernet", LAPTOP, ETHERNET_1G)
 B200_NODE = Cluster("b200", B200, NVLINK_5, node_size=8, outer_link=INFINIBAND_NDR)
+H200_NODE = replace(H100_NODE, name="h200", chip=H200)
+B300_NODE = Cluster("b300", B300, NVLINK_5, node_size=8, outer_link=INFINIBAND_XDR)
 
 
-def _measured(node: Cluster) -> Cluster:
-    """The same node with constants fitted to measurements, instead of what data sheets promise."""
-    known, chip, link = forecast(node.name), node.chip, node.inner_link
-    reached = kernels(node.name)
+def _measured(node: Cluster, gpu: str | None = None) -> Cluster:
+    """The same node with constants fitted to measurements, instead of what data sheets promise.
+
+    gpu   whose constants they are, where the node's own chip was not measured
+    """
+    known, chip, link = forecast(gpu or node.name), node.chip, node.inner_link
+    reached = kernels(gpu or node.name)
+    if gpu is not None:
+        known = replace(known, borrowed=f"an {gpu.upper()}")
     sent, latency = known.nccl.message_bandwidth, known.nccl.message_latency
-    fitted = f"fitted by benchmarks.fit to {known.source}"
+    whose = f", those of {known.borrowed}," if known.borrowed else ""
+    fitted = f"fitted{whose} by benchmarks.fit to {known.source}"
     return replace(
         node,
         name=f"{node.name}-measured",
@@ -315,13 +328,14 @@ def _measured(node: Cluster) -> Cluster:
 
 
 A100_MEASURED, H100_MEASURED, B200_MEASURED = (_measured(node) for node in (A100_NODE, H100_NODE, B200_NODE))
+H200_MEASURED = _measured(H200_NODE, "h100")
 
 NAMED: Mapping[str, Cluster] = MappingProxyType(
     {
         cluster.name: cluster
         for cluster in (
-            *(H100_NODE, A100_NODE, B200_NODE, TPU_V5E_RING, THIS_LAPTOP, SLOW_ETHERNET),
-            *(H100_MEASURED, A100_MEASURED, B200_MEASURED),
+            *(H100_NODE, H200_NODE, A100_NODE, B200_NODE, B300_NODE, TPU_V5E_RING, THIS_LAPTOP, SLOW_ETHERNET),
+            *(H100_MEASURED, H200_MEASURED, A100_MEASURED, B200_MEASURED),
         )
     }
 )
@@ -331,8 +345,9 @@ NAMED: Mapping[str, Cluster] = MappingProxyType(
 def find(cluster: str | Cluster) -> Cluster:
     """A cluster by name; a Cluster is returned unchanged.
 
-    "h100", "a100", "b200", "tpu_v5e", "laptop", "ethernet"      from data sheets: a bound
+    "h100", "h200", "a100", "b200", "b300", "tpu_v5e", "laptop", "ethernet"      from data sheets
     "h100-measured", "a100-measured", "b200-measured"            forecasts, fitted to measurements
+    "h200-measured"                                              an H100's constants, and an H200's memory
     """
     if isinstance(cluster, Cluster):
         return cluster

@@ -46,18 +46,20 @@ class Forecast:
     fabric    collectives between nodes; None: nobody has measured it, so the cards count as on their data sheet
     errors    how far off it is: of "collectives", "matmuls", "network". What is missing was not measured
     source    by whom it was measured
+    borrowed  the chip that was measured, where it is another one: "an H100"
     """
 
     nccl: Nccl
     fabric: Fabric | None
     errors: Mapping[str, Error] = field(hash=False)
     source: str
+    borrowed: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "errors", MappingProxyType(dict(self.errors)))
 
     def __reduce__(self):  # a mapping proxy cannot be pickled
-        return Forecast, (self.nccl, self.fabric, dict(self.errors), self.source)
+        return Forecast, (self.nccl, self.fabric, dict(self.errors), self.source, self.borrowed)
 
     def cost(self, op: str, nbytes: float, num_ranks: int, levels: Levels | None) -> Cost:
         """A collective whose ranks have an input of `nbytes` each, over the nodes in `levels`, or in one of them.
