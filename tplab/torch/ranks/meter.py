@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from tplab.torch.private import DispatchMode, base_of, dispatch_modes, num_modes, pop_mode, push_mode
+from tplab.torch.ranks.attention import ATTENTION, attention
 from tplab.torch.ranks.rank import this_rank
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class Meter(DispatchMode):
                 return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # where compound operations, such as linear, come whole
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
@@ -258,5 +259,9 @@ _IS_CAUSAL = {
     aten._scaled_dot_product_flash_attention_backward: (11, 1),
     aten._scaled_dot_product_flash_attention_for_cpu: (4, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (7, 1),
+    aten._scaled_dot_product_efficient_attention: (6, 0),
+    aten._scaled_dot_product_efficient_attention_backward: (11, 1),
+    aten._scaled_dot_product_cudnn_attention: (6, 0),
+    aten._scaled_dot_product_cudnn_attention_backward: (14, 1),
 }
 """Attention: where `is_causal` is among the arguments, and where the query is, which the key follows."""

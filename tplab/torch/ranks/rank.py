@@ -170,6 +170,7 @@ class Rank(ABC):
 
     seed: int = 0  # of the run: with it each rank can draw the same numbers by itself
     lines: Lines
+    fuses_attention = False  # whether attention is computed as on a GPU, by one kernel
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
