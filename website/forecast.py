@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.fit import steps as fit
 from tplab.cost import find
-from tplab.forecast import Model, Plan, fit, measured
+from tplab.forecast import Model, Plan, measured
 from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import ON_B200, Run
 from tplab.forecast.memory import memory, peak_bytes, room
@@ -35,7 +36,7 @@ what the host takes per layer (with few tokens per GPU, GPUs wait for Python), a
 fitted to the rows that are marked so below. FSDP's factor is fitted to one row, which therefore says nothing about its
 error. "Never fitted" are rows of papers that no fit has seen.
 
-A third of the runs, always the same, is left out of the fit. `python -m tplab.forecast.fit` does it again. Every
+A third of the runs, always the same, is left out of the fit. `python -m benchmarks.fit.steps` does it again. Every
 forecast has an interval: nine of ten of the runs that were fitted are within.
 
 What is no constant was chosen by hand, with all tables of this page in sight: which share of messages is hidden, which
@@ -126,7 +127,7 @@ HEAD = ["measured, s", "forecast, s", "off by", "interval, s"]
 
 
 def _papers() -> str:
-    seen, rows = fit.split(measured.runs())[0], measured.runs()
+    seen, rows = measured.split(measured.runs())[0], measured.runs()
     lines = []
     for run in rows:
         fitted = "no" if not run.is_fitted else "yes" if run in seen or not _is_split(run) else "left out"
@@ -198,7 +199,7 @@ def _is_split(run: Run) -> bool:
 
 def _left_out() -> str:
     source = " ".join(measured.sources("playbook")).replace("Apache-2.0 measured by", "Apache-2.0. Measured by")
-    rows = sorted(fit.split(measured.playbook())[1], key=lambda run: (run.model.name, run.plan.ranks, run.seconds))
+    rows = sorted(measured.split(measured.playbook())[1], key=lambda run: (run.model.name, run.plan.ranks, run.seconds))
     lines = [[f"{run.model.name}, {run.plan.ranks} GPUs, {run.plan}", *_row(run)] for run in rows]
     title = f"The {len(rows)} clean runs that were left out"
     text = f"## nanotron\n\n{source}\n\n<details>\n<summary>{title}</summary>\n\n"

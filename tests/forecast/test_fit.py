@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.fit import steps as fit
+from benchmarks.fit.fabrics import fit_network
 from tplab.cost import H100_MEASURED
-from tplab.cost.fit import fit_network
 from tplab.cost.measured import network
-from tplab.forecast import fit
-from tplab.forecast.measured import playbook, runs, sources
+from tplab.forecast.measured import playbook, runs, sources, split
 from tplab.forecast.messages import FABRIC
 from tplab.forecast.stacks import STACKS, constants, find_stack
 
@@ -36,7 +36,7 @@ def test_the_network_of_training_runs_is_the_upper_edge_of_the_measured_band():
 
 
 def test_a_third_of_the_runs_is_left_out_and_never_fitted():
-    fitted, left_out = fit.split(playbook())
+    fitted, left_out = split(playbook())
     assert 0.2 < len(left_out) / 118 < 0.4 and not set(fitted) & set(left_out)
 
 

@@ -304,7 +304,7 @@ def _measured(node: Cluster) -> Cluster:
     known, chip, link = forecast(node.name), node.chip, node.inner_link
     reached = kernels(node.name)
     sent, latency = known.nccl.message_bandwidth, known.nccl.message_latency
-    fitted = f"fitted by tplab.cost.fit to {known.source}"
+    fitted = f"fitted by benchmarks.fit to {known.source}"
     return replace(
         node,
         name=f"{node.name}-measured",

@@ -14,7 +14,7 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.traffic import Sent
 
 FABRIC = Fabric(reached=0.75, congestion=0.36)
-"""The network of training runs: what `tplab.cost.fit.fit_network` finds for the upper edge of the measured band."""
+"""The network of training runs: what `benchmarks.fit.fabrics` finds for the upper edge of the measured band."""
 
 
 @lru_cache(maxsize=64)

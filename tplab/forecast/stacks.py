@@ -74,7 +74,7 @@ class Stack:
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """What `python -m tplab.forecast.fit --write` has written."""
+    """What `python -m benchmarks.fit.steps --write` has written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 

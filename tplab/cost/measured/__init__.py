@@ -1,6 +1,6 @@
 """What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to (`python -m tplab.cost.fit`) and what is shown beside them.
+These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tplab.cost.attention import Attention
 from tplab.cost.forecast import Error, Fabric, Forecast
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.nccl import Nccl, Ratios
@@ -28,15 +29,6 @@ class Collective(NamedTuple):
     op: str
     gpus: int
     bytes: float
-    seconds: float
-
-
-class Matmul(NamedTuple):
-    """[m, k] @ [k, n] in bfloat16."""
-
-    m: int
-    n: int
-    k: int
     seconds: float
 
 
@@ -95,13 +87,6 @@ def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
 
 
 @cache
-def matmuls(gpu: str) -> tuple[Matmul, ...]:
-    """`gpu`: "h100" or "a100"."""
-    rows = _rows(f"matmul_{gpu}.csv")
-    return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
-
-
-@cache
 def network() -> tuple[Network, ...]:
     rows = _rows("network_h100.csv")
     rates = [(float(r["gb_s"]) * 1e9, float(r["low"]) * 1e9, float(r["high"]) * 1e9) for r in rows]
@@ -118,13 +103,22 @@ def ring_attention() -> tuple[RingAttention, ...]:
 
 
 def source(name: str) -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"."""
-    first = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("# source: ")
+    """Where a table comes from: "nccl", "network_h100", "ring_attention"."""
+    return source_of(HERE / f"{name}.csv")
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return read(HERE / name)
+
+
+def source_of(table: Path) -> str:
+    """What the first line of a table says: where it comes from."""
+    return table.read_text(encoding="utf-8").splitlines()[0].removeprefix("# source: ")
+
+
+def read(table: Path) -> list[dict[str, str]]:
+    """The rows of a table; lines that begin with # are about it."""
+    lines = table.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -133,7 +127,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m tplab.cost.fit --write` has written."""
+    """What `python -m benchmarks.fit.chips --write` and `...fabrics --write` have written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
@@ -153,4 +147,6 @@ def kernels(gpu: str) -> Kernels:
     found = constants()
     own = found["kernels"].get(gpu, found["kernels"]["h100"])
     multiprocessors, cache_bytes = MULTIPROCESSORS[gpu]
-    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=Shared(**found["shared"]))
+    attention = tuple(Attention(**kernel) for kernel in found["attention"][gpu])
+    shared = Shared(**found["shared"])
+    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=shared, attention=attention)

@@ -1,17 +1,19 @@
 """Training steps that others have measured on real GPUs, each with its source, and the constants fitted to them.
 
-`python -m tplab.forecast.fit` fits them; docs/forecast.md shows every table beside the forecasts.
+`python -m benchmarks.fit.steps` in the repository fits them; docs/forecast.md shows every table beside the forecasts.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
@@ -77,6 +79,17 @@ def _run(row: dict[str, str]) -> Run:
         model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
     about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
     return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1")
+
+
+def is_left_out(place: int) -> bool:
+    """Whether the run at this place of its table is in the third that no fit sees."""
+    return int(np.random.default_rng((0, place)).integers(3)) == 0
+
+
+def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """(fitted, left out): those of a table whose forecast is meant to hold."""
+    places = [place for place, run in enumerate(rows) if run.is_fitted]
+    return [rows[p] for p in places if not is_left_out(p)], [rows[p] for p in places if is_left_out(p)]
 
 
 def sources(name: str) -> list[str]:
