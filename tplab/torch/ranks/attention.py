@@ -185,7 +185,7 @@ class _Draws:
 
         dv = Z^T do      dS = Z * (do v^T) - P * (the sums of its rows)      dq = scale dS k      dk = scale dS^T q
         """
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
         _, p = _unfused(q, k, v, bias, 0.0, is_causal, scale)
         z = p
         if dropout_p:
@@ -197,7 +197,7 @@ class _Draws:
         do_, q_, k_, v_ = (x.to(p.dtype) for x in (do, q, k, v))
         dz = z * (do_ @ v_.mT)
         ds = dz - p * dz.sum(-1, keepdim=True)
-        found = scale * ds @ k_, scale * ds.mT @ q_, z.mT @ do_, ds
+        found = factor * ds @ k_, factor * ds.mT @ q_, z.mT @ do_, ds
         return tuple(x.to(q.dtype) if is_wanted else None for x, is_wanted in zip(found, wanted))
 
 
