@@ -97,7 +97,7 @@ def _on(gpu: str) -> cost.Cluster:
 def _summary() -> str:
     rows: list[list[str]] = []
     for gpu, name in NAMES.items():
-        forecast = _on(gpu).forecast
+        forecast = _on(gpu).fitted
         assert forecast is not None
         seen = {"collectives": [_found(row) / row.seconds - 1 for row in measured.collectives() if row.gpu == gpu]}
         if gpu in chips.CHIPS:

@@ -218,7 +218,7 @@ def _memory() -> str:
     wrong = sum(bytes > most for bytes in said)
     for run in measured.runs():
         held = peak_bytes(run.model, run.plan, run.batch, run.sequence, run.stack)
-        wrong += held > room(find(run.cluster).chip, run.stack).most
+        wrong += held > room(run.on.chip, run.stack).most
     median = re.findall(r"[\d.]+ %", KEEPS["nanotron"].source)[0]
     lines = [
         [f"Megatron on B200, {len(off)} stages", "counted, not fitted", f"{min(off):.2f} to {max(off):.2f} %"],

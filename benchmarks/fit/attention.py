@@ -12,7 +12,7 @@ from benchmarks.fit.least import Array, least, rounded, summary, third
 from benchmarks.fit.tables import Prompt, prompts
 from tplab.cost.attention import AGAIN, Attention
 from tplab.cost.data_sheets import A100, B200, H100
-from tplab.cost.forecast import Error
+from tplab.cost.fabric import Error
 from tplab.cost.measured import MULTIPROCESSORS, constants, ring_attention
 
 CHIPS = {"b200": B200, "h100": H100}

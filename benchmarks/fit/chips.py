@@ -23,7 +23,7 @@ from benchmarks.fit.tables import Matmul, matmuls, prompts
 from tplab.cost.attention import Attention
 from tplab.cost.chip import Chip
 from tplab.cost.data_sheets import A100, H100
-from tplab.cost.forecast import Error
+from tplab.cost.fabric import Error
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.measured import CONSTANTS, MULTIPROCESSORS, Collective, collectives
 from tplab.cost.nccl import Nccl, Ratios

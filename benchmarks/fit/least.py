@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.cost.forecast import Error
+from tplab.cost.fabric import Error
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

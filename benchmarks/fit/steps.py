@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.fit.least import least, write
-from tplab.cost import find
 from tplab.forecast.measured import Run, playbook, runs, split
 from tplab.forecast.stacks import CONSTANTS, Stack, constants, find_stack
 from tplab.forecast.step import Step, step
@@ -50,7 +49,7 @@ def ratios(rows: Iterable[Run], stacks: Mapping[str, Stack] | None = None) -> np
 
 
 def forecast_of(run: Run, stack: Stack | None = None) -> Step:
-    return step(run.model, run.plan, find(run.cluster), run.batch, run.sequence, stack or run.stack)
+    return step(run.model, run.plan, run.on, run.batch, run.sequence, stack or run.stack)
 
 
 def errors(rows: Sequence[Run], stacks: Mapping[str, Stack] | None = None) -> Errors:

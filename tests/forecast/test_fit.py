@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fit import steps as fit
-from benchmarks.fit.fabrics import fit_network
-from tplab.cost import H100_MEASURED
-from tplab.cost.measured import network
 from tplab.forecast.measured import playbook, runs, sources, split
-from tplab.forecast.messages import FABRIC
 from tplab.forecast.stacks import STACKS, constants, find_stack
 
 
@@ -28,11 +24,6 @@ def test_constants_are_what_the_fit_finds():
         assert found["stacks"][name] == pytest.approx(of, rel=0.02), name
     for name in ("chips", "experts"):
         assert found[name] == pytest.approx(constants()[name], rel=0.02), name
-
-
-def test_the_network_of_training_runs_is_the_upper_edge_of_the_measured_band():
-    upper = [row._replace(bus_bandwidth=row.high) for row in network()]
-    assert fit_network(upper, H100_MEASURED) == FABRIC
 
 
 def test_a_third_of_the_runs_is_left_out_and_never_fitted():

@@ -114,7 +114,7 @@ class Forecast:
             given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
             return it_does_not_fit(*given, self.held)
         text = it_takes_so_long(self.plan, self.parts, self.peak, self.usable)
-        if self.model.experts and self.cluster.forecast is not None:
+        if self.model.experts and self.cluster.fitted is not None:
             low, high = self.low / self.seconds, self.high / self.seconds
             text += f"; few mixtures of experts were measured: expect {low:.1f} to {high:.1f} times these seconds"
         return text

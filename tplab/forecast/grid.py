@@ -20,7 +20,6 @@ import numpy as np
 
 from tplab.cost import Cluster
 from tplab.forecast.layers import Layer
-from tplab.forecast.messages import on_runs
 from tplab.forecast.model import Model
 from tplab.forecast.once import Once, at_end
 from tplab.forecast.plan import Plan, divisors
@@ -73,7 +72,7 @@ def grids(
         return []
     base = replace(layouts[0], dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False)
     recomputes = ("none", "full") if base.flash else ("none", "selective", "full")
-    known = tables(model, base, on_runs(cluster), sequence, on_cluster(stack, cluster), recomputes)
+    known = tables(model, base, cluster, sequence, on_cluster(stack, cluster), recomputes)
     groups, found = dict[Stages, list[int]](), dict[int, Grid]()
     for index, layout in enumerate(layouts):
         groups.setdefault(_stages(model, layout.pp, layout.tp, layout.balance), []).append(index)

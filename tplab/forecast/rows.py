@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tplab.cost import H100_MEASURED, NAMED, Cluster, find
+from tplab.cost import NAMED, Cluster, find
 from tplab.errors import ClusterError, TplabError
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
@@ -37,10 +37,7 @@ QUESTIONS = {
 }
 """The columns that are read."""
 
-CLUSTERS = (
-    "h200",
-    *(name for name, one in NAMED.items() if not name.endswith("-measured") and "bfloat16" in one.chip.flops),
-)
+CLUSTERS = (*(name for name, one in NAMED.items() if not name.endswith("-measured") and "bfloat16" in one.chip.flops),)
 """The names of clusters whose chips compute in bfloat16. Of those that were measured, the measured one is meant."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
@@ -85,7 +82,8 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     model          a name, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab, tied (experts,
                    experts_per_token, head_dim and others of `Model` are understood too). Beside a name they replace it
     cluster        "h100", "a100" and "b200" are the measured ones, as "h100-measured" is; "h200" is an h100 with its
-                   own memory; "tpu_v5e" is a data sheet, as "laptop" and "ethernet" are, which have dtype float32 only.
+                   own memory; "b300" and "tpu_v5e" are data sheets, as "laptop" and "ethernet" are, which have dtype
+                   float32 only.
                    Of another name that says one of these chips, as "dgx-h100", the measured one, and `why` says so
     stack          one of tplab.forecast.stacks; of an unknown one, Megatron's figures are taken, and `why` says so
     gpus, gpus_per_node, dp, tp, pp, cp, ep     dp is what is left of gpus if it is empty; other axes are 1
@@ -161,14 +159,10 @@ def cluster_of(given: Mapping[str, str]) -> Cluster:
     """The cluster of a row: the one that was measured, where there is one, with as many GPUs in a node as it says."""
     name = given.get("cluster", "h100").lower().replace("_", "-").replace(" ", "-")
     name = name.removesuffix("-80gb").removesuffix("-sxm")
-    if name.startswith("h200"):
-        chip = replace(H100_MEASURED.chip, name="H200 SXM 141GB", memory=141e9, memory_bandwidth=4.8e12)
-        cluster = replace(H100_MEASURED, name="h200", chip=chip)
-    else:
-        known = next((one for one in (f"{name}-measured", name, name.replace("-", "_")) if one in NAMED), None)
-        if known is None:
-            raise ClusterError(f"no cluster is named {name!r}; there are {', '.join(CLUSTERS)}")
-        cluster = find(known)
+    known = next((one for one in (f"{name}-measured", name, name.replace("-", "_")) if one in NAMED), None)
+    if known is None:
+        raise ClusterError(f"no cluster is named {name!r}; there are {', '.join(CLUSTERS)}")
+    cluster = find(known)
     per_node = _int("gpus_per_node", given["gpus_per_node"]) if "gpus_per_node" in given else cluster.node_size
     if per_node == cluster.node_size:
         return cluster
@@ -183,9 +177,7 @@ def _cluster(given: Mapping[str, str]) -> tuple[str, Cluster]:
     try:
         return "", cluster_of(given)
     except ClusterError:
-        chip = next(
-            (word for word in re.split("[^a-z0-9]+", name) if f"{word}-measured" in NAMED or word == "h200"), ""
-        )
+        chip = next((word for word in re.split("[^a-z0-9]+", name) if f"{word}-measured" in NAMED), "")
         if not chip or name == chip:
             raise
     cluster, memory = cluster_of({**given, "cluster": chip}), re.search(r"(\d+)gb", name)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tplab.cost import Cluster
+from tplab.data.buckets import BUCKET_BYTES
 from tplab.forecast.keeps import KEEPS, Keeps
 from tplab.forecast.model import Model
 
@@ -32,6 +33,7 @@ class Stack:
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
     passes     how often its kernels read and write what fused ones would read and write once
+    bucket     bytes of gradients, or of parameters, that one collective sends
     low, high  nine of ten measured steps took between low and high times the forecast
     plain      made of plain layers, as tplab.torch's own are: without fused kernels more is kept; inputs that were
                gathered are kept, and not gathered again; recomputation includes the embedding and the head; gradients
@@ -48,6 +50,7 @@ class Stack:
     gathers: int = 2
     cards: int | None = None
     passes: float = 1.0
+    bucket: float = BUCKET_BYTES
     low: float = 1.0
     high: float = 1.0
     plain: bool = False
@@ -93,8 +96,9 @@ _LISTED = (
         "nanotron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
         "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation. passes: assumed, for "
-        "kernels of eager PyTorch",
+        "kernels of eager PyTorch. bucket: chosen on its runs",
         passes=3.0,
+        bucket=500e6,
     ),
     _stack(
         "fsdp",

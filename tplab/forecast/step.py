@@ -27,7 +27,7 @@ import numpy as np
 
 from tplab.cost import Cluster
 from tplab.forecast.layers import AXES, Layer, ends_seconds, layer_seconds, local
-from tplab.forecast.messages import on_runs, send_seconds
+from tplab.forecast.messages import send_seconds
 from tplab.forecast.model import Model
 from tplab.forecast.once import at_end, once_seconds
 from tplab.forecast.plan import Plan
@@ -62,7 +62,7 @@ def step(
 ) -> Step:
     """How long a step on `batch` sequences takes. Raises PlanError where the plan cannot train the model."""
     plan.check(model, batch, sequence)
-    stack, cluster, key = on_cluster(find_stack(stack), cluster), on_runs(cluster), local(plan)
+    stack, key = on_cluster(find_stack(stack), cluster), local(plan)
     count = plan.microbatches(batch)
     layer = layer_seconds(model, key, cluster, sequence, stack)
     ends = ends_seconds(model, key, cluster, sequence, stack)
@@ -93,7 +93,7 @@ def step(
 
 def on_cluster(stack: Stack, cluster: Cluster) -> Stack:
     """The stack, without what was fitted to the measured clock where the cluster is a data sheet: that is a bound."""
-    if cluster.forecast is not None:
+    if cluster.fitted is not None:
         return stack
     return replace(stack, factor=1.0, host=0.0, low=1.0, high=math.inf)
 
@@ -126,7 +126,7 @@ def pipeline(
 ) -> Simulation:
     """The plan's schedule with each stage's times, as `step` simulates it. Where there are over `most` microbatches,
     rounds of one per pipeline rank are left out."""
-    stack, cluster, key = on_cluster(stack, cluster), on_runs(cluster), local(plan)
+    stack, key = on_cluster(stack, cluster), local(plan)
     layer = layer_seconds(model, key, cluster, sequence, stack)
     ends = ends_seconds(model, key, cluster, sequence, stack)
     held = [stage for place in range(plan.pp) for stage in stages_on(model, plan, place)]

@@ -13,7 +13,8 @@ import torch
 
 from tplab import spare
 from tplab.checking.typed import Types
-from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import THIS_LAPTOP, find
 from tplab.errors import CrossedOrderWarning, MeshError, SpecError, TplabError
 from tplab.mesh import Mesh
 from tplab.options import check_run

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tplab.cost.attention import Attention
-from tplab.cost.forecast import Error, Fabric, Forecast
+from tplab.cost.fabric import Error, Fabric
+from tplab.cost.fitted import Fitted
 from tplab.cost.kernels import Kernels, Shared
 from tplab.cost.nccl import Nccl, Ratios
 
 HERE = Path(__file__).parent
 CONSTANTS = HERE / "constants.json"
+FABRICS = HERE / "fabrics.json"
 MULTIPROCESSORS = {"h100": (132, 50e6), "a100": (108, 40e6), "b200": (148, 126e6)}
 """Multiprocessors of a chip, and bytes of the cache that they share (data sheets)."""
 
@@ -49,6 +51,16 @@ class Network(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.seconds_at(self.bus_bandwidth)
+
+
+class Between(NamedTuple):
+    """One collective over `nodes` nodes of 8 H100s that a fabric joins. bytes: as in `Collective`."""
+
+    fabric: str
+    op: str
+    nodes: int
+    bytes: float
+    seconds: float
 
 
 class RingAttention(NamedTuple):
@@ -94,6 +106,17 @@ def network() -> tuple[Network, ...]:
 
 
 @cache
+def between() -> tuple[Between, ...]:
+    """All collectives between nodes, of every fabric that `tplab.cost.find` knows and that was measured."""
+    playbook = [
+        Between("playbook", row.op, row.nodes, NETWORK_BYTES, row.seconds) for row in network() if row.nodes > 1
+    ]
+    rows = _rows("between.csv")
+    others = [Between(r["fabric"], r["op"], int(r["nodes"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows]
+    return (*playbook, *others)
+
+
+@cache
 def ring_attention() -> tuple[RingAttention, ...]:
     rows = _rows("ring_attention.csv")
     return tuple(
@@ -102,18 +125,21 @@ def ring_attention() -> tuple[RingAttention, ...]:
     )
 
 
-def source(name: str) -> str:
-    """Where a table comes from: "nccl", "network_h100", "ring_attention"."""
-    return source_of(HERE / f"{name}.csv")
+def source(name: str, part: str = "") -> str:
+    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each
+    of which has a source of its own."""
+    return source_of(HERE / f"{name}.csv", part)
 
 
 def _rows(name: str) -> list[dict[str, str]]:
     return read(HERE / name)
 
 
-def source_of(table: Path) -> str:
-    """What the first line of a table says: where it comes from."""
-    return table.read_text(encoding="utf-8").splitlines()[0].removeprefix("# source: ")
+def source_of(table: Path, part: str = "") -> str:
+    """What a table's first lines say: where it comes from, or a part of it."""
+    first = f"# source of {part}: " if part else "# source: "
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix(first) for line in lines if line.startswith(first))
 
 
 def read(table: Path) -> list[dict[str, str]]:
@@ -132,13 +158,19 @@ def constants() -> dict[str, Any]:
 
 
 @cache
-def forecast(gpu: str) -> Forecast:
+def fitted(gpu: str) -> Fitted:
     """What is known of nodes of "a100", "h100" or "b200"."""
     found = constants()
     nccl = Nccl(**found["nccl"][gpu], ratios=Ratios(**found["ratios"]))
-    fabric = Fabric(**found["fabric"]) if gpu == "h100" else None
     errors = {name: Error(*of[gpu]) for name, of in found["errors"].items() if gpu in of}
-    return Forecast(nccl, fabric, errors, source("nccl"))
+    return Fitted(nccl, errors, source("nccl"))
+
+
+@cache
+def fabrics() -> dict[str, Fabric]:
+    """The networks between nodes that were measured, by their key: what `benchmarks.fit.fabrics` has written."""
+    found = json.loads(FABRICS.read_text(encoding="utf-8"))
+    return {key: Fabric(**of | {"error": Error(*of["error"]) if of["error"] else None}) for key, of in found.items()}
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tplab.cost import Cluster, find
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import find_stack
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     """A step of `batch` sequences that took `seconds`.
 
     source      where it was published: "playbook", or a name in runs.csv, whose first lines explain it
+    cluster     its name, and `fabric` that of its network, where that is not the cluster's own: `on` is both
     memory      GB per GPU, where that was published
     is_fitted   whether constants may be fitted to it: not where the forecast is known not to hold, and not to rows that
                 are only there to be forecast
@@ -47,6 +49,11 @@ class Run(NamedTuple):
     seconds: float
     memory: float | None = None
     is_fitted: bool = True
+    fabric: str = ""
+
+    @property
+    def on(self) -> Cluster:
+        return find(self.cluster, self.fabric or None)
 
 
 @cache
@@ -78,7 +85,7 @@ def _run(row: dict[str, str]) -> Run:
     if row["layers"]:
         model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
     about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
-    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1")
+    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1", fabric=row["fabric"])
 
 
 def is_left_out(place: int) -> bool:

@@ -32,7 +32,7 @@ KINDS = {**NAMES, "optimizer": "optimizer's states"}
 
 def badge(one: Forecast) -> str:
     """Which kind of seconds these are, and how far off they were."""
-    if one.cluster.forecast is None:
+    if one.cluster.fitted is None:
         return "data sheet: a bound"
     low, high = one.low / one.seconds - 1, one.high / one.seconds - 1
     return f"forecast, {low:+.0%} to {high:+.0%}".replace("-", "−")
