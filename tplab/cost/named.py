@@ -33,6 +33,7 @@ from tplab.cost.data_sheets import (
 )
 from tplab.cost.link import Link
 from tplab.cost.measured import fabrics, fitted, kernels
+from tplab.cost.own.file import load
 from tplab.errors import ClusterError
 
 CARDS: Mapping[str, Link] = MappingProxyType(
@@ -121,8 +122,13 @@ def _find(cluster: str | Cluster) -> Cluster:
     known = ", ".join(repr(name) for name in NAMED)
     if not isinstance(cluster, str):
         raise ClusterError(f"cluster is {cluster!r}; give one of {known}, or a tplab.cost.Cluster of your own")
+    if cluster.endswith(".json"):
+        return load(cluster)
     if cluster not in NAMED:
-        raise ClusterError(f"no cluster is named {cluster!r}; there are {known}; or pass a tplab.cost.Cluster")
+        raise ClusterError(
+            f"no cluster is named {cluster!r}; there are {known}; or give a file that tplab.measure wrote, or a "
+            "tplab.cost.Cluster"
+        )
     return NAMED[cluster]
 
 
@@ -130,6 +136,11 @@ def _joined_by(cluster: Cluster, fabric: str) -> Cluster:
     """The cluster's nodes, joined by another network."""
     if cluster.outer_link is None:
         raise ClusterError(f"cluster {cluster.name!r} is one node, so no fabric joins it; it cannot have {fabric!r}")
+    if str(fabric).endswith(".json"):
+        other = load(fabric)
+        if other.outer_link is None:
+            raise ClusterError(f"{fabric} was measured on one node, so it says nothing of a network between nodes")
+        return replace(cluster, outer_link=other.outer_link, fabric=other.fabric if cluster.fitted else None)
     if fabric not in CARDS:
         near = difflib.get_close_matches(str(fabric), CARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
