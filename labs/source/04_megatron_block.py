@@ -273,9 +273,9 @@ def bars(tokens):
             for n in (1, 2, 4, 8)]
     rows += [Row(f"16 ranks, {name}", parts_of(16, tokens, cluster))
              for name, cluster in [("InfiniBand", infiniband), ("Playbook", playbook)]]
-    gains = [rows[3].total / row.total for row in rows[4:]]
-    return Bars(rows, f"16 ranks are {gains[0]:.2f} times as fast as 8 ranks on "
-                      f"InfiniBand, and {gains[1]:.2f} times on the Playbook's network.")
+    on_ib, on_playbook = (rows[3].total / row.total for row in rows[4:])
+    return Bars(rows, f"16 ranks are {on_ib:.2f} times as fast as 8 ranks on InfiniBand"
+                      f", and {on_playbook:.2f} times on the Playbook's network.")
 
 options = {tokens: bars(tokens) for tokens in (1024, 4096, 16384)}
 about = f"a block, forward and backward, width 4,096, bfloat16; {playbook.label}"

@@ -319,14 +319,14 @@ for ranks, sequences in [(1, 8), (2, 8), (4, 8), (8, 8), (1, 1)]:
 
 # %%
 trace = modelled(1, 64, layers=24, gpu="a100", gather_logits=False)
-print(f"A100s: 1   sequences: 64   {64 * 1024 / trace.makespan:,.0f} tokens/s (forecast)")
+per_second = 64 * 1024 / trace.makespan
+print(f"A100s: 1   sequences: 64   {per_second:,.0f} tokens/s (forecast)")
 
 # %% [markdown]
-# Eight GPUs are not even three times as fast as one: their matmuls are small, and they wait for about a hundred all-reduces.
-# With Adam, the 355 million parameters of GPT-2 medium take 16 bytes each, which fits on one GPU. So it is better to give
-# each of eight GPUs one sequence and the whole model. That takes less than half as long as all eight together, and then the
-# gradients are added up ([lab 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences
-# than GPUs.
+# Eight GPUs are not even three times as fast as one: their matmuls are small, and they wait for about a hundred
+# all-reduces. With Adam, 355 million parameters take 16 bytes each, which fits on one GPU. So it is better to give each of
+# eight GPUs one sequence and the whole model. That takes less than half as long, and then the gradients are added up ([lab
+# 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences than GPUs.
 #
 # Turn the knob at the top: what does a rank hold with fewer ranks, and what never shrinks?
 #
