@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tplab import Mesh, P
 from tplab.cost import Chip, Cluster, Link
+from tplab.errors import ShapeError
+from tplab.pipeline import LayerSpec
+from tplab.schedules import one_f_one_b
 from tplab.torch import (
     Result,
     all_gather,
@@ -19,10 +24,14 @@ from tplab.torch import (
     axis_index,
     barrier,
     broadcast,
+    gpt2_plan,
+    parallelize,
     ppermute,
     reduce_scatter,
     ring_shift,
     run,
+    shard_parameters,
+    stages_of,
     start,
 )
 from tplab.torch.ranks import clocked, simulated
@@ -171,6 +180,32 @@ def test_an_optimizer_step_is_computed_too():
         torch.optim.SGD([w], lr=0.1, foreach=False).step()
 
     assert ("add_", 8, 3 * 32) in costs(program)
+
+
+def test_a_step_begins_when_its_model_is_made_cast_and_cut():
+    """None of that takes time on the modelled clock; its memory counts as always."""
+    schedule = one_f_one_b(2, 2)
+
+    def layer() -> nn.Module:
+        return nn.Linear(8, 8).bfloat16()
+
+    def program(gpt2: nn.Module) -> None:
+        stages = stages_of([LayerSpec(layer)] * 2, schedule, axis="tp")
+        shard_parameters(stages[axis_index("tp")], "tp", prefetch=False)
+        parallelize(gpt2, gpt2_plan(gpt2))
+
+    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 10, "n_positions": 8}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    out = run(program, TWO, GPT2LMHeadModel(GPT2Config(**sizes)), cluster=SWITCH, count_memory=True)
+    assert [event.kind for event in out.trace.events if event.end > event.start] == []
+    assert {"normal_", "uniform_", "_to_copy", "clone"} & {*out.memory[0].ops}
+
+    def goes_on() -> None:
+        with suppress(ShapeError):  # one layer cannot make two stages
+            stages_of([LayerSpec(layer)], schedule, axis="tp")
+        torch.ones(8).add(1)
+
+    assert [op for op, _, _ in costs(goes_on, mesh=TWO)] == ["ones"] * 2 + ["add"] * 2
 
 
 def test_collectives_own_operations_are_not_the_programs():

@@ -15,7 +15,7 @@ multiprocessor computes `tile` queries at a time, and the last of them is waited
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,22 @@ class Attention:
         wide = min(1.0, max(0.0, width / 64 - 1))  # 0 for heads of 64 and less, 1 from 128 on
         reached = self.share * (self.narrow * min(1.0, width / 64) * (1 - wide) + wide)
         return self.start + work / (peak * reached) * (AGAIN / self.backward if backward else 1)
+
+
+class FusedAttention(NamedTuple):
+    """Attention that one kernel computes: q [batch, heads, q_len, head_dim] and k [..., k_len, head_dim], one pass."""
+
+    batch: int
+    heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    causal: bool
+    backward: bool
+
+    @property
+    def flops(self) -> int:
+        return int(attention_flops(*self))
 
 
 def attention_pairs(q: Any, k: Any, causal: bool) -> Any:

@@ -54,6 +54,11 @@ class Chip:
         rate = self.flops.get(dtype)
         return min(self.flops.values()) if rate is None else rate
 
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether attention is one kernel that holds no scores, as on every chip that multiplies 16-bit numbers."""
+        return not self.flops.keys().isdisjoint(("bfloat16", "float16"))
+
     def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
         """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth), of what is measured to be reached
         where that is known."""

@@ -27,6 +27,7 @@ from typing import Literal
 
 from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
 from tplab.cost.algorithms import check as check_figures
+from tplab.cost.attention import FusedAttention
 from tplab.cost.chip import Chip
 from tplab.cost.fabric import Fabric
 from tplab.cost.figures import check, si
@@ -287,16 +288,31 @@ class Cluster:
         return Levels(nodes, self.inner_link, self._between_cards, own)
 
     def compute_seconds(
-        self, flops: float, bytes: float, dtype: str = "float32", matmul: tuple[int, int, int, int] | None = None
+        self,
+        flops: float,
+        bytes: float,
+        dtype: str = "float32",
+        matmul: tuple[int, int, int, int] | None = None,
+        attention: FusedAttention | None = None,
     ) -> float:
         """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth).
 
-        matmul   (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it takes
-                 what `Chip.matmul_seconds` says
+        matmul      (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it
+                    takes what `Chip.matmul_seconds` says
+        attention   if it is fused attention: there it takes what `Chip.attention_seconds` says of the oldest kernels
+                    that were measured, which on H100 and A100 are those of torch
         """
-        if matmul is not None and self.chip.kernels is not None:
+        kernels = self.chip.kernels
+        if matmul is not None and kernels is not None:
             m, n, k, batch = matmul
             return self.chip.matmul_seconds(m, n, k, dtype, batch)
+        if attention is not None and kernels is not None and kernels.attention:
+            batch, heads, q_len, k_len, width, causal, backward = attention
+            oldest = kernels.attention[0].name
+            computing = self.chip.attention_seconds(
+                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
+            )
+            return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 
     def table(self) -> str:

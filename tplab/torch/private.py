@@ -353,6 +353,8 @@ def fake_store() -> Any:
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
+sdpa_choice: Callable[..., int] = torch._fused_sdp_choice
+"""Which kernel scaled_dot_product_attention would take on the CPU for these arguments: 0 none, 1 flash attention."""
 flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """q, k, v -> o and log-sum-exp: what scaled_dot_product_attention uses on the CPU, and does not return both of."""
 flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
