@@ -23,7 +23,7 @@ class Chip:
     memory             B of main memory
     launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
-    kernels            what its kernels were measured to reach of these peaks; None: the data sheet, a bound
+    kernels            what its kernels were measured to reach of these peaks; None: the peaks themselves
     """
 
     name: str
