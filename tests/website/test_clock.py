@@ -14,7 +14,7 @@ def test_every_row_is_on_the_page():
     assert text.count(" GPUs, ") == len(measured.collectives()) + 1  # and once in the text
     assert sum(text.count(f"| {op}, {n} node") for op in clock.OPS for n in (1, 2, 4, 8, 16, 32, 64)) >= 21
     sources = [measured.source(name) for name in ("nccl", "network_h100", "ring_attention")]
-    sources += [tables.source(name) for name in ("matmul_h100", "matmul_a100", "attention")]
+    sources += [tables.source(name) for name in ("matmul_h100", "matmul_a100", "matmul_b200_8bit", "attention")]
     assert all(source in text for source in sources)
     assert "| H100, collectives | 111 |" in text
 

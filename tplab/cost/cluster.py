@@ -150,7 +150,8 @@ class Cluster:
             return "data sheet"
         several = self.node_size is not None and num_ranks > self.node_size
         errors = self.forecast.errors
-        median = max(error.median for name, error in errors.items() if several or name != "network")
+        counts = ("collectives", "matmuls", "attention", *("network",) * several)
+        median = max(error.median for name, error in errors.items() if name in counts)
         where = f" on {self.forecast.borrowed}" if self.forecast.borrowed else ""
         where += " in a node" if several and "network" not in errors else ""
         return f"forecast, ±{ceil(100 * median)} %{where}"
@@ -321,7 +322,7 @@ def _measured(node: Cluster, gpu: str | None = None) -> Cluster:
     return replace(
         node,
         name=f"{node.name}-measured",
-        chip=replace(chip, launch=reached.shared.start, kernels=reached, source=f"{chip.source}. Shares: {fitted}"),
+        chip=replace(chip, launch=reached.wide.start, kernels=reached, source=f"{chip.source}. Shares: {fitted}"),
         inner_link=Link(f"{link.name}, as NCCL uses it", latency, sent, fitted),
         forecast=known,
     )
