@@ -215,8 +215,9 @@ def _in_8_bit() -> str:
 ## Matmuls in FP8
 
 {source("matmul_h100_8bit")}. Products are in bfloat16. The rows also convert the left
-matrix to 8 bit. What that takes is fitted too, and left out of forecasts, because libraries that train convert elsewhere. Products with a scale per block of 128 were measured too, but these
-kernels are not tiles and waves: half of the rows on an H100 were off by more than 18 %, so they are not forecast.
+matrix to 8 bit. What that takes is fitted too, and left out of forecasts, because libraries that
+train convert elsewhere. Products with a scale per block of 128 were measured too, but these kernels are not tiles and
+waves: half of the rows on an H100 were off by more than 18 %, so they are not forecast.
 
 {_table(["size", "rows", "forecast off by"], lines)}"""
 

@@ -93,7 +93,7 @@ class Chip:
         shape = batch, heads, q_len, k_len, head_dim
         num_bytes = attention_numbers(*shape, kv_heads or heads, backward) * itemsize(dtype)
         if self.kernels is None:
-            return self.seconds(attention_flops(*shape, causal, backward), num_bytes, dtype)
+            return float(self.seconds(attention_flops(*shape, causal, backward), num_bytes, dtype))
         peak = self.peak("bfloat16" if itemsize(dtype) < 2 else dtype)
         found = self.kernels.attention_of(kernel, self.name)
         computing = found.seconds(*shape, peak, self.kernels.multiprocessors, causal=causal, backward=backward)

@@ -21,6 +21,7 @@ ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gp
 
 RECOMPUTE = ("none", "selective", "full")
 BALANCE = ("layers", "parameters", "computing")
+ATTENTION = ("flash2", "flash3", "unfused")
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -40,7 +41,9 @@ class Plan:
     sequence_parallel whether tensor-parallel ranks also divide the sequence, between the layers
     recompute         "none"; "selective": the scores of attention are computed again in the backward pass; "full": all
                       of a layer is, from its input. With flash, "selective" changes nothing
-    flash             whether attention is fused, and keeps no scores
+    attention         "flash2" or "flash3": the generation of its fused kernels, see tplab.cost.attention; "unfused";
+                      None: the stack's
+    flash             whether attention is fused, and keeps no scores: not if `attention` is "unfused"
     dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
     overlap           whether gradients and parameters are sent while ranks compute
     balance           what stages have equally much of: "layers", the embedding and the head beside the first and the
@@ -61,6 +64,7 @@ class Plan:
     virtual: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    attention: str | None = None
     flash: bool = True
     dtype: str = "bfloat16"
     grad_dtype: str = "float32"
@@ -77,6 +81,9 @@ class Plan:
             raise PlanError(f"no schedule is called {self.schedule!r}; there are {', '.join([*ALIASES, *RULES])}")
         one_of("recompute", self.recompute, RECOMPUTE)
         one_of("balance", self.balance, BALANCE)
+        if self.attention is not None:
+            one_of("attention", self.attention, ATTENTION)
+            object.__setattr__(self, "flash", self.attention != "unfused")
         one_of("dtype", self.dtype, tuple(ITEMSIZE))
         one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
 

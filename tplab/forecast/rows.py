@@ -88,7 +88,7 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     stack          one of tplab.forecast.stacks; of an unknown one, Megatron's figures are taken, and `why` says so
     gpus, gpus_per_node, dp, tp, pp, cp, ep     dp is what is left of gpus if it is empty; other axes are 1
     microbatch, batch (sequences in a step), sequence, zero, schedule, virtual, sequence_parallel, recompute,
-    dtype, grad_dtype, overlap                  empty: the stack's default, or that of `Plan`
+    attention, dtype, grad_dtype, overlap       empty: the stack's default, or that of `Plan`
     """
     for row in rows:
         try:
@@ -247,6 +247,7 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
 def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a Model or a Plan that a row says."""
     read: dict[str, Callable[[str, str], Any]] = {"int": _int, "int | None": _int, "bool": _bool, "str": _text}
+    read["str | None"] = _text
     return {one.name: read[str(one.type)](one.name, given[one.name]) for one in fields(kind) if one.name in given}
 
 

@@ -31,6 +31,7 @@ class Stack:
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
+    attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
     passes     how often its kernels read and write what fused ones would read and write once
     low, high  nine of ten measured steps took between low and high times the forecast
     plain      made of plain layers, as tplab.torch's own are: without fused kernels more is kept; inputs that were
@@ -47,6 +48,7 @@ class Stack:
     hidden: tuple[float, float] = (0.4, 0.4)
     gathers: int = 2
     cards: int | None = None
+    attention: str = "flash3"
     passes: float = 1.0
     low: float = 1.0
     high: float = 1.0
@@ -68,7 +70,7 @@ class Stack:
         not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
         found = dict(self.defaults)
         if self.name == "megatron" and cluster.chip.name.startswith("A100"):
-            found |= {"flash": False, "sequence_parallel": recompute == "selective"}
+            found |= {"attention": "unfused", "sequence_parallel": recompute == "selective"}
         return found
 
 
@@ -92,14 +94,17 @@ _LISTED = (
     _stack(
         "nanotron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
-        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation. passes: assumed, for "
-        "kernels of eager PyTorch",
+        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation, FlashAttention 2. "
+        "passes: assumed, for kernels of eager PyTorch",
+        attention="flash2",
         passes=3.0,
     ),
     _stack(
         "fsdp",
         {"zero": 3, "recompute": "full", "grad_dtype": "float32"},
-        "torch FSDP2: float32 pieces, gathered in bfloat16. factor: of one run; host: assumed",
+        "torch FSDP2: float32 pieces, gathered in bfloat16; FlashAttention 2, as scaled_dot_product_attention has it. "
+        "factor: of one run; host: assumed",
+        attention="flash2",
     ),
     _stack(
         "deepspeed",
