@@ -32,6 +32,7 @@ class Stack:
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
+    attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
     passes     how often its kernels read and write what fused ones would read and write once
     bucket     bytes of gradients, or of parameters, that one collective sends
     low, high  nine of ten measured steps took between low and high times the forecast
@@ -49,6 +50,7 @@ class Stack:
     hidden: tuple[float, float] = (0.4, 0.4)
     gathers: int = 2
     cards: int | None = None
+    attention: str = "flash3"
     passes: float = 1.0
     bucket: float = BUCKET_BYTES
     low: float = 1.0
@@ -95,15 +97,18 @@ _LISTED = (
     _stack(
         "nanotron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
-        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation. passes: assumed, for "
-        "kernels of eager PyTorch. bucket: chosen on its runs",
+        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation, FlashAttention 2. "
+        "passes: assumed, for kernels of eager PyTorch. bucket: chosen on its runs",
+        attention="flash2",
         passes=3.0,
         bucket=500e6,
     ),
     _stack(
         "fsdp",
         {"zero": 3, "recompute": "full", "grad_dtype": "float32"},
-        "torch FSDP2: float32 pieces, gathered in bfloat16. factor: of one run; host: assumed",
+        "torch FSDP2: float32 pieces, gathered in bfloat16; FlashAttention 2, as scaled_dot_product_attention has it. "
+        "factor: of one run; host: assumed",
+        attention="flash2",
     ),
     _stack(
         "deepspeed",
