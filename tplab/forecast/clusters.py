@@ -17,11 +17,11 @@ USUAL = "h100-measured"
 """The cluster where none is named."""
 
 _H200 = replace(H100_MEASURED.chip, name="H200 SXM 141GB", memory=141e9, memory_bandwidth=4.8e12)
-KNOWN: Mapping[str, Cluster] = {"h200": replace(H100_MEASURED, name="h200", chip=_H200), **NAMED}
-"""Every cluster that has a name."""
+KNOWN: Mapping[str, Cluster] = {"h200-measured": replace(H100_MEASURED, name="h200-measured", chip=_H200), **NAMED}
+"""Every cluster that has a name. An H200 is an H100 with another memory."""
 
 COLUMNS = {
-    "cluster": ("NAME", f"one of {', '.join(KNOWN)}"),
+    "cluster": ("NAME", f"{', '.join(KNOWN)}: forecasts, where the name says measured; else data sheets"),
     "fabric": ("NAME", f"the network between nodes: {', '.join(CARDS)}, or a .json file"),
     "gpus_per_node": ("N", "GPUs of a node"),
     "cards": ("N", "network cards of a node"),
@@ -67,10 +67,10 @@ def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
         return f"cluster {name} is taken as {spelled}-measured; ", known[f"{spelled}-measured"]
     if spelled in known:
         return "", known[spelled]
-    chip = next((word for word in re.split("[^a-z0-9]+", plain) if f"{word}-measured" in known or word == "h200"), "")
+    chip = next((word for word in re.split("[^a-z0-9]+", plain) if f"{word}-measured" in known), "")
     if not chip:
         raise ClusterError(f"no cluster is named {name!r}{near(plain, KNOWN)}")
-    cluster, memory = known.get(f"{chip}-measured") or known[chip], re.search(r"(\d+)gb", plain)
+    cluster, memory = known[f"{chip}-measured"], re.search(r"(\d+)gb", plain)
     note = f"cluster {name.lower()} was not measured, so this is {cluster.name}"
     if memory:
         cluster = replace(cluster, chip=replace(cluster.chip, memory=float(memory[1]) * 1e9))
