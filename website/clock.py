@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.fit import chips
+from benchmarks.fit import attention, chips
 from benchmarks.fit.fabrics import network_errors
 from benchmarks.fit.least import summary
+from benchmarks.fit.tables import matmuls, prompts, source
 from tplab import cost
 from tplab.cost import measured
 from tplab.units import bytes_text
@@ -21,6 +22,8 @@ NAMES = {"a100": "A100", "h100": "H100", "b200": "B200"}
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = ((1, 64), (65, 1024), (1025, 1 << 30))
 """Rows of a left matrix: few, some and many tokens."""
+LENGTHS = ((128, 1023), (1024, 4095), (4096, 1 << 30))
+"""Tokens of a prompt."""
 
 INTRODUCTION = """\
 # How right is the clock?
@@ -37,15 +40,15 @@ A modelled time in tplab is one of two things, and every trace, summary and widg
   that.
 
 Below is every table that the constants were fitted to, with its source, beside what the clock says.
-`python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most twelve
-constants per chip: eight for NCCL (`tplab.cost.nccl`) and four for matmuls (`tplab.cost.kernels`). Eleven more are the
-same for all chips, and two describe one network.
+`python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most fifteen
+constants per chip: eight for NCCL (`tplab.cost.nccl`), four for matmuls (`tplab.cost.kernels`) and three for attention
+(`tplab.cost.attention`). Thirteen more are the same for all chips, and two describe one network.
 
 ## In short
 
 "Seen" are errors on the rows that were fitted, "unseen" on rows that a fit had not seen: a third of the rows at a time
-(collectives, matmuls), or all rows of one number of nodes (network). Each pair is the median, and what nine of ten rows
-stay below.
+(collectives, matmuls, attention), or all rows of one number of nodes (network). Each pair is the median, and what nine
+of ten rows stay below.
 """
 
 LIMITS = """\
@@ -66,7 +69,7 @@ LIMITS = """\
 
 
 def page() -> str:
-    parts = [INTRODUCTION, _summary(), _collectives(), _matmuls(), _network(), LIMITS]
+    parts = [INTRODUCTION, _summary(), _collectives(), _matmuls(), _attention(), _network(), LIMITS]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -100,7 +103,9 @@ def _summary() -> str:
         if gpu in chips.CHIPS:
             kernels = _on(gpu).chip.kernels
             assert kernels is not None
-            seen["matmuls"] = chips.matmul_errors(measured.matmuls(gpu), kernels, chips.CHIPS[gpu])
+            seen["matmuls"] = chips.matmul_errors(matmuls(gpu), kernels, chips.CHIPS[gpu])
+        if gpu in attention.CHIPS:
+            seen["attention"] = attention.attention_errors(prompts(gpu), attention.stored(gpu)).tolist()
         if forecast.fabric is not None:
             seen["network"] = network_errors(measured.network(), forecast.fabric, _on(gpu))
         for what, errors in seen.items():
@@ -141,11 +146,11 @@ def _matmuls() -> str:
     text = f"""\
 ## Matmuls in bfloat16
 
-{measured.source("matmul_h100")}. [m, k] @ [k, n]: the errors of all rows by the
+{source("matmul_h100")}. [m, k] @ [k, n]: the errors of all rows by the
 height of the left matrix, and every 60th row.
 """
     for gpu, chip in chips.CHIPS.items():
-        rows, kernels = measured.matmuls(gpu), _on(gpu).chip.kernels
+        rows, kernels = matmuls(gpu), _on(gpu).chip.kernels
         assert kernels is not None
         errors, sheet = chips.matmul_errors(rows, kernels, chip), [chip.matmul_seconds(*row[:3]) for row in rows]
         lines: list[list[str]] = []
@@ -170,6 +175,40 @@ height of the left matrix, and every 60th row.
         head = ["m x n x k, microseconds", "measured", "forecast", "off by", "data sheet"]
         text += f"\n<details>\n<summary>{NAMES[gpu]}, every 60th row</summary>\n\n{_table(head, some)}\n</details>\n"
     return text
+
+
+def _attention() -> str:
+    text = f"""\
+## Fused attention
+
+{source("attention")}. Causal, in bfloat16, forward: prompts of 128 tokens or
+more, errors of all rows by the length of the prompt. The rows also write keys and values into a cache. What that takes
+is fitted too, and left out of forecasts, because training writes none.
+"""
+    for gpu in attention.CHIPS:
+        rows, kernels = prompts(gpu), attention.stored(gpu)
+        errors, lines = attention.attention_errors(rows, kernels), list[list[str]]()
+        for low, high in LENGTHS:
+            chosen = [place for place, row in enumerate(rows) if low <= row.tokens <= high]
+            name = f"from {low:,} to {high:,} tokens" if high < 1 << 30 else f"from {low:,} tokens"
+            lines.append([name, f"{len(chosen):,}", _pair(summary(errors[chosen].tolist()))])
+        text += f"\n{NAMES[gpu]}:\n\n" + _table(["length", "rows", "forecast off by"], lines)
+    old = _on("h100").chip.kernels
+    assert old is not None
+    backward = 100 * old.attention_of("flash2", "H100").backward
+    return (
+        text
+        + f"""
+FlashAttention 2 is fitted to one pair of rows per GPU: {measured.source("ring_attention")}.
+On sequences of 65,536 tokens it reached {_share("A100")} of the peak forward on an A100, and {_share("H800")} on an
+H800, which computes as an H100 does. Backward, {backward:.0f} % of that was reached, in the mean. For want of
+other rows that serves all kernels.
+"""
+    )
+
+
+def _share(gpu: str) -> str:
+    return f"{100 * attention.reached(gpu):.0f} %"
 
 
 def _network() -> str:

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fit import attention
 from benchmarks.fit.least import Array, least, print_errors, rounded, summary, third, write
+from benchmarks.fit.tables import Matmul, matmuls, prompts
+from tplab.cost.attention import Attention
 from tplab.cost.chip import Chip
 from tplab.cost.data_sheets import A100, H100
 from tplab.cost.fabric import Error
 from tplab.cost.kernels import Kernels, Shared
-from tplab.cost.measured import CONSTANTS, MULTIPROCESSORS, Collective, Matmul, collectives, matmuls
+from tplab.cost.measured import CONSTANTS, MULTIPROCESSORS, Collective, collectives
 from tplab.cost.nccl import Nccl, Ratios
 
 MIB = 2.0**20
@@ -119,7 +122,8 @@ def fit_matmuls(rows: Mapping[str, Sequence[Matmul]]) -> dict[str, Kernels]:
 
 def _kernels(kind: str, values: Mapping[str, float], shared: Shared) -> Kernels:
     multiprocessors, cache = MULTIPROCESSORS[kind]
-    return Kernels(**values, multiprocessors=multiprocessors, cache=cache, shared=shared)
+    own: dict[str, Any] = dict(values)
+    return Kernels(**own, multiprocessors=multiprocessors, cache=cache, shared=shared)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
@@ -163,6 +167,7 @@ def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
             left_out = [row for i, row in enumerate(table) if third(i, 0) == part]
             off[kind] += matmul_errors(left_out, kernels[kind], CHIPS[kind])
     found["thirds"]["matmuls"] = {kind: summary(errors) for kind, errors in off.items()}
+    found["thirds"]["attention"] = attention.hold_out()
     return found
 
 
@@ -177,6 +182,7 @@ def fit_all() -> dict[str, Any]:
         "ratios": {name: rounded(value) for name, value in ratios.items()},
         "kernels": {kind: {name: rounded(getattr(k, name)) for name in _KERNELS} for kind, k in kernels.items()},
         "shared": {name: rounded(value) for name, value in kernels["h100"].shared._asdict().items()},
+        **attention.found_all(),
     }
 
 
@@ -204,6 +210,10 @@ def _print_seen(found: Mapping[str, Any]) -> None:
     for kind, values in found["kernels"].items():
         kernels = _kernels(kind, values, shared)
         print_errors("matmuls, fitted", {kind: summary(matmul_errors(matmuls(kind), kernels, CHIPS[kind]))})
+    for kind, written in found["written"].items():
+        fitted = Attention(**found["attention"][kind][-1]), written
+        errors = attention.attention_errors(prompts(kind), fitted).tolist()
+        print_errors("attention, fitted", {kind: summary(errors)})
 
 
 if __name__ == "__main__":

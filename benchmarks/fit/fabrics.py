@@ -8,8 +8,8 @@ playbook         collectives of 256 MB, and the training steps of the same clust
                  they are fitted beside, and thrown away (`benchmarks.fit.steps` fits them again)
 efa-p5           all_reduce and all_to_all of many sizes
 infiniband-ndr   two sizes of DeepEP's all_to_all. A hop is NCCL's own constant for InfiniBand with its protocol Simple
-                 (src/graph/tuning.cc); with it two nodes take 43 us for few bytes, where 46 to 48 were measured (NVIDIA/nccl,
-                 issue 1244)
+                 (src/graph/tuning.cc); with it two nodes take 43 us for few bytes, where 46 to 48 were measured
+                 (NVIDIA/nccl, issue 1244)
 
 The errors are those on rows that a fit has not seen: all rows of one number of nodes at a time. Two rows cannot be left
 out of a fit of two constants, so InfiniBand has none.
@@ -36,7 +36,7 @@ from tplab.forecast.step import step
 MOST_NODES = 32
 """On more nodes the playbook's steps take up to twice as long as on half of them: software, or chance."""
 WEIGHT = 0.3
-"""How much a collective of 256 MB counts beside a training step: the band around its mean is up to fourteen times wide."""
+"""How much a collective of 256 MB counts beside a training step: the band around its mean is up to 14 times wide."""
 HOP = 14e-6
 PLAYBOOK = {"reached": 0.8, "fall": 0.3, "hop": 45e-6, "tree": 0.6e-3, "factor": 1.3, "host": 4e-3}
 EFA = {"reached": 0.7, "fall": 0.2, "hop": 40e-6, "tree": 0.1e-3, "by_peers": 0.8, "peer": 6e-6}
@@ -59,7 +59,7 @@ def rows_of(key: str) -> list[Between]:
 
 
 def _fabric(key: str, values: Mapping[str, float]) -> Fabric:
-    """A fabric of these constants; `near` is `hop`, and an all_to_all reaches what a ring does, where they are not given."""
+    """A fabric of these constants. Where they are not given, `near` is `hop`, and all_to_all reaches what rings do."""
     of = {name: value for name, value in values.items() if name in Fabric.__slots__}
     if key != "infiniband-ndr":
         of = {"near": of["hop"], "begin": 0.0 if "peer" in of else of["hop"], "by_peers": of["reached"]} | of

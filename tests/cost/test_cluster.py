@@ -89,8 +89,8 @@ def test_find_knows_names_and_passes_clusters_through():
 
 
 def test_find_says_what_there_is():
-    with pytest.raises(ClusterError, match=r"no cluster is named 'h200'; there are 'h100', 'a100'"):
-        find("h200")
+    with pytest.raises(ClusterError, match=r"no cluster is named 'h300'; there are 'h100', 'h200', 'a100'"):
+        find("h300")
     with pytest.raises(ClusterError, match=r"cluster is 8; give one of 'h100'"):
         find(8)  # type: ignore[arg-type]
 

@@ -214,7 +214,7 @@ def test_a_cluster_says_what_joins_its_nodes():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(
-        ClusterError, match="no fabric is named 'infiniband'; there are 'playbook', .*did you mean 'infiniband-"
+        ClusterError, match=r"no fabric is named 'infiniband'; there are 'playbook', .*did you mean 'infiniband-"
     ):
         find("h100-measured", fabric="infiniband")
     with pytest.raises(ClusterError, match="cluster 'laptop' is one node, so no fabric joins it"):
@@ -222,10 +222,10 @@ def test_what_cannot_be_is_refused():
     for name in [field.name for field in fields(Fabric) if field.type == "float"]:
         for value in (-1.0, float("nan"), float("inf"), True, "1"):
             with pytest.raises(ClusterError, match=f"fabric 'mine': {name} is .*; it must be a number, 0 or more"):
-                Fabric("mine", **{name: value})
+                Fabric("mine", **{name: value})  # type: ignore[arg-type]
     for name in ("reached", "by_peers"):
         with pytest.raises(ClusterError, match=f"fabric 'mine': {name} is 0; nothing would ever arrive"):
-            Fabric("mine", **{name: 0.0})
+            Fabric("mine", **{name: 0.0})  # type: ignore[arg-type]
     with pytest.raises(
         ClusterError, match="its fabric, round, is what was measured of a network, and it has no fitted"
     ):

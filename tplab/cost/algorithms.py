@@ -14,7 +14,7 @@ from tplab.errors import ClusterError
 class Cost:
     """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends.
 
-    latency   s of `seconds` in which it waits for hops between nodes, as measured: computing beside it hides none of them
+    latency   s of `seconds` in which it waits for hops between nodes, as measured: no computing beside it hides them
     """
 
     seconds: float

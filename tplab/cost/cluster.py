@@ -93,8 +93,8 @@ class Cluster:
         if self.fabric is not None and (self.fitted is None or self.outer_link is None):
             lacks = "fitted" if self.fitted is None else "outer_link"
             raise ClusterError(
-                f"{what}: its fabric, {self.fabric.name}, is what was measured of a network, and it has no {lacks}; give "
-                'both, or take a measured cluster, as find("h100-measured")'
+                f"{what}: its fabric, {self.fabric.name}, is what was measured of a network, and it has no {lacks}; "
+                'give both, or take a measured cluster, as find("h100-measured")'
             )
         if self.outer_link is None or self.node_size is None:
             if self.cards is not None or self.oversubscription != 1:
@@ -133,8 +133,9 @@ class Cluster:
     def kind_on(self, num_ranks: int) -> str:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on so many ranks.
 
-        Between nodes it names the network, whose error counts, too: "InfiniBand NDR, forecast, ±9 %". Where nobody has
-        measured the network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node".
+        Between nodes it names the network, whose error counts, too: "EFA, forecast, ±8 %". Where nobody has measured
+        the network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". Where the constants are
+        another chip's, so is the error: "forecast, ±6 % on an H100".
         """
         several = self.node_size is not None and num_ranks > self.node_size
         where = f"{self.network}, " if several else ""
@@ -144,7 +145,8 @@ class Cluster:
         if several and joined is not None:
             errors.append(joined)
         median = ceil(100 * max(error.median for error in errors))
-        return f"{where}forecast, ±{median} %{' in a node' if several and joined is None else ''}"
+        of = f" on {self.fitted.borrowed}" if self.fitted.borrowed else ""
+        return f"{where}forecast, ±{median} %{of}{' in a node' if several and joined is None else ''}"
 
     @property
     def network(self) -> str:

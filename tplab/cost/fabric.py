@@ -1,10 +1,11 @@
 """The network between nodes, as measured: what a hop to another node costs, and which part of the cards is reached.
 
-R ranks in k nodes, of which each has g, with c cards of their own; S bytes: the whole tensor; inside(S): what NCCL takes
-in one node of g ranks, and start: before its first byte. A card gives B = its bandwidth x reached / k^fall.
+R ranks in k nodes, of which each has g, with c cards of their own; S bytes: the whole tensor; inside(S): what NCCL
+takes in one node of g ranks, and start: before its first byte. A card gives B = its bandwidth x reached / k^fall. An
+all_reduce takes 2 laps or the tree, whichever is faster; an all_gather and a reduce_scatter take 1 lap.
 
-    ring         laps [(k-1) hop + (R-k) near] + max(inside(S), start + laps (R-1)/R S / (c B))     laps: all_reduce 2, else 1
-    tree         2 ceil(log2 k) tree + max(inside(S), start + S / (c B))                            all_reduce: the faster one
+    ring         laps [(k-1) hop + (R-k) near] + max(inside(S), start + laps (R-1)/R S / (c B))
+    tree         2 ceil(log2 k) tree + max(inside(S), start + S / (c B))
     all_to_all   begin + (R-1) peer + max(inside of the own node's part, S (R-g)/R / (card x by_peers))
 
 The two levels work at the same time, so bytes take as long as the slower level. Latencies do not overlap: a ring over

@@ -18,19 +18,22 @@ class Fitted:
     """Collectives as measured.
 
     nccl      collectives in a node
-    errors    how far off it is: of "collectives" in a node, of "matmuls". What is missing was not measured
+    errors    how far off it is: of "collectives" in a node, of "matmuls", of "attention". What is missing was not
+              measured
     source    by whom it was measured
+    borrowed  the chip that was measured, where it is another one: "an H100"
     """
 
     nccl: Nccl
     errors: Mapping[str, Error] = field(hash=False)
     source: str
+    borrowed: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "errors", MappingProxyType(dict(self.errors)))
 
     def __reduce__(self):  # a mapping proxy cannot be pickled
-        return Fitted, (self.nccl, dict(self.errors), self.source)
+        return Fitted, (self.nccl, dict(self.errors), self.source, self.borrowed)
 
     def cost(self, op: str, nbytes: float, num_ranks: int, levels: Levels | None, fabric: Fabric | None) -> Cost:
         """A collective whose ranks have an input of `nbytes` each: over the nodes in `levels`, which `fabric` joins, or

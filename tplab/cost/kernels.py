@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tplab.cost.attention import Attention
+from tplab.errors import ClusterError
+
 _TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128))
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _WAYS = np.array([(*tile, split) for tile, split in product(_TILES, _SPLITS)], float).T
@@ -59,6 +62,7 @@ class Kernels:
     finish            s for writing a tile, per element of it
     multiprocessors   how many there are (data sheet)
     cache             B of the cache that all of them share (data sheet)
+    attention         its kernels of fused attention, the newest last
     """
 
     flops: float
@@ -68,6 +72,15 @@ class Kernels:
     multiprocessors: int
     cache: float
     shared: Shared
+    attention: tuple[Attention, ...] = ()
+
+    def attention_of(self, name: str | None, chip: str) -> Attention:
+        """The kernels of attention of this generation; None: the newest."""
+        found = [kernel for kernel in self.attention if name in (None, kernel.name)]
+        if not found:
+            known = " and ".join(repr(kernel.name) for kernel in self.attention) or "none"
+            raise ClusterError(f"no kernel of attention named {name!r} was measured on {chip}; there is {known}")
+        return found[-1]
 
     def seconds(self, flops: float, num_bytes: float, peak: float, bandwidth: float) -> float:
         """Anything but a matmul: elementwise work, a normalisation, fused attention."""

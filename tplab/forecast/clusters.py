@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tplab.cost import H100_MEASURED, NAMED, Cluster, find
+from tplab.cost import NAMED, Cluster, find
 from tplab.cost.named import CARDS
 from tplab.errors import ClusterError, near
 from tplab.forecast.cells import number, whole
@@ -16,12 +16,11 @@ from tplab.forecast.cells import number, whole
 USUAL = "h100-measured"
 """The cluster where none is named."""
 
-_H200 = replace(H100_MEASURED.chip, name="H200 SXM 141GB", memory=141e9, memory_bandwidth=4.8e12)
-KNOWN: Mapping[str, Cluster] = {"h200-measured": replace(H100_MEASURED, name="h200-measured", chip=_H200), **NAMED}
-"""Every cluster that has a name. An H200 is an H100 with another memory."""
-
 COLUMNS = {
-    "cluster": ("NAME", f"{', '.join(KNOWN)}: forecasts, where the name says measured; else data sheets"),
+    "cluster": (
+        "NAME",
+        f"{', '.join(NAMED)}: forecasts, where the name says measured; else data sheets. Or a .json file",
+    ),
     "fabric": ("NAME", f"the network between nodes: {', '.join(CARDS)}, or a .json file"),
     "gpus_per_node": ("N", "GPUs of a node"),
     "cards": ("N", "network cards of a node"),
@@ -56,12 +55,12 @@ def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
         return "", find(name)
     plain = _plain(name)
     spelled = plain.removesuffix("-80gb").removesuffix("-sxm")
-    known = {one.replace("_", "-"): cluster for one, cluster in KNOWN.items()}
+    known = {one.replace("_", "-"): cluster for one, cluster in NAMED.items()}
     if not name:
-        return ("" if exactly else f"no cluster is named, so this is {USUAL}; "), KNOWN[USUAL]
+        return ("" if exactly else f"no cluster is named, so this is {USUAL}; "), NAMED[USUAL]
     if exactly:
         if plain not in known:
-            raise ClusterError(f"no cluster is named {name!r}{near(plain, KNOWN)}")
+            raise ClusterError(f"no cluster is named {name!r}{near(plain, NAMED)}")
         return "", known[plain]
     if f"{spelled}-measured" in known:
         return f"cluster {name} is taken as {spelled}-measured; ", known[f"{spelled}-measured"]
@@ -69,7 +68,7 @@ def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
         return "", known[spelled]
     chip = next((word for word in re.split("[^a-z0-9]+", plain) if f"{word}-measured" in known), "")
     if not chip:
-        raise ClusterError(f"no cluster is named {name!r}{near(plain, KNOWN)}")
+        raise ClusterError(f"no cluster is named {name!r}{near(plain, NAMED)}")
     cluster, memory = known[f"{chip}-measured"], re.search(r"(\d+)gb", plain)
     note = f"cluster {name.lower()} was not measured, so this is {cluster.name}"
     if memory:

@@ -116,6 +116,10 @@ SAVED = "_saved_"
 """How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
 
 
+KinetoEvent = _C._autograd._KinetoEvent
+"""One event of torch's profiler. What it can be asked grows with torch's versions: typed_metadata is new in 2.14."""
+
+
 class Recorder:
     """The events of one thread, from the recorder that torch's profiler had before Kineto."""
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tplab.cost.attention import Attention
 from tplab.cost.fabric import Error, Fabric
 from tplab.cost.fitted import Fitted
 from tplab.cost.kernels import Kernels, Shared
@@ -30,15 +31,6 @@ class Collective(NamedTuple):
     op: str
     gpus: int
     bytes: float
-    seconds: float
-
-
-class Matmul(NamedTuple):
-    """[m, k] @ [k, n] in bfloat16."""
-
-    m: int
-    n: int
-    k: int
     seconds: float
 
 
@@ -107,13 +99,6 @@ def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
 
 
 @cache
-def matmuls(gpu: str) -> tuple[Matmul, ...]:
-    """`gpu`: "h100" or "a100"."""
-    rows = _rows(f"matmul_{gpu}.csv")
-    return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
-
-
-@cache
 def network() -> tuple[Network, ...]:
     rows = _rows("network_h100.csv")
     rates = [(float(r["gb_s"]) * 1e9, float(r["low"]) * 1e9, float(r["high"]) * 1e9) for r in rows]
@@ -141,15 +126,25 @@ def ring_attention() -> tuple[RingAttention, ...]:
 
 
 def source(name: str, part: str = "") -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"; or "between" and
-    the name of a fabric, each of which has a source of its own."""
-    first = f"# source of {part}: " if part else "# source: "
-    lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
-    return next(line.removeprefix(first) for line in lines if line.startswith(first))
+    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each
+    of which has a source of its own."""
+    return source_of(HERE / f"{name}.csv", part)
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return read(HERE / name)
+
+
+def source_of(table: Path, part: str = "") -> str:
+    """What a table's first lines say: where it comes from, or a part of it."""
+    first = f"# source of {part}: " if part else "# source: "
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix(first) for line in lines if line.startswith(first))
+
+
+def read(table: Path) -> list[dict[str, str]]:
+    """The rows of a table; lines that begin with # are about it."""
+    lines = table.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -184,4 +179,6 @@ def kernels(gpu: str) -> Kernels:
     found = constants()
     own = found["kernels"].get(gpu, found["kernels"]["h100"])
     multiprocessors, cache_bytes = MULTIPROCESSORS[gpu]
-    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=Shared(**found["shared"]))
+    attention = tuple(Attention(**kernel) for kernel in found["attention"][gpu])
+    shared = Shared(**found["shared"])
+    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=shared, attention=attention)
