@@ -16,6 +16,7 @@ from benchmarks.fit.tables import matmuls, prompts, source
 from tplab import cost
 from tplab.cost import measured
 from tplab.units import bytes_text
+from website import device
 
 PAGE = Path(__file__).parent.parent / "docs" / "clock.md"
 NAMES = {"a100": "A100", "h100": "H100", "b200": "B200"}
@@ -69,7 +70,8 @@ LIMITS = """\
 
 
 def page() -> str:
-    parts = [INTRODUCTION, _summary(), _collectives(), _matmuls(), _attention(), _network(), LIMITS]
+    tables = [_summary(), _collectives(), _matmuls(), _attention(), _network()]
+    parts = [INTRODUCTION, *tables, device.section(), LIMITS]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.jaxprs import called, is_transposed, line_of, opened
 
 _NOT_BY_ELEMENT = {
@@ -200,7 +201,7 @@ class Asked:
                 made = self._read(opened(inner)[0], reads, line, backward)
             if eqn.primitive.name == "scan":
                 body = opened(eqn.params["jaxpr"])[0]
-                first = eqn.params["num_consts"] + eqn.params["num_carry"]
+                first = sum(scan_sizes(eqn.params))
                 rows = [self._new() for _ in reads[first:]]
                 self._read(body, [*reads[:first], *rows], line, backward)
             if inner is None:

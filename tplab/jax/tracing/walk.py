@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from tplab.errors import TraceError
+from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -246,8 +247,8 @@ class Walk:
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Every iteration, one after another."""
-        params, num_carry = eqn.params, eqn.params["num_carry"]
-        consts, carry, xs = _cut(inputs, params["num_consts"], num_carry)
+        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn.params)
+        consts, carry, xs = _cut(inputs, num_consts, num_carry)
         body, length = params["jaxpr"], params["length"]
         avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
         rows: list[list[Held]] = [[] for _ in eqn.outvars[num_carry:]]
