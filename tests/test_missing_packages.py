@@ -11,7 +11,7 @@ import pytest
 import tplab
 from tplab.__main__ import main
 
-COMMANDS = ("torchrun", "doctor", "record", "merge", "forecast")
+COMMANDS = ("torchrun", "doctor", "record", "merge", "forecast", "measure")
 
 
 def imported(module: str, *, without: str) -> subprocess.CompletedProcess[str]:
@@ -54,14 +54,14 @@ def test_the_package_as_a_command_lists_the_commands():
     done = subprocess.run([sys.executable, "-W", "error", "-m", "tplab"], capture_output=True, text=True)
     named = set(re.findall(r"-m (tplab\.\w+)", done.stdout))
     assert (done.returncode, done.stderr) == (0, "")
-    assert named == {"tplab.torchrun", "tplab.doctor", "tplab.record", "tplab.merge", "tplab.forecast"}
+    assert named == {f"tplab.{command}" for command in COMMANDS}
     assert all(find_spec(name) for name in named)
 
 
 def test_a_mistyped_command_is_an_error(capsys: pytest.CaptureFixture[str]):
     for arguments, said in [
         (["torchrn", "train.py"], "there is no command 'torchrn'; did you mean torchrun?"),
-        (["xyz"], "there is no command 'xyz'; there are torchrun, doctor, record, merge, forecast"),
+        (["xyz"], "there is no command 'xyz'; there are torchrun, doctor, record, merge, forecast, measure"),
         (["tplab.doctor"], "tplab.doctor is started as python -m tplab.doctor"),
         (["--hlp"], "unrecognized arguments: --hlp; did you mean --help? (--help lists the flags)"),
     ]:

@@ -139,7 +139,7 @@ def test_a_wrong_cluster_is_refused_before_the_script_is_read(tmp_path: Path, ca
     (tmp_path / "no.py").write_text("raise SystemExit(3)\n")
     assert torchrun.main(["--cluster", "mars", str(tmp_path / "no.py")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("tplab.torchrun: no cluster is named 'mars'; there are h200, h100,") and not said.out
+    assert said.err.startswith("tplab.torchrun: no cluster is named 'mars'; there are h100, h200,") and not said.out
 
 
 def test_a_network_is_said_by_flags(script: Path, capsys):

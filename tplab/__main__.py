@@ -16,6 +16,7 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 -m tplab.record train.py": "run it on real ranks, and record what each of them sends",
     "python -m tplab.merge tplab_trace --html run.html": "make one trace, and a page, of what real ranks recorded",
     "python -m tplab.forecast llama3-70b --gpus 256 --batch 1024": "which layout is fastest? why not the others?",
+    "torchrun --nproc-per-node 8 -m tplab.measure --out mine.json": "measure your own cluster, for --cluster mine.json",
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tplab.cost import NAMED, find
 from tplab.errors import ClusterError
-from tplab.forecast.clusters import KNOWN, cluster_of
+from tplab.forecast.clusters import cluster_of
 
 
 def test_in_a_table_clusters_are_the_measured_ones():
@@ -30,10 +30,9 @@ def test_a_cluster_has_the_fabric_the_cards_and_the_nodes_that_are_said():
 
 
 def test_a_name_that_is_not_known_is_refused_with_near_ones():
-    with pytest.raises(ClusterError, match="no cluster is named 'mars'; there are h200, h100, a100"):
+    with pytest.raises(ClusterError, match="no cluster is named 'mars'; there are h100, h200,"):
         cluster_of({"cluster": "mars"}, exactly=True)
     with pytest.raises(ClusterError, match="no cluster is named 'dgx-h100'; did you mean h100"):
         cluster_of({"cluster": "dgx-h100"}, exactly=True)
-    with pytest.raises(ClusterError, match=r"no cluster is named 'mine\.json'"):
+    with pytest.raises(ClusterError, match=r"mine\.json cannot be read"):
         cluster_of({"cluster": "mine.json"})
-    assert "h200" in KNOWN

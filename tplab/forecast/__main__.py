@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (TplabError, ValueError) as error:
         parser.refuse(error)
     except OSError as error:
-        parser.refuse(f"{given.model}: {error.strerror}")
+        parser.refuse(f"{error.filename}: {error.strerror}")
     title = f"{model.name} on {given.gpus} x {cluster.chip.name}"
     about = f"{given.batch} sequences of {sequence} tokens in a step, {stack}, {cluster.name}: {cluster.kind}. "
     if cluster.fitted is None and f"{cluster.name}-measured" in NAMED:

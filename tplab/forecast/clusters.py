@@ -17,7 +17,10 @@ USUAL = "h100-measured"
 """The cluster where none is named."""
 
 COLUMNS = {
-    "cluster": ("NAME", f"one of {', '.join(NAMED)}"),
+    "cluster": (
+        "NAME",
+        f"{', '.join(NAMED)}: forecasts, where the name says measured; else data sheets. Or a .json file",
+    ),
     "fabric": ("NAME", f"the network between nodes: {', '.join(CARDS)}, or a .json file"),
     "gpus_per_node": ("N", "GPUs of a node"),
     "cards": ("N", "network cards of a node"),

@@ -90,10 +90,10 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
 
     model          a name, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab, tied (experts,
                    experts_per_token, head_dim and others of `Model` are understood too). Beside a name they replace it
-    cluster        "h100", "a100" and "b200" are the measured ones, as "h100-measured" is, and `why` says so; so is
-                   "h200", with an H100's constants; "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, as "laptop"
-                   and "ethernet" are, which have dtype float32 only. Of another name that says one of these chips, as
-                   "dgx-h100", the measured one
+    cluster        unlike for --cluster, "h100", "h200", "a100" and "b200" are the measured ones, as "h100-measured" is.
+                   "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, as "laptop" and "ethernet" are, which have
+                   dtype float32 only. Of another name that says a chip that was measured, as "dgx-h100", that one is
+                   taken. `why` says so
     fabric         the network between nodes: playbook, infiniband-ndr, efa-p5, ethernet-100g, or the path of a .json;
                    empty: the cluster's own
     cards, oversubscription        network cards of a node; by how much the network is too small for all of them
