@@ -147,9 +147,7 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """Stages of the whole model. A schedule of two directions has each of them twice."""
-        if takes_virtual(self.rule_name):
-            return self.pp * self.virtual
-        return 1 + max(map(max, self.placement))
+        return self.pp * (self.virtual if takes_virtual(self.rule_name) else _stages_per_rank(self.rule_name))
 
     def partition(self, model: Model) -> Partition:
         """The stages of the model. Layer 0 is the embedding, 1 to L are the model's layers, L + 1 is the final norm,
@@ -198,16 +196,16 @@ class Plan:
         """Why no such pipeline can have so many microbatches, or so few layers; None if it can."""
         if self.virtual > 1 and self.pp == 1:
             return f"virtual={self.virtual} stages per rank need a pipeline, and pp is 1"
-        try:
-            stages = self.num_stages
-            self.rule(int(few(self.rule_name, self.pp, microbatches)))
-        except TplabError as error:
-            return f"{self.schedule}: {error}"
+        stages = self.num_stages
         if self.virtual > 1 and not takes_virtual(self.rule_name) and stages != self.virtual * self.pp:
             return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
         ends = 2 if self.balance in (None, "layers") else 0  # the embedding and the head can be stages of their own
         if stages > model.layers + ends:
             return f"{model.layers} layers cannot fill pp x virtual = {stages} stages"
+        try:
+            self.rule(int(few(self.rule_name, self.pp, microbatches)))
+        except TplabError as error:
+            return f"{self.schedule}: {error}"
         if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
             return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
         return None
@@ -255,6 +253,11 @@ def _placed(name: str, ranks: int, virtual: int) -> Placement:
         return rule_of(name, ranks, 1, virtual).placement
     except ScheduleError:
         return rule_of(name, ranks, 2 * ranks, virtual).placement
+
+
+@cache
+def _stages_per_rank(name: str) -> int:
+    return rule_of(name, 2, 4, 1).num_stages // 2
 
 
 @lru_cache(maxsize=4096)

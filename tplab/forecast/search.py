@@ -184,12 +184,12 @@ def ways(model: Model, pp: int, schedules: Sequence[str], virtual: int) -> list[
 
 
 def _is_even(model: Model, pp: int, way: Way) -> bool:
-    plan = way.of(Plan(pp=pp))
+    plan, layers = way.of(Plan(pp=pp)), model.layers
+    stages = plan.num_stages
     try:
-        stages = plan.num_stages if plan.placement else 0
+        return (stages <= pp or 0 in (layers % stages, (layers + 2) % stages)) and bool(plan.placement)
     except ScheduleError:  # an odd number of ranks, say
         return False
-    return stages <= pp or not model.layers % stages or not (model.layers + 2) % stages
 
 
 def _fields(stack: Stack, cluster: Cluster) -> dict[str, Any]:
