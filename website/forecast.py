@@ -18,7 +18,7 @@ from tplab.forecast import Model, Plan, measured
 from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import ON_B200, Run
 from tplab.forecast.memory import memory, peak_bytes, room
-from tplab.forecast.messages import collective, on_runs, sent_once
+from tplab.forecast.messages import price, sent_once
 from tplab.forecast.stacks import STACKS, constants
 
 PAGE = Path(__file__).parent.parent / "docs" / "forecast.md"
@@ -172,8 +172,8 @@ def _experts() -> str:
     share = 100 * steps[0].parts["ep"] / steps[0].seconds
     once = sent_once(large[new].model.experts_per_token, large[new].plan.ep // 8)
     every = steps[1].seconds + steps[1].parts["ep"] * (1 / once - 1)
-    network, sent = on_runs(find("h100-measured")), ((7_569_408, 118), (14_680_064, 195))
-    slower = [collective(network, "all_to_all", size, tuple(range(16))) * 1e6 / us for size, us in sent]
+    network, sent = find("h100-measured", fabric="infiniband-ndr"), ((7_569_408, 118), (14_680_064, 195))
+    slower = [price(network, "all_to_all", size, tuple(range(16))).seconds * 1e6 / us for size, us in sent]
     return f"""\
 ## Mixtures of experts
 

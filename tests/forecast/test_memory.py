@@ -9,8 +9,11 @@ from tplab.cost.activations import activation_bytes
 from tplab.forecast import Model, Plan
 from tplab.forecast.activations import layer_tensors
 from tplab.forecast.measured import ON_B200
-from tplab.forecast.memory import in_flight, memory, peak_bytes
+from tplab.forecast.memory import memory, peak_bytes
+from tplab.forecast.pipelines import in_flight
+from tplab.forecast.plan import takes_virtual
 from tplab.models.gpt import GPTConfig
+from tplab.schedules import RULES
 from tplab.schedules.simulation import peak_activations
 
 
@@ -50,8 +53,14 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_holds(
     schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(microbatches)
     found = in_flight(rule, ranks, virtual, microbatches)
     assert [max(sum(counts) / virtual for _, counts in rank) for rank in found] == peak_activations(schedule).tolist()
-    many = in_flight(rule, ranks, virtual, 20 * ranks)
-    assert many == in_flight(rule, ranks, virtual, 40 * ranks) or rule == "gpipe"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_of_many_microbatches_as_many_are_in_flight_as_the_schedule_holds(rule: str):
+    virtual = 2 if takes_virtual(rule) else 1
+    schedule = Plan(pp=4, virtual=virtual, schedule=rule).rule(36)
+    held = [max(sum(counts) for _, counts in rank) for rank in in_flight(rule, 4, virtual, 36)]
+    assert held == (peak_activations(schedule) * schedule.stages_per_rank).tolist()
 
 
 def test_bytes_per_parameter_are_those_of_zero():

@@ -62,7 +62,7 @@ def playbook() -> tuple[Run, ...]:
     batch, sequence, found = 256, 4096, list[Run]()
     for row in _rows("playbook.csv"):
         number: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "microbatch", "zero")}
-        plan = Plan(**number, sequence_parallel=number["tp"] > 1, balance="computing")
+        plan = Plan(**number, sequence_parallel=number["tp"] > 1)
         seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * plan.ranks)
         about = (Model.find(row["model"]), plan, "h100-measured", batch, sequence, seconds)
         found.append(Run("playbook", "nanotron", *about, float(row["memory_gb"]), row["clean"] == "1"))
