@@ -61,6 +61,7 @@ class Flow:
         self.dtypes: dict[tuple[str, str], str] = {}  # those of the program, as far as they are known
         self._callers: dict[str, Place] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
+        self._given: dict[str, dict[int, Place]] = {}
         for name, ones in module.computations.items():
             for one in ones:
                 for inner in one.called("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES):
@@ -235,8 +236,12 @@ class Flow:
                     yield Place(computation, user), True
 
     def _parameters(self, computation: str, numbers: list[int]) -> list[Place]:
-        ones = self.module.computations[computation]
-        return [Place(computation, one) for one in ones if one.op == "parameter" and int(one.given) in numbers]
+        if computation not in self._given:
+            ones = self.module.computations[computation]
+            self._given[computation] = {
+                int(one.given): Place(computation, one) for one in ones if one.op == "parameter"
+            }
+        return [place for number, place in self._given[computation].items() if number in numbers]
 
     def _handed_out(self, place: Place) -> list[Place]:
         """The fusion or call whose result this is."""
