@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F
 
+from tplab.cost.attention import FusedAttention
 from tplab.torch.private import attention_kernels, forward_level, sdpa_choice, transform
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.storages import Storages
@@ -132,6 +133,21 @@ def _added(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
+def flex_attention_of(op: str, args: Sequence[Any]) -> FusedAttention | None:
+    """The sizes of torch's `flex_attention` or its backward pass, each of which is one kernel where it is compiled: a
+    query meets as many keys as are in the blocks that its block mask keeps, in the mean."""
+    if op not in ("flex_attention", "flex_attention_backward"):
+        return None
+    is_backward = op != "flex_attention"
+    q, k, v = args[:3]
+    (batch, heads, q_len, width), k_len, mask = q.shape, k.shape[2], args[9 if is_backward else 4]
+    partial, full, (q_block, k_block) = mask[2], mask[4], mask[-3:-1]
+    num_blocks = int(partial.sum()) + (0 if full is None else int(full.sum()))
+    pairs = num_blocks / partial.shape[0] / partial.shape[1] * min(q_block, q_len) * min(k_block, k_len)
+    keys = min(k_len, round(pairs / q_len))
+    return FusedAttention(batch, heads, q_len, keys, (width + v.shape[3]) // 2, False, is_backward)
 
 
 class _Draws:
