@@ -218,7 +218,9 @@ def test_flex_attention_over_a_sequence_that_ranks_share(balancer: str, document
 @pytest.mark.parametrize("cluster", ["h100", "laptop"])
 def test_flex_attention_is_one_kernel_on_the_clock_of_a_gpu(cluster: str):
     """It computes the blocks that its mask keeps: of four documents of 128 tokens, one block each."""
-    found = run(lambda: flex("none", True), Mesh(cp=2), distributed=True, device="cpu", cluster=cluster)
+    how: dict[str, Any] = {"distributed": True, "device": "cpu", "count_memory": True}
+    found = run(lambda: flex("none", True), Mesh(cp=2), cluster=cluster, **how)
+    assert "flex_attention" in found.memory[0].ops
     for alone, shared in found.per_rank:
         for want, got in zip(alone, shared, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)

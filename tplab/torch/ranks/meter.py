@@ -138,18 +138,18 @@ class Meter(DispatchMode):
     def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
         """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
         attention = flex_attention_of(func.name(), args) if this_rank().fuses_attention else None
-        if attention is None or self.on_cost is None:
-            self._is_below, before = True, self._is_below
-            try:
-                with self:
-                    return parts_of(func)(*args, **kwargs)
-            finally:
-                self._is_below = before
-        result = func(*args, **kwargs)
-        outputs = list(tensors_in(result))
-        num_bytes = sum(x.nbytes for x in (*tensors_in(args), *outputs))
-        self.on_cost(Cost(func.name(), attention.flops, num_bytes, outputs[0], attention=attention))
-        return result
+        if attention is not None and self.on_cost is not None:
+            result = func(*args, **kwargs)
+            outputs = list(tensors_in(result))
+            num_bytes = sum(x.nbytes for x in (*tensors_in(args), *outputs))
+            self.on_cost(Cost(func.name(), attention.flops, num_bytes, outputs[0], attention=attention))
+            return result
+        self._is_below, before = True, self._is_below
+        try:
+            with self:
+                return parts_of(func)(*args, **kwargs)
+        finally:
+            self._is_below = before
 
 
 def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
