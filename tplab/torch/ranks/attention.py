@@ -206,7 +206,11 @@ class _Draws:
         z = p
         if dropout_p:
             state, now = self._states.get(seed.untyped_storage()), torch.get_rng_state()
-            assert state is not None
+            if state is None:
+                raise RuntimeError(
+                    "scaled_dot_product_attention: what its dropout drew is not known any more, because a hook on "
+                    "saved tensors has copied them; run without that hook, or without the cluster of a GPU"
+                )
             torch.set_rng_state(state)
             _, z = _unfused(q, k, v, bias, dropout_p, is_causal, scale)
             torch.set_rng_state(now)

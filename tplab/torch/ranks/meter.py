@@ -137,11 +137,15 @@ class Meter(DispatchMode):
 
     def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
         """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
-        attention = flex_attention_of(func.name(), args) if this_rank().fuses_attention else None
+        rank = this_rank()
+        attention = flex_attention_of(func.name(), args) if rank.fuses_attention else None
         if attention is not None and self.on_cost is not None:
             result = func(*args, **kwargs)
-            outputs = list(tensors_in(result))
-            num_bytes = sum(x.nbytes for x in (*tensors_in(args), *outputs))
+            inputs, outputs = list(tensors_in(args)), list(tensors_in(result))
+            if (label := rank.labels.joined(inputs, self.rank)) is not None:
+                for output in outputs:
+                    rank.labels.set(output, label)
+            num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
             self.on_cost(Cost(func.name(), attention.flops, num_bytes, outputs[0], attention=attention))
             return result
         self._is_below, before = True, self._is_below
