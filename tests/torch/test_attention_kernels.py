@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from tplab import Mesh
 from tplab.cost import find
@@ -129,11 +131,37 @@ def test_a_mask_that_is_trained_has_its_gradient():
     torch.testing.assert_close(out.per_rank[0], plain.per_rank[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_hook_that_copies_what_is_saved_is_refused_where_something_is_dropped():
+    def program(q: Tensor) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            q = q.requires_grad_()
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
+
+    with pytest.raises(RankError, match="its dropout drew"):
+        run(program, ONE, torch.ones(B, H, N, D), cluster="h100")
+
+
 BACKENDS = {
     SDPBackend.FLASH_ATTENTION: FLASH,
     SDPBackend.EFFICIENT_ATTENTION: EFFICIENT,
     SDPBackend.CUDNN_ATTENTION: "_scaled_dot_product_cudnn_attention",
 }
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_recomputed_attention_drops_the_same_and_takes_its_time_again(device: str):
+    def program(x: Tensor) -> Tensor | None:
+        q = x.clone().requires_grad_()
+        attend = partial(F.scaled_dot_product_attention, dropout_p=0.5)
+        checkpoint(attend, q, q, q, use_reentrant=False).square().sum().backward()
+        return q.grad
+
+    numbers = torch.randn(B, H, N, D, device=device)
+    out, plain = (run(program, ONE, numbers, cluster=on, device=device) for on in ("h100", None))
+    found = [event.op for event in out.trace.select(kind="compute").events if "attention" in event.op]
+    assert found == [EFFICIENT, EFFICIENT, f"{EFFICIENT}_backward"]
+    if device == "cpu":
+        torch.testing.assert_close(out.per_rank[0], plain.per_rank[0], rtol=1e-4, atol=1e-5)
 
 
 def test_it_takes_as_long_as_its_kernels_were_measured_to_take():

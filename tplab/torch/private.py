@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -60,6 +61,15 @@ class DispatchMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         not_compiled(cls.__torch_dispatch__)
+
+
+HigherOrder = HigherOrderOperator
+"""An operation that takes functions, such as flex_attention: a mode that `supports_higher_order_operators` sees it."""
+
+
+def parts_of(func: HigherOrderOperator) -> Callable[..., Any]:
+    """What such an operation does in plain operations."""
+    return func.py_kernels[_C.DispatchKey.CompositeExplicitAutograd]
 
 
 dispatch_modes = _get_current_dispatch_mode_stack

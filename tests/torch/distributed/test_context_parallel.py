@@ -215,6 +215,24 @@ def test_flex_attention_over_a_sequence_that_ranks_share(balancer: str, document
     assert found.trace.bytes_sent(0, op="all_gather") == 2 * one + 4 * one + one // 8  # k and v; four results, and lse
 
 
+@pytest.mark.parametrize("cluster", ["h100", "laptop"])
+def test_flex_attention_is_one_kernel_on_the_clock_of_a_gpu(cluster: str):
+    """It computes the blocks that its mask keeps: of four documents of 128 tokens, one block each."""
+    how: dict[str, Any] = {"distributed": True, "device": "cpu", "count_memory": True}
+    found = run(lambda: flex("none", True), Mesh(cp=2), cluster=cluster, **how)
+    assert "flex_attention" in found.memory[0].ops
+    for alone, shared in found.per_rank:
+        for want, got in zip(alone, shared, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+    flops = [(e.op, e.flops) for e in found.trace.select(rank=0, kind="compute").events if "flex_att" in e.op]
+    work = 2 * 512 * 128 * 8  # alone; each rank has half of the queries
+    expected = [("flex_attention", 4 * work), ("flex_attention_backward", 10 * work)]
+    expected += [(op, num // 2) for op, num in expected]
+    assert flops == (expected if cluster == "h100" else [])
+    products = [e.flops for e in found.trace.select(rank=0, kind="compute").events if e.op == "bmm"]
+    assert sum(products) == (0 if cluster == "h100" else 14 * 2 * 512 * 512 * 8 * 3 // 2)  # all blocks
+
+
 IMPORTED_LATE = """\
 import torch
 import torch.distributed as dist

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.library import Library
 from torch.nn import functional as F
 
+from tplab.cost.attention import FusedAttention
 from tplab.torch.private import attention_kernels, forward_level, sdpa_choice, transform
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.storages import Storages
@@ -134,6 +135,21 @@ def _added(mask: Tensor, q: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
+def flex_attention_of(op: str, args: Sequence[Any]) -> FusedAttention | None:
+    """The sizes of torch's `flex_attention` or its backward pass, each of which is one kernel where it is compiled: a
+    query meets as many keys as are in the blocks that its block mask keeps, in the mean."""
+    if op not in ("flex_attention", "flex_attention_backward"):
+        return None
+    is_backward = op != "flex_attention"
+    q, k, v = args[:3]
+    (batch, heads, q_len, width), k_len, mask = q.shape, k.shape[2], args[9 if is_backward else 4]
+    partial, full, (q_block, k_block) = mask[2], mask[4], mask[-3:-1]
+    num_blocks = int(partial.sum()) + (0 if full is None else int(full.sum()))
+    pairs = num_blocks / partial.shape[0] / partial.shape[1] * min(q_block, q_len) * min(k_block, k_len)
+    keys = min(k_len, round(pairs / q_len))
+    return FusedAttention(batch, heads, q_len, keys, (width + v.shape[3]) // 2, False, is_backward)
+
+
 class _Draws:
     """The memory-efficient kernel, on the CPU, by the equations: nothing is kept but what the kernel keeps.
 
@@ -190,7 +206,11 @@ class _Draws:
         z = p
         if dropout_p:
             state, now = self._states.get(seed.untyped_storage()), torch.get_rng_state()
-            assert state is not None
+            if state is None:
+                raise RuntimeError(
+                    "scaled_dot_product_attention: what its dropout drew is not known any more, because a hook on "
+                    "saved tensors has copied them; run without that hook, or without the cluster of a GPU"
+                )
             torch.set_rng_state(state)
             _, z = _unfused(q, k, v, bias, dropout_p, is_causal, scale)
             torch.set_rng_state(now)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tplab.torch.private import DispatchMode, dispatch_modes
+from tplab.torch.private import DispatchMode, HigherOrder, dispatch_modes
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.storages import Storages
 
@@ -33,6 +33,8 @@ class LiveBytes(DispatchMode):
     whose memory is NumPy's. It does not see what an operation uses internally while it runs, and torch's "meta" device,
     which has no memory, does not count. Inside a rank's program it only sees this rank's tensors. Measuring takes time.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +97,8 @@ def _is_wrapper(kind: type) -> bool:
 def _may_make_memory(func: Any) -> bool:
     """Whether an operation may return memory that none of its arguments has, or give memory another size. Most return
     views, write in place, or return no tensors, and nothing is counted then."""
+    if isinstance(func, HigherOrder):
+        return True
     schema = func._schema
     is_old = all(value.alias_info is not None or "Tensor" not in str(value.type) for value in schema.returns)
     return not is_old or func.overloadpacket in _GIVE_MEMORY or any(one.is_out for one in schema.arguments)

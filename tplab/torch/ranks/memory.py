@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tplab.torch.private import (
     DispatchMode,
+    HigherOrder,
     dispatch_modes,
     graph_task,
     local_of,
@@ -102,6 +103,7 @@ class KindsOfMemory(DispatchMode):
     """
 
     memory: RankMemory
+    supports_higher_order_operators = True
 
     def __init__(self, rank: Rank, given: Any = (), is_meta: bool = False):
         super().__init__()
@@ -340,7 +342,7 @@ class _Token:
 
 def _name(func: Any, args: Any) -> str:
     """The name of an operation. Those that only tell torch's profiler where it is have the name of the place."""
-    name = func.overloadpacket.__name__
+    name = func.name() if isinstance(func, HigherOrder) else func.overloadpacket.__name__
     if not name.startswith("_record_function"):
         return name
     return str(args[0]).rpartition("#")[2] if "enter" in name else ""

@@ -13,8 +13,17 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from tplab.cost.attention import FusedAttention
-from tplab.torch.private import DispatchMode, base_of, dispatch_modes, num_modes, pop_mode, push_mode
-from tplab.torch.ranks.attention import ATTENTION, attention
+from tplab.torch.private import (
+    DispatchMode,
+    HigherOrder,
+    base_of,
+    dispatch_modes,
+    num_modes,
+    parts_of,
+    pop_mode,
+    push_mode,
+)
+from tplab.torch.ranks.attention import ATTENTION, attention, flex_attention_of
 from tplab.torch.ranks.rank import this_rank
 
 aten = torch.ops.aten
@@ -59,10 +68,12 @@ class Meter(DispatchMode):
     num_left   how many operations it still follows, where it has no other reason to be open
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, rank: int, on_cost: Callable[[Cost], None] | None):
         super().__init__()
         self.rank, self.on_cost = rank, on_cost
-        self.is_open = False
+        self.is_open = self._is_below = False  # below autograd: inside an operation that takes functions
         self.num_left = FOLLOWED
 
     def open(self) -> None:
@@ -88,13 +99,15 @@ class Meter(DispatchMode):
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrder):
+            return self._of_functions(func, args, kwargs)
         if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to work out shapes
             return func(*args, **kwargs)
         if self.on_cost is None:
             self.num_left -= 1
             if self.num_left < 0:
                 return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # where compound operations, such as linear, come whole
+        if torch.is_inference_mode_enabled() or self._is_below:  # where compound operations, such as linear, come whole
             with self:
                 result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -122,6 +135,26 @@ class Meter(DispatchMode):
         if self.on_cost is not None and outputs and not traits.is_free:
             self.on_cost(_cost(func, traits, inputs, outputs, args, kwargs, result))
         return result
+
+    def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
+        """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
+        rank = this_rank()
+        attention = flex_attention_of(func.name(), args) if rank.fuses_attention else None
+        if attention is not None and self.on_cost is not None:
+            result = func(*args, **kwargs)
+            inputs, outputs = list(tensors_in(args)), list(tensors_in(result))
+            if (label := rank.labels.joined(inputs, self.rank)) is not None:
+                for output in outputs:
+                    rank.labels.set(output, label)
+            num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
+            self.on_cost(Cost(func.name(), attention.flops, num_bytes, outputs[0], attention=attention))
+            return result
+        self._is_below, before = True, self._is_below
+        try:
+            with self:
+                return parts_of(func)(*args, **kwargs)
+        finally:
+            self._is_below = before
 
 
 def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
