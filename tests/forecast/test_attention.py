@@ -71,7 +71,7 @@ def test_at_peak_rates_attention_is_a_roofline_too():
 def test_unfused_attention_is_no_kernel():
     plan = Plan(attention="unfused")
     assert not plan.flash and Plan(attention="flash2").flash
-    same = forecast(LLAMA, Plan(flash=False, dp=8), "h100-measured", batch=8, sequence=4096)
+    same = forecast(LLAMA, Plan(attention="unfused", dp=8), "h100-measured", batch=8, sequence=4096)
     assert forecast(LLAMA, replace(plan, dp=8), "h100-measured", batch=8, sequence=4096).seconds == same.seconds
     with pytest.raises(ValueError, match="attention is 'flash9'; it must be one of flash2"):
         Plan(attention="flash9")

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from dataclasses import replace
+
 from tplab.cost.chip import Chip
 from tplab.cost.link import Link
 
@@ -45,6 +47,13 @@ A100 = Chip(
     memory=80e9,
     launch=_GPU_LAUNCH,
     source="NVIDIA A100 80GB data sheet. launch: assumed",
+)
+A100_40GB = replace(
+    A100,
+    name="A100 SXM 40GB",
+    memory_bandwidth=1.555e12,
+    memory=40e9,
+    source="NVIDIA A100 data sheet, 40 GB. launch: assumed",
 )
 B200 = Chip(
     "B200 SXM 180GB",

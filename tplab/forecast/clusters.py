@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tplab.cost import NAMED, Cluster, find
+from tplab.cost.data_sheets import A100_40GB
 from tplab.cost.named import CARDS
 from tplab.errors import ClusterError, near
 from tplab.forecast.cells import number, whole
@@ -72,7 +73,8 @@ def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
     cluster, memory = known[f"{chip}-measured"], re.search(r"(\d+)gb", plain)
     note = f"cluster {name.lower()} was not measured, so this is {cluster.name}"
     if memory:
-        cluster = replace(cluster, chip=replace(cluster.chip, memory=float(memory[1]) * 1e9))
+        sheet = A100_40GB if (chip, memory[1]) == ("a100", "40") else replace(cluster.chip, memory=float(memory[1]) * 1e9)
+        cluster = replace(cluster, chip=replace(sheet, launch=cluster.chip.launch, kernels=cluster.chip.kernels))
         note += f" with {memory[1]} GB"
     return f"{note}; ", cluster
 

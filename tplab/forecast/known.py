@@ -16,6 +16,10 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: in
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "positions": positions, **about}
 
 
+def _mpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return _gpt(layers, hidden, heads, 50368) | {"dropout": False}
+
+
 SIZES: Mapping[str, Mapping[str, Any]] = {
     # Touvron et al. 2023 (arXiv:2302.13971, 2307.09288), Grattafiori et al. 2024 (2407.21783), and their config.json
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000),
@@ -62,5 +66,15 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "megatron-310b": _gpt(96, 16384, 128),
     "megatron-530b": _gpt(105, 20480, 128),
     "megatron-1t": _gpt(128, 25600, 160),
+    # mosaicml/llm-foundry, commit 061f2c7, scripts/train/yamls/pretrain: positions are learned, for as long as a sequence
+    "mpt-125m": _mpt(12, 768, 12),
+    "mpt-350m": _mpt(24, 1024, 16),
+    "mpt-760m": _mpt(24, 1536, 12),
+    "mpt-1b": _mpt(24, 2048, 16),
+    "mpt-3b": _mpt(32, 2560, 20),
+    "mpt-7b": _mpt(32, 4096, 32),
+    "mpt-13b": _mpt(40, 5120, 40),
+    "mpt-30b": _mpt(48, 7168, 56),
+    "mpt-70b": _mpt(80, 8192, 64),
 }
 """Name -> the fields of a `tplab.forecast.Model`."""

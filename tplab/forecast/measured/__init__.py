@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.cost import Cluster, find
+from tplab.cost import Cluster
+from tplab.forecast.clusters import cluster_of
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import find_stack
@@ -53,7 +54,7 @@ class Run(NamedTuple):
 
     @property
     def on(self) -> Cluster:
-        return find(self.cluster, self.fabric or None)
+        return cluster_of({"cluster": self.cluster} | ({"fabric": self.fabric} if self.fabric else {}))[1]
 
 
 @cache
@@ -71,7 +72,7 @@ def playbook() -> tuple[Run, ...]:
 
 @cache
 def runs() -> tuple[Run, ...]:
-    """Megatron on A100, H100 and B200; FSDP; DeepSpeed. The table says which may be fitted."""
+    """Megatron on A100, H100 and B200; FSDP2; DeepSpeed. The table says which may be fitted."""
     return tuple(_run(row) for row in _rows("runs.csv"))
 
 
@@ -79,14 +80,39 @@ def _run(row: dict[str, str]) -> Run:
     numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
     switches = ("sequence_parallel", "overlap")
     fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
+    fields |= {name: row[name] or None for name in ("attention", "state_dtype")}
+    fields |= {"compiled": {"true": True, "false": False}.get(row["compiled"])}
     sums = find_stack(row["stack"]).defaults["grad_dtype"]
-    fields["attention"] = None if row["flash"] == "1" else "unfused"
     plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
     model = Model.find(row["model"])
     if row["layers"]:
         model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
     about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
-    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1", fabric=row["fabric"])
+    memory = float(row["memory_gib"]) * 2**30 / 1e9 if row["memory_gib"] else None
+    return Run(row["source"], row["stack"], model, *about, memory, row["fitted"] == "1", row["fabric"])
+
+
+@cache
+def foundry() -> tuple[Run, ...]:
+    """torch FSDP, eager, on 8 to 512 A100s and H100s."""
+    found = list[Run]()
+    for row in _rows("llmfoundry.csv"):
+        sequence, gpus, batch = (int(row[name]) for name in ("sequence", "gpus", "batch"))
+        model = replace(Model.find(row["model"]), positions=sequence)
+        plan = Plan(
+            dp=gpus,
+            microbatch=int(row["microbatch"]),
+            zero=int(row["zero"]),
+            recompute=row["recompute"],
+            dtype=row["dtype"],
+            compiled=False,
+        )
+        chip, memory = row["gpu"].split("_")
+        cluster = f"{chip}-measured" if memory == "80gb" else f"{chip}-{memory}"
+        fabric = "infiniband-ndr" if chip == "h100" else ""
+        seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * gpus)
+        found.append(Run("llm-foundry", "fsdp", model, plan, cluster, batch, sequence, seconds, fabric=fabric))
+    return tuple(found)
 
 
 def is_left_out(place: int) -> bool:
@@ -101,7 +127,7 @@ def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 
 def sources(name: str) -> list[str]:
-    """The lines at the top of a table, which say where it comes from: "playbook" or "runs"."""
+    """The lines at the top of a table, which say where it comes from: "playbook", "runs" or "llmfoundry"."""
     lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("#")]
 
