@@ -27,7 +27,7 @@ from tplab.forecast.rows import (
     unknown_model,
     unread,
 )
-from tplab.forecast.search import Plans, plans
+from tplab.forecast.search import VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
 
 _SEEN = 500
@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="sequences in a step")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence (default: 4096)")
     parser.add_argument("--stack", default="megatron", choices=STACKS, help="what trains it (default: megatron)")
+    parser.add_argument(
+        "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
+    )
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--out is where the table of --rows goes; give --rows, or --html for a page")
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
-    for name in ("gpus", "batch", "sequence", "top"):
+    for name in ("gpus", "batch", "sequence", "virtual", "top"):
         if getattr(given, name) < 1:
             parser.error(f"{name} is {getattr(given, name)}; it must be 1 or more")
     if given.html and not Path(given.html).parent.is_dir():
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, cluster = _model(given.model), cluster_of({"cluster": given.cluster})
         check_dtype(cluster, "bfloat16")
         sizes = {"gpus": given.gpus, "batch": given.batch, "sequence": given.sequence}
-        found = plans(model, cluster, **sizes, stack=given.stack)
+        found = plans(model, cluster, **sizes, stack=given.stack, virtual=given.virtual)
     except (TplabError, ValueError) as error:
         parser.error(str(error))
     except OSError as error:
