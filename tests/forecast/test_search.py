@@ -149,8 +149,8 @@ def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
 
 
 def test_a_rank_has_at_most_four_stages_unless_more_are_asked_for():
-    given = {"gpus": 8, "batch": 64, "sequence": 4096, "schedules": ["1f1b"]}
-    few, many = (plans("llama3-8b", "h100-measured", **given, **more) for more in ({}, {"virtual": 16}))
+    few = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"])
+    many = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"], virtual=16)
     assert max(one.virtual for one in few._ranking) == 4
     assert max(one.virtual for one in many._ranking) == 16
     assert {*few._ranking} < {*many._ranking}

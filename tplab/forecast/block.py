@@ -54,8 +54,8 @@ tables = lru_cache(maxsize=16)(lambda base, *given: Tables(*given))
 class Family(NamedTuple):
     """The schedules of a block with the same stages on each rank.
 
-    ways    which of the block's                        ranks   the stages of each rank
-    places  one rank for each kind of them, by kind     kinds   what it has: the stages' layers, embedding and head
+    ways    which of the block's        ranks   the stages of each rank
+    places  the ranks of each kind: those whose stages have equally many layers, and the embedding and the head or not
     """
 
     ways: list[int]
@@ -101,9 +101,13 @@ class Block:
     def pp(self) -> int:
         return self.layouts[0].pp
 
+    def places(self, place: int) -> tuple[int, ...]:
+        """(pair, recompute, zero, way) at an index of the flat array."""
+        return tuple(int(at) for at in np.unravel_index(place, self.shape))
+
     def plan(self, place: int) -> Plan:
         """The plan at an index of the flat array."""
-        pair, how, zero, way = (int(at) for at in np.unravel_index(place, self.shape))
+        pair, how, zero, way = self.places(place)
         about = {"microbatch": int(self.sizes[pair]), "recompute": self.recomputes[how], "zero": self.zeros[zero]}
         return self.ways[way].of(self.layouts[self.of[pair]], **about)
 
