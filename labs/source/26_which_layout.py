@@ -25,8 +25,7 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 from tplab.exercises.which_layout import CLUSTER, forecast_of, measured_runs
 from tplab.forecast import Model, Plan, plans
-from tplab.forecast.fit import split
-from tplab.forecast.measured import playbook
+from tplab.forecast.measured import playbook, split
 from tplab.forecast.messages import FABRIC
 from tplab.widgets import Bars, Dot, Row, knob, layout_lab, scatter
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tplab.cost import Chip, Cluster, Link, find
-from tplab.cost import cluster as c
 from tplab.cost import data_sheets as sheets
+from tplab.cost import named as c
 from tplab.cost.link import NO_LINK, ONE_HOP
 from tplab.errors import ClusterError
 
@@ -89,8 +89,8 @@ def test_find_knows_names_and_passes_clusters_through():
 
 
 def test_find_says_what_there_is():
-    with pytest.raises(ClusterError, match=r"no cluster is named 'h200'; there are 'h100', 'a100'"):
-        find("h200")
+    with pytest.raises(ClusterError, match=r"no cluster is named 'h300'; there are 'h100', 'h200', 'a100'"):
+        find("h300")
     with pytest.raises(ClusterError, match=r"cluster is 8; give one of 'h100'"):
         find(8)  # type: ignore[arg-type]
 
@@ -100,14 +100,14 @@ def test_ranks_of_one_node_share_the_inner_link(a, b, node_size):
     cluster = replace(c.H100_NODE, node_size=node_size)
     nodes = [set(range(first, first + node_size)) for first in range(0, 41, node_size)]
     if a == b:
-        expected = c.NO_LINK
+        expected = NO_LINK
     elif any({a, b} <= node for node in nodes):
         expected = c.NVLINK_4
     else:
         expected = c.INFINIBAND_NDR
     assert cluster.link(a, b) is expected
     assert cluster.link(b, a) is expected
-    assert c.TPU_V5E_RING.link(a, b) is (c.NO_LINK if a == b else c.ICI_V5E)
+    assert c.TPU_V5E_RING.link(a, b) is (NO_LINK if a == b else c.ICI_V5E)
 
 
 @given(ranks=st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True))
@@ -123,7 +123,7 @@ def test_group_links_of_a_mesh_of_two_nodes():
     assert c.H100_NODE.group_link(range(8, 16)) is c.NVLINK_4
     assert c.H100_NODE.group_link([0, 8]) is c.INFINIBAND_NDR
     assert c.H100_NODE.group_link(range(16)) is c.INFINIBAND_NDR
-    assert c.H100_NODE.group_link([5]) is c.NO_LINK
+    assert c.H100_NODE.group_link([5]) is NO_LINK
     equal = replace(c.H100_NODE, inner_link=Link("near", 1.0, 10.0), outer_link=Link("far", 2.0, 10.0))
     assert equal.group_link([0, 1, 8]).name == "far"
 

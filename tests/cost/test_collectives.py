@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tplab import cost
-from tplab.cost.cluster import H100_NODE, NAMED, SLOW_ETHERNET
 from tplab.cost.link import NO_LINK, ONE_HOP, Link
+from tplab.cost.named import H100_NODE, NAMED, SLOW_ETHERNET
 from tplab.errors import ClusterError
 
 LINK = Link("test", latency=3.0, bandwidth=0.5)  # dyadic, so that sums are exact

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tplab.cost import H100_MEASURED, find
+from tplab.cost import H100_MEASURED
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.keeps import KEEPS
@@ -80,7 +80,7 @@ def test_does_not_fit_is_never_said_of_a_run_that_ran():
 def test_nor_of_runs_in_papers():
     for run in runs():
         held = peak_bytes(run.model, run.plan, run.batch, run.sequence, run.stack)
-        assert held <= room(find(run.cluster).chip, run.stack).most, run
+        assert held <= room(run.on.chip, run.stack).most, run
 
 
 def test_memory_of_the_playbook_is_as_far_off_as_it_says():

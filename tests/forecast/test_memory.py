@@ -26,14 +26,14 @@ def test_megatron_on_b200_allocated_as_much(tp: int, pp: int, dp: int):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("flash", [False, True])
-def test_a_layer_keeps_what_korthikanti_counts(parallel: bool, flash: bool):
+@pytest.mark.parametrize("attention", ["unfused", None])
+def test_a_layer_keeps_what_korthikanti_counts(parallel: bool, attention: str | None):
     """Beside one number per row of each norm and of the scores."""
     model = Model.find("megatron-22b")
-    plan = Plan(tp=8, microbatch=4, sequence_parallel=parallel, flash=flash, dtype="float16")
+    plan = Plan(tp=8, microbatch=4, sequence_parallel=parallel, attention=attention, dtype="float16")
     tensors = layer_tensors(model, plan, 2048)
     small = sum(bytes for name, bytes in tensors.items() if name in ("statistics of the norms", "sums of the scores"))
-    expected = activation_bytes(2048, 4, 6144, 64, 8, sequence_parallel=parallel, scores=not flash)
+    expected = activation_bytes(2048, 4, 6144, 64, 8, sequence_parallel=parallel, scores=not plan.flash)
     assert sum(tensors.values()) - small == expected
 
 

@@ -168,3 +168,17 @@ def test_stages_are_cut_as_the_stack_does_it_unless_the_plan_says_how():
     assert found._ranking.seconds[found._ranking.order[place]] == pytest.approx(
         step(model, plan, cluster, *given).seconds
     )
+
+
+def test_without_a_cluster_and_a_sequence_they_are_those_of_the_command():
+    found = plans("llama3.2-1b", gpus=2, batch=4, exact=1)
+    assert (found[0].cluster.name, found[0].sequence) == ("h100-measured", 4096)
+
+
+def test_what_is_chosen_every_plan_has():
+    found = plans("llama3.2-1b", gpus=2, batch=4, exact=2, attention="unfused", compiled=True, state_dtype="bfloat16")
+    assert {(one.plan.attention, one.plan.compiled, one.plan.state_dtype) for one in found} == {
+        ("unfused", True, "bfloat16")
+    }
+    with pytest.raises(PlanError, match="a search cannot be given tp; it takes attention, compiled, state_dtype"):
+        plans("llama3.2-1b", gpus=2, batch=4, tp=2)

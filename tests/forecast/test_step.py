@@ -9,7 +9,7 @@ from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan
 from tplab.forecast.layers import Layer, layer_seconds, local
-from tplab.forecast.messages import on_runs, sent_once
+from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
 from tplab.forecast.pipelines import Shape, makespans
 from tplab.forecast.plan import few, takes_virtual
@@ -24,7 +24,7 @@ IDEAL = replace(find_stack("tplab"), name="ideal")
 
 
 def test_where_only_matmuls_take_time_a_step_takes_its_flops():
-    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, flash=False)
+    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, attention="unfused")
     took = step(SMALL, plan, MATMULS, 16, 128, IDEAL)
     norms, words = 64 * (2 * 8 + 1), 64 * 256  # no matmul has the norms, nor the embedding
     head = 6 * words
@@ -74,7 +74,7 @@ def test_gpus_wait_for_a_slow_host():
 
 
 def test_of_gradients_at_least_three_fifths_show_and_without_overlap_all_do():
-    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("megatron")
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("megatron")
     plan = Plan(dp=16, tp=8, zero=0)
     once = once_seconds(model, plan, 0, cluster, stack)
     long = Layer(1.0, 2.0)
@@ -85,7 +85,7 @@ def test_of_gradients_at_least_three_fifths_show_and_without_overlap_all_do():
 
 
 def test_zero_3_hides_what_layers_compute_long_enough_for():
-    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("fsdp")
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("fsdp")
     plan = Plan(dp=8, zero=3)
     once = once_seconds(model, plan, 0, cluster, stack)
     assert once.first == pytest.approx((once.parameters + once.gradients) / 33)
@@ -95,7 +95,7 @@ def test_zero_3_hides_what_layers_compute_long_enough_for():
 
 
 def test_zero_3_that_gathers_late_hides_as_much_as_gradients_do():
-    model, cluster, stack = Model.find("llama3-8b"), on_runs(find("h100-measured")), find_stack("deepspeed")
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("deepspeed")
     plan = Plan(dp=64, zero=3, recompute="full", grad_dtype="bfloat16")
     once = once_seconds(model, plan, 0, cluster, stack)
     sent = once.gradients + 2 * once.parameters  # three times: before the forward pass, again, and for the backward one

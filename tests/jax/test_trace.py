@@ -89,7 +89,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("op", COLLECTIVES)
 @pytest.mark.parametrize("cluster", ["h100", "ethernet", "tpu_v5e"])
 def test_a_collective_takes_what_it_costs(op, cluster):
-    from tplab.cost.cluster import find
+    from tplab.cost import find
 
     trace = run(COLLECTIVES[op], GRID, np.ones((8, 3), np.float32), cluster=cluster).trace
     link = find(cluster).group_link(GRID.group(0, "tp"))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tplab import Mesh, P
 from tplab.cost import Chip, Cluster, Link
+from tplab.errors import ShapeError
+from tplab.pipeline import LayerSpec
+from tplab.schedules import one_f_one_b
 from tplab.torch import (
     Result,
     all_gather,
@@ -19,10 +24,14 @@ from tplab.torch import (
     axis_index,
     barrier,
     broadcast,
+    gpt2_plan,
+    parallelize,
     ppermute,
     reduce_scatter,
     ring_shift,
     run,
+    shard_parameters,
+    stages_of,
     start,
 )
 from tplab.torch.ranks import clocked, simulated
@@ -117,6 +126,9 @@ def test_views_and_allocations_are_free():
         assert costs(lambda x: (x.t(), x.reshape(-1), x[1:].flatten(), x.split(2)), torch.ones(4, 4)) == []
 
 
+ROWS = torch.tensor([1, 3])
+
+
 def test_what_other_operations_cost():
     x, y = torch.ones(4, 8), torch.ones(4, 8)
     n = 32
@@ -136,6 +148,15 @@ def test_what_other_operations_cost():
         (lambda x, y: x[torch.tensor([1])], ("index", 0, 2 * 4 * 8 + 8)),
         (lambda x, y: nn.functional.embedding(torch.tensor([3, 1]), x), ("embedding", 0, 2 * 2 * 4 * 8 + 16)),
         (lambda x, y: x.half(), ("_to_copy", 0, 4 * n + 2 * n)),
+        # two rows of four: read and written, and read once more where they are added to what is there
+        (lambda x, y: x.index_put_((ROWS,), y[:2]), ("index_put_", 0, 2 * 4 * 16 + 16)),
+        (lambda x, y: x.index_put_((ROWS,), y[:2], accumulate=True), ("index_put_", 16, 3 * 4 * 16 + 16)),
+        (lambda x, y: x.index_put_((ROWS,), y[0, 0]), ("index_put_", 0, 4 * 16 + 4 + 16)),
+        (lambda x, y: x.__setitem__((slice(None), ROWS), y[:, :2]), ("index_put_", 0, 2 * 4 * 8 + 16)),
+        (lambda x, y: x.index_copy_(0, ROWS, y[:2]), ("index_copy_", 0, 2 * 4 * 16 + 16)),
+        (lambda x, y: x.index_add_(0, ROWS, y[:2]), ("index_add_", 16, 3 * 4 * 16 + 16)),
+        (lambda x, y: x.scatter_(0, ROWS[:, None], y[:2]), ("scatter_", 0, 2 * 4 * 2 + 16)),
+        (lambda x, y: x.scatter_add_(0, ROWS[:, None], y[:2]), ("scatter_add_", 2, 3 * 4 * 2 + 16)),
     ]
     for program, wanted in cases:
         assert costs(program, x, y)[-1] == wanted, wanted
@@ -159,6 +180,32 @@ def test_an_optimizer_step_is_computed_too():
         torch.optim.SGD([w], lr=0.1, foreach=False).step()
 
     assert ("add_", 8, 3 * 32) in costs(program)
+
+
+def test_a_step_begins_when_its_model_is_made_cast_and_cut():
+    """None of that takes time on the modelled clock; its memory counts as always."""
+    schedule = one_f_one_b(2, 2)
+
+    def layer() -> nn.Module:
+        return nn.Linear(8, 8).bfloat16()
+
+    def program(gpt2: nn.Module) -> None:
+        stages = stages_of([LayerSpec(layer)] * 2, schedule, axis="tp")
+        shard_parameters(stages[axis_index("tp")], "tp", prefetch=False)
+        parallelize(gpt2, gpt2_plan(gpt2))
+
+    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 10, "n_positions": 8}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    out = run(program, TWO, GPT2LMHeadModel(GPT2Config(**sizes)), cluster=SWITCH, count_memory=True)
+    assert [event.kind for event in out.trace.events if event.end > event.start] == []
+    assert {"normal_", "uniform_", "_to_copy", "clone"} & {*out.memory[0].ops}
+
+    def goes_on() -> None:
+        with suppress(ShapeError):  # one layer cannot make two stages
+            stages_of([LayerSpec(layer)], schedule, axis="tp")
+        torch.ones(8).add(1)
+
+    assert [op for op, _, _ in costs(goes_on, mesh=TWO)] == ["ones"] * 2 + ["add"] * 2
 
 
 def test_collectives_own_operations_are_not_the_programs():

@@ -68,6 +68,18 @@ def test_all_ranks_raise():
     assert error.rank == 0 and "this cannot be unpickled" in str(error.__cause__)
 
 
+def test_the_class_of_an_error_comes_back_with_its_file():
+    class Told(Exception):
+        def where(self):
+            return sys._getframe().f_code.co_filename
+
+    def program():
+        raise Told("of a class that only this function has")
+
+    error = fails(program, Mesh(tp=2), RankError, r"rank 0 raised Told at test_\S+.py:\d+: of a class").__cause__
+    assert isinstance(error, Told) and error.where() == __file__
+
+
 def test_an_error_of_ours_comes_as_itself():
     error = fails(lambda: all_reduce(torch.ones(1), "tp") and all_gather(torch.ones(()), "tp"), Mesh(tp=2), ShapeError)
     same = fails(lambda: all_gather(torch.ones(()), "tp"), Mesh(tp=2), ShapeError, on="simulated")

@@ -3,8 +3,10 @@
 import pickle
 import stat
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,11 +55,11 @@ def test_verdict():
     assert isinstance(other, CollectiveMismatchError) and "barrier" in str(other)
 
 
-def test_parcels():
-    def sent(content):
-        parcel = Parcel(content, shared=False)
-        return Received(parcel.body, None).open()
+def sent(content):
+    return Received(Parcel(content, shared=False).body).open()
 
+
+def test_parcels():
     base = torch.arange(20_000.0)
     content = {"whole": base, "view": base[5:8], "t": base.reshape(2, -1).t(), "empty": torch.zeros(0, 2), "n": 3}
     there = sent(content)
@@ -70,6 +72,51 @@ def test_parcels():
     pair = sent([module, module.weight])
     assert pair[0].weight is pair[1] and pair[1].requires_grad
     assert sent(lambda x: x + base[3])(1) == 4
+
+
+CELL = """
+def factor(): return [2 for _ in range(1)]
+class Layer:
+    def __init__(self, x): self.double = lambda: [factor()[0] * y for y in (x,)]
+    @property
+    def doubled(self): return self.double()
+    @staticmethod
+    def broken(): raise LayerError(1)
+class LayerError(Exception):
+    def __init__(self, code): super().__init__(code)
+def program(x):
+    def inner(): return Layer(x)
+    return inner
+"""
+
+
+@pytest.mark.parametrize("cloudpickle_keeps_the_file", [True, False])
+def test_a_function_arrives_with_its_file_and_lines(cloudpickle_keeps_the_file, monkeypatch):
+    if not cloudpickle_keeps_the_file:  # as from cloudpickle 3.1.3 on
+        table = cloudpickle.Pickler.dispatch_table
+        reduce = table[CodeType]
+        monkeypatch.setitem(table, CodeType, lambda code: reduce(code.replace(co_filename="<dynamic-code>")))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(CELL, "/tmp/ipykernel_1/27.py", "exec"), names)
+    there = sent(names["program"])(21)
+    layer = there()
+    assert layer.doubled == [42]
+    with pytest.raises(Exception, match="1") as caught:
+        layer.broken()
+    error = caught.value
+    in_cell = [there, there.__globals__["factor"], type(layer).doubled.fget, layer.double, type(error).__init__]
+    for function in [*in_cell, layer.broken]:
+        for code in nested(function.__code__):
+            assert code.co_filename == "/tmp/ipykernel_1/27.py"
+    assert caught.traceback[-1].frame.code.raw.co_filename == "/tmp/ipykernel_1/27.py"
+    assert caught.traceback[-1].lineno == CELL.split("\n").index("    def broken(): raise LayerError(1)")
+    assert str(caught.traceback[0].path) == __file__
+    assert sent(sent.__code__).co_filename == __file__
+
+
+def nested(code):
+    """A code object and all that are in it."""
+    return [code] + [found for const in code.co_consts if isinstance(const, CodeType) for found in nested(const)]
 
 
 def test_what_ranks_tell_each_other_survives_the_way():

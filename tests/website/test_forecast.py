@@ -2,7 +2,7 @@
 
 import re
 
-from tplab.forecast import fit, measured
+from tplab.forecast import measured
 from website import forecast
 
 
@@ -13,7 +13,7 @@ def test_the_page_is_what_the_code_writes():
 def test_every_run_and_every_source_is_on_the_page():
     text = forecast.page()
     rows = re.findall(r"^\| .* microbatch \d", text, re.MULTILINE)
-    left_out = fit.split(measured.playbook())[1]
+    left_out = measured.split(measured.playbook())[1]
     assert len(rows) == len(measured.runs()) + len(left_out) > 50
     for line in measured.sources("runs"):
         assert line in text

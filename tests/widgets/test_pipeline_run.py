@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 import tplab.torch as tt
 from tplab import Mesh, Trace
-from tplab.cost.cluster import find
+from tplab.cost import find
 from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
 from tplab.widgets import animate

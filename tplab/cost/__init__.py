@@ -3,20 +3,7 @@
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
 from tplab.cost.algorithms import OPS, Cost, algorithms
 from tplab.cost.chip import Chip
-from tplab.cost.cluster import (
-    A100_MEASURED,
-    A100_NODE,
-    B200_MEASURED,
-    B200_NODE,
-    H100_MEASURED,
-    H100_NODE,
-    NAMED,
-    SLOW_ETHERNET,
-    THIS_LAPTOP,
-    TPU_V5E_RING,
-    Cluster,
-    find,
-)
+from tplab.cost.cluster import Cluster
 from tplab.cost.collectives import (
     best,
     bytes_sent,
@@ -27,12 +14,17 @@ from tplab.cost.collectives import (
 from tplab.cost.data_sheets import (
     A100,
     B200,
+    B300,
     ETHERNET_1G,
     ETHERNET_10G,
+    GB200,
+    GB300,
     H100,
+    H200,
     ICI_V5E,
     INFINIBAND_HDR,
     INFINIBAND_NDR,
+    INFINIBAND_XDR,
     LAPTOP,
     LAPTOP_CORE,
     LOOPBACK,
@@ -41,8 +33,25 @@ from tplab.cost.data_sheets import (
     NVLINK_5,
     TPU_V5E,
 )
+from tplab.cost.fabric import Fabric
 from tplab.cost.link import Link
 from tplab.cost.matmul import matmul_bytes, matmul_flops
+from tplab.cost.named import (
+    A100_MEASURED,
+    A100_NODE,
+    B200_MEASURED,
+    B200_NODE,
+    B300_NODE,
+    H100_MEASURED,
+    H100_NODE,
+    H200_MEASURED,
+    H200_NODE,
+    NAMED,
+    SLOW_ETHERNET,
+    THIS_LAPTOP,
+    TPU_V5E_RING,
+    find,
+)
 from tplab.cost.overlap import gather_seconds, pays_from, scatter_seconds
 
 __all__ = [
@@ -52,14 +61,22 @@ __all__ = [
     "B200",
     "B200_MEASURED",
     "B200_NODE",
+    "B300",
+    "B300_NODE",
     "ETHERNET_1G",
     "ETHERNET_10G",
+    "GB200",
+    "GB300",
     "H100",
     "H100_MEASURED",
     "H100_NODE",
+    "H200",
+    "H200_MEASURED",
+    "H200_NODE",
     "ICI_V5E",
     "INFINIBAND_HDR",
     "INFINIBAND_NDR",
+    "INFINIBAND_XDR",
     "LAPTOP",
     "LAPTOP_CORE",
     "LOOPBACK",
@@ -75,6 +92,7 @@ __all__ = [
     "Chip",
     "Cluster",
     "Cost",
+    "Fabric",
     "Link",
     "SavedTensor",
     "SavedTensors",

@@ -12,12 +12,16 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends."""
+    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends.
+
+    latency   s of `seconds` in which it waits for hops between nodes, as measured: no computing beside it hides them
+    """
 
     seconds: float
     hops: int
     bytes: float
     algorithm: str = "ring"
+    latency: float = 0.0
 
 
 Terms = tuple[int, float, float]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
 
+from tplab.cost.attention import attention_flops, attention_numbers
 from tplab.cost.figures import check
 from tplab.cost.kernels import Kernels
 from tplab.cost.matmul import itemsize, matmul_bytes, matmul_flops
@@ -22,7 +23,7 @@ class Chip:
     memory             B of main memory
     launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
-    kernels            what its kernels were measured to reach of these peaks; None: the data sheet, a bound
+    kernels            what its kernels were measured to reach of these peaks; None: the peaks themselves
     """
 
     name: str
@@ -53,6 +54,11 @@ class Chip:
         rate = self.flops.get(dtype)
         return min(self.flops.values()) if rate is None else rate
 
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether attention is one kernel that holds no scores, as on every chip that multiplies 16-bit numbers."""
+        return not self.flops.keys().isdisjoint(("bfloat16", "float16"))
+
     def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
         """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth), of what is measured to be reached
         where that is known."""
@@ -69,6 +75,34 @@ class Chip:
             return _tiled(self, m, n, k, dtype, batch)
         num_bytes = matmul_bytes(m, k, n, 1, batch) * itemsize(dtype)
         return self.seconds(matmul_flops(m, k, n, batch), num_bytes, dtype)
+
+    def attention_seconds(
+        self,
+        batch: int,
+        heads: int,
+        q_len: int,
+        k_len: int,
+        head_dim: int,
+        dtype: str = "bfloat16",
+        causal: bool = False,
+        backward: bool = False,
+        *,
+        kv_heads: int | None = None,
+        kernel: str | None = None,
+    ) -> float:
+        """Fused attention, one pass: q [batch, heads, q_len, head_dim], k and v [batch, kv_heads, k_len, head_dim].
+
+        As a roofline at peak rates; where a chip's kernels have been measured, what those of `kernel` reach. None: the
+        newest that the chip has. In 8 bit they were measured no faster than in 16.
+        """
+        shape = batch, heads, q_len, k_len, head_dim
+        num_bytes = attention_numbers(*shape, kv_heads or heads, backward) * itemsize(dtype)
+        if self.kernels is None:
+            return float(self.seconds(attention_flops(*shape, causal, backward), num_bytes, dtype))
+        peak = self.peak("bfloat16" if itemsize(dtype) < 2 else dtype)
+        found = self.kernels.attention_of(kernel, self.name)
+        computing = found.seconds(*shape, peak, self.kernels.multiprocessors, causal=causal, backward=backward)
+        return float(max(computing, self.seconds(0, num_bytes)))
 
     def ridge(self, dtype: str) -> float:
         """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""

@@ -9,7 +9,9 @@ Peaks are what data sheets promise. Real programs reach only part of them, so a 
 designs fairly, but it does not forecast seconds. A *forecast* ("h100-measured") has constants fitted to what others
 measured, and says how far off it is on rows that it has not seen: `Cluster.kind` and `Cluster.label` say which it is.
 
-You can define your own cluster like those below, or change one figure of a known one with `dataclasses.replace`:
+A cluster is a chip, a node and a fabric: what computes, what joins the ranks of a node, and what joins nodes. `find`
+knows some of each by name (`tplab.cost.named`). You can define your own, or change one figure of a known one with
+`dataclasses.replace`:
 
     mine = Cluster("mine", chip=H100, inner_link=Link("PCIe 5 x16", latency=5e-6, bandwidth=64e9))
 """
@@ -17,36 +19,20 @@ You can define your own cluster like those below, or change one figure of a know
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from types import MappingProxyType
 from typing import Literal
 
 from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
 from tplab.cost.algorithms import check as check_figures
+from tplab.cost.attention import FusedAttention
 from tplab.cost.chip import Chip
-from tplab.cost.data_sheets import (
-    A100,
-    B200,
-    ETHERNET_1G,
-    H100,
-    ICI_V5E,
-    INFINIBAND_HDR,
-    INFINIBAND_NDR,
-    LAPTOP,
-    LAPTOP_CORE,
-    LOOPBACK,
-    NVLINK_3,
-    NVLINK_4,
-    NVLINK_5,
-    TPU_V5E,
-)
+from tplab.cost.fabric import Fabric
 from tplab.cost.figures import check, si
-from tplab.cost.forecast import Forecast
+from tplab.cost.fitted import Fitted
 from tplab.cost.link import NO_LINK, Link
-from tplab.cost.measured import forecast, kernels
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
 from tplab.errors import ClusterError
 
@@ -65,7 +51,9 @@ class Cluster:
     communication_share     the part of a chip that is taken from computing while a collective runs: 16 / 132 where its
                  kernels run on 16 of an H100's 132 SMs. Computing that is under way is slowed by it
 
-    forecast     what was measured on such nodes; None: everything comes from data sheets
+    fitted       what was measured in such a node; None: everything comes from data sheets
+    fabric       what was measured of the network between nodes. A fitted cluster without one takes the latency and the
+                 bandwidth of outer_link for it. Data sheets alone have none
 
     wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages within the node
                  share (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and
@@ -80,8 +68,9 @@ class Cluster:
     wiring: Literal["switch", "torus"] = "switch"
     cards: int | None = None
     oversubscription: float = 1.0
-    forecast: Forecast | None = None
+    fitted: Fitted | None = None
     communication_share: float = 0.0
+    fabric: Fabric | None = None
 
     def __post_init__(self):
         what = f"cluster {self.name!r}"
@@ -102,6 +91,12 @@ class Cluster:
         check(what, "oversubscription", self.oversubscription)
         if self.oversubscription < 1:
             raise ClusterError(f"{what}: oversubscription is {self.oversubscription!r}; it must be 1 or more")
+        if self.fabric is not None and (self.fitted is None or self.outer_link is None):
+            lacks = "fitted" if self.fitted is None else "outer_link"
+            raise ClusterError(
+                f"{what}: its fabric, {self.fabric.name}, is what was measured of a network, and it has no {lacks}; "
+                'give both, or take a measured cluster, as find("h100-measured")'
+            )
         if self.outer_link is None or self.node_size is None:
             if self.cards is not None or self.oversubscription != 1:
                 raise ClusterError(f"{what}: one node holds every rank; cards and oversubscription need an outer_link")
@@ -124,12 +119,12 @@ class Cluster:
     @property
     def kind(self) -> str:
         """Where its times come from: "data sheet", which is a bound, or "forecast", fitted to measurements."""
-        return "data sheet" if self.forecast is None else "forecast"
+        return "data sheet" if self.fitted is None else "forecast"
 
     @property
     def label(self) -> str:
         """What a clock on this cluster is called: "modelled, data sheet", or "forecast, ±5 %"."""
-        return "modelled, data sheet" if self.forecast is None else self.kind_text
+        return "modelled, data sheet" if self.fitted is None else self.kind_text
 
     @property
     def kind_text(self) -> str:
@@ -139,35 +134,50 @@ class Cluster:
     def kind_on(self, num_ranks: int) -> str:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on so many ranks.
 
-        Between nodes, the error of the network counts, too: "forecast, ±9 %". Where nobody has measured the network,
-        the error is that in one node: "forecast, ±6 % in a node".
+        Between nodes it names the network, whose error counts, too: "EFA, forecast, ±8 %". Where nobody has measured
+        the network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". Where the constants are
+        another chip's, so is the error: "forecast, ±6 % on an H100".
         """
-        if self.forecast is None:
-            return "data sheet"
         several = self.node_size is not None and num_ranks > self.node_size
-        errors = self.forecast.errors
-        median = max(error.median for name, error in errors.items() if several or name != "network")
-        where = " in a node" if several and "network" not in errors else ""
-        return f"forecast, ±{ceil(100 * median)} %{where}"
+        where = f"{self.network}, " if several else ""
+        if self.fitted is None:
+            return f"{where}data sheet"
+        counts = ("collectives", "matmuls", "attention")
+        errors = [error for name, error in self.fitted.errors.items() if name in counts]
+        joined = self.fabric.error if self.fabric else None
+        if several and joined is not None:
+            errors.append(joined)
+        median = ceil(100 * max(error.median for error in errors or self.fitted.errors.values()))
+        of = f" on {self.fitted.borrowed}" if self.fitted.borrowed else ""
+        return f"{where}forecast, ±{median} %{of}{' in a node' if several and joined is None else ''}"
 
-    def link(self, a: int, b: int) -> Link:
-        """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time."""
+    @property
+    def network(self) -> str:
+        """What joins its nodes, by name: the fabric that was measured, or the link."""
+        return "no network" if self.outer_link is None else (self.fabric or self.outer_link).name
+
+    def link(self, a: int, b: int, *, at_once: bool = False) -> Link:
+        """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time.
+
+        at_once   every rank of their nodes sends as much at the same time: those that share a card have a part of it
+        """
         if a < 0 or b < 0:
             raise ClusterError(f"cluster {self.name!r}: no link from rank {a} to rank {b}; ranks count from 0")
         if a == b:
             return NO_LINK
         if self.node_size is None or self.outer_link is None or a // self.node_size == b // self.node_size:
             return self.inner_link
-        return self._between
+        part = self.num_cards / self.node_size
+        if not at_once or part >= 1:
+            return self._between
+        return replace(self._between, bandwidth=self._between.bandwidth * part)
 
     @cached_property
     def _between(self) -> Link:
         """The link from a rank to one of another node: the part of the network that is its own."""
-        assert self.outer_link is not None
-        per_rank = self._between_cards.bandwidth * max(1, self.num_cards // (self.node_size or 1))
-        if per_rank == self.outer_link.bandwidth:
-            return self.outer_link
-        return replace(self.outer_link, bandwidth=per_rank)
+        link = self._between_cards if self._fabric is None else self._fabric.link(self._between_cards)
+        cards = max(1, self.num_cards // (self.node_size or 1))
+        return link if cards == 1 else replace(link, bandwidth=link.bandwidth * cards)
 
     @cached_property
     def _between_cards(self) -> Link:
@@ -175,6 +185,14 @@ class Cluster:
         if self.oversubscription == 1:
             return self.outer_link
         return replace(self.outer_link, bandwidth=self.outer_link.bandwidth / self.oversubscription)
+
+    @cached_property
+    def _fabric(self) -> Fabric | None:
+        """The measured network; of a fitted cluster without one, what the data sheet of its cards says."""
+        if self.fabric is not None or self.fitted is None or self.outer_link is None:
+            return self.fabric
+        latency = self.outer_link.latency
+        return Fabric(self.outer_link.name, hop=latency, near=self.fitted.nccl.hop, tree=latency, begin=latency)
 
     @property
     def num_cards(self) -> int:
@@ -200,22 +218,34 @@ class Cluster:
         hops = zip(ranks, [*ranks[1:], ranks[0]])
         return min((self.link(a, b) for a, b in hops), key=lambda link: (link.bandwidth, -link.latency))
 
-    def collective_seconds(self, op: str, nbytes: float, ranks: int | Sequence[int]) -> float:
+    def collective_seconds(self, op: str, nbytes: float, ranks: int | Sequence[int], *, at_once: bool = False) -> float:
         """How long one collective takes.
 
         op       one of tplab.cost.OPS
         nbytes   size of the whole tensor: what all_gather and gather put together, and what every rank has before an
                  all_reduce, a reduce_scatter, an all_to_all (each rank its own) or a broadcast
         ranks    a number of ranks, from rank 0 on, or their numbers
+        at_once  the other ranks of these nodes do the same at the same time, in groups of their own, as in a training
+                 step: those that share a card have a part of it. Without it this collective has the cards to itself
         """
         group = self._group(ranks)
-        return self.collective_cost(op, nbytes / len(group) if op in GATHERS else nbytes, group).seconds
+        return self.collective_cost(
+            op, nbytes / len(group) if op in GATHERS else nbytes, group, at_once=at_once
+        ).seconds
 
-    def collective_cost(self, op: str, nbytes: float, ranks: int | Sequence[int], algorithm: str | None = None) -> Cost:
+    def collective_cost(
+        self,
+        op: str,
+        nbytes: float,
+        ranks: int | Sequence[int],
+        algorithm: str | None = None,
+        *,
+        at_once: bool = False,
+    ) -> Cost:
         """Seconds, hops and bytes of a collective whose ranks have an input of `nbytes` each: tplab.cost.collective."""
         group = self._group(ranks)
-        levels = self._levels(group)
-        if self.forecast is not None:
+        levels = self._levels(group, at_once)
+        if self.fitted is not None:
             check_op(op)
             check_figures(nbytes, len(group))
             if algorithm is not None:
@@ -223,7 +253,7 @@ class Cluster:
                     f"algorithm is {algorithm!r}, but cluster {self.name!r} is a forecast, in which NCCL chooses; "
                     "leave it out, or take a cluster of data sheets"
                 )
-            return self.forecast.cost(op, nbytes, len(group), levels)
+            return self.fitted.cost(op, nbytes, len(group), levels, self._fabric)
         if levels is None:
             return over_link(op, nbytes, len(group), self.inner_link, algorithm or "ring")
         costs = [
@@ -243,34 +273,53 @@ class Cluster:
             )
         return group
 
-    def _levels(self, group: Sequence[int]) -> Levels | None:
+    def _levels(self, group: Sequence[int], at_once: bool) -> Levels | None:
         """The nodes that the ranks are in; None if it is only one."""
         if self.node_size is None:
             return None
         sizes = Counter(rank // self.node_size for rank in group)
         if len(sizes) == 1:
             return None
-        per_rank = max(1, self.num_cards // self.node_size)
-        ports = Counter(port // self.node_size for port in {self.port(rank) for rank in group})
-        nodes = [Node(sizes[node], ports[node] * per_rank) for node in sorted(sizes)]
-        return Levels(nodes, self.inner_link, self._between_cards)
+        if at_once:
+            own = self.num_cards / self.node_size
+            nodes = [Node(size, size * own) for _, size in sorted(sizes.items())]
+        else:
+            own = max(1, self.num_cards // self.node_size)
+            ports = Counter(port // self.node_size for port in {self.port(rank) for rank in group})
+            nodes = [Node(sizes[node], ports[node] * own) for node in sorted(sizes)]
+        return Levels(nodes, self.inner_link, self._between_cards, own)
 
     def compute_seconds(
-        self, flops: float, bytes: float, dtype: str = "float32", matmul: tuple[int, int, int, int] | None = None
+        self,
+        flops: float,
+        bytes: float,
+        dtype: str = "float32",
+        matmul: tuple[int, int, int, int] | None = None,
+        attention: FusedAttention | None = None,
     ) -> float:
         """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth).
 
-        matmul   (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it takes
-                 what `Chip.matmul_seconds` says
+        matmul      (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it
+                    takes what `Chip.matmul_seconds` says
+        attention   if it is fused attention: there it takes what `Chip.attention_seconds` says of the oldest kernels
+                    that were measured, which on H100 and A100 are those of torch
         """
-        if matmul is not None and self.chip.kernels is not None:
+        kernels = self.chip.kernels
+        if matmul is not None and kernels is not None:
             m, n, k, batch = matmul
             return self.chip.matmul_seconds(m, n, k, dtype, batch)
+        if attention is not None and kernels is not None and kernels.attention:
+            batch, heads, q_len, k_len, width, causal, backward = attention
+            oldest = kernels.attention[0].name
+            computing = self.chip.attention_seconds(
+                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
+            )
+            return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 
     def table(self) -> str:
         """Every figure with its source, as text to print."""
-        chip, lines = self.chip, [f"cluster {self.name}" + (f": {self.label}" if self.forecast else "")]
+        chip, lines = self.chip, [f"cluster {self.name}" + (f": {self.label}" if self.fitted else "")]
         lines.append(f"  chip  {chip.name}")
         lines += [f"        {dtype:<15}{si(rate, 'FLOP/s')}" for dtype, rate in chip.flops.items()]
         lines.append(f"        {'memory':<15}{si(chip.memory, 'B')} at {si(chip.memory_bandwidth, 'B/s')}")
@@ -286,59 +335,6 @@ class Cluster:
             lines.append(f"  link  {title}")
             lines.append(f"        {si(link.latency, 's')} + bytes / ({si(link.bandwidth, 'B/s')})")
             lines.append(f"        {link.source or 'no source given'}")
+        if self.fabric is not None:
+            lines.append(f"  fabric  {self.fabric}")
         return "\n".join(lines)
-
-
-# --------------------------------------------------------------------------------------------------------- clusters
-
-H100_NODE = Cluster("h100", H100, NVLINK_4, node_size=8, outer_link=INFINIBAND_NDR)
-A100_NODE = Cluster("a100", A100, NVLINK_3, node_size=8, outer_link=INFINIBAND_HDR)
-TPU_V5E_RING = Cluster("tpu_v5e", TPU_V5E, ICI_V5E, wiring="torus")
-THIS_LAPTOP = Cluster("laptop", LAPTOP_CORE, LOOPBACK)
-SLOW_ETHERNET = Cluster("ethernet", LAPTOP, ETHERNET_1G)
-B200_NODE = Cluster("b200", B200, NVLINK_5, node_size=8, outer_link=INFINIBAND_NDR)
-
-
-def _measured(node: Cluster) -> Cluster:
-    """The same node with constants fitted to measurements, instead of what data sheets promise."""
-    known, chip, link = forecast(node.name), node.chip, node.inner_link
-    reached = kernels(node.name)
-    sent, latency = known.nccl.message_bandwidth, known.nccl.message_latency
-    fitted = f"fitted by tplab.cost.fit to {known.source}"
-    return replace(
-        node,
-        name=f"{node.name}-measured",
-        chip=replace(chip, launch=reached.shared.start, kernels=reached, source=f"{chip.source}. Shares: {fitted}"),
-        inner_link=Link(f"{link.name}, as NCCL uses it", latency, sent, fitted),
-        forecast=known,
-    )
-
-
-A100_MEASURED, H100_MEASURED, B200_MEASURED = (_measured(node) for node in (A100_NODE, H100_NODE, B200_NODE))
-
-NAMED: Mapping[str, Cluster] = MappingProxyType(
-    {
-        cluster.name: cluster
-        for cluster in (
-            *(H100_NODE, A100_NODE, B200_NODE, TPU_V5E_RING, THIS_LAPTOP, SLOW_ETHERNET),
-            *(H100_MEASURED, A100_MEASURED, B200_MEASURED),
-        )
-    }
-)
-"""The clusters that `find` knows by name."""
-
-
-def find(cluster: str | Cluster) -> Cluster:
-    """A cluster by name; a Cluster is returned unchanged.
-
-    "h100", "a100", "b200", "tpu_v5e", "laptop", "ethernet"      from data sheets: a bound
-    "h100-measured", "a100-measured", "b200-measured"            forecasts, fitted to measurements
-    """
-    if isinstance(cluster, Cluster):
-        return cluster
-    known = ", ".join(repr(name) for name in NAMED)
-    if not isinstance(cluster, str):
-        raise ClusterError(f"cluster is {cluster!r}; give one of {known}, or a tplab.cost.Cluster of your own")
-    if cluster not in NAMED:
-        raise ClusterError(f"no cluster is named {cluster!r}; there are {known}; or pass a tplab.cost.Cluster")
-    return NAMED[cluster]

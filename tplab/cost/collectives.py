@@ -61,8 +61,9 @@ from tplab.cost.algorithms import (
     over_link,
     whole,
 )
-from tplab.cost.cluster import Cluster, find
+from tplab.cost.cluster import Cluster
 from tplab.cost.link import Link
+from tplab.cost.named import find
 from tplab.errors import ClusterError
 from tplab.sharding import cut
 

@@ -13,7 +13,7 @@ rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth
 channels and larger pieces are used.
 
 Eight constants belong to a kind of GPU. How the protocols compare is the same for all: `Ratios`, of which eight are
-fitted to all kinds together and one, peer_ramp, was chosen. `python -m tplab.cost.fit` fits them again.
+fitted to all kinds together and one, peer_ramp, was chosen. `python -m benchmarks.fit.chips` fits them again.
 
 Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, "Demystifying NCCL".
 """

@@ -33,10 +33,10 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The part of a group that is in one node: so many ranks, and so many cards that are theirs."""
+    """The part of a group that is in one node: so many ranks, and so many cards that are theirs, or parts of cards."""
 
     ranks: int
-    cards: int
+    cards: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,13 @@ class Levels:
 
     inner   the link between two ranks of a node
     outer   the link from a card to a card of another node
+    own     the cards that one rank has for a message of its own: less than 1 where it shares one that all use at once
     """
 
     nodes: Sequence[Node]
     inner: Link
     outer: Link
+    own: float = 1.0
 
     @property
     def num_ranks(self) -> int:
@@ -99,7 +101,7 @@ def _ring(op: str, n: float, levels: Levels) -> Cost:
     mean = Link("one hop of the ring", lap / (R - 1), 1 / byte if byte else float("inf"))
     hops, sent, carried = terms(op, n, R, mean, "ring")
     if op in ("ppermute", "ring_shift"):  # one message per rank, and some of them go to another node
-        own = min(max(1, node.cards // node.ranks) for node in levels.nodes) * levels.outer.bandwidth
+        own = levels.own * levels.outer.bandwidth
         return Cost(max(levels.inner.seconds(n), levels.outer.latency + n / own), hops, whole(sent))
     return Cost(lap * (hops / (R - 1)) + levels.seconds(carried), hops, whole(sent))
 

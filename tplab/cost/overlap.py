@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.cost.cluster import Cluster, find
+from tplab.cost.cluster import Cluster
 from tplab.cost.matmul import matmul_bytes, matmul_flops
+from tplab.cost.named import find
 from tplab.sharding import share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -28,7 +28,7 @@ def measured_runs(model: str, gpus: int) -> tuple[Run, ...]:
 
 def forecast_of(run: Run) -> Forecast:
     """What is forecast for a run."""
-    return forecast(run.model, run.plan, run.cluster, batch=run.batch, sequence=run.sequence, stack=run.stack)
+    return forecast(run.model, run.plan, run.on, batch=run.batch, sequence=run.sequence, stack=run.stack)
 
 
 def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: str, gpus: int) -> Verdict:

@@ -13,7 +13,7 @@ import numpy as np
 from tplab.cost import Cluster
 from tplab.forecast.activations import kept
 from tplab.forecast.layers import ends_seconds, layer_seconds, local
-from tplab.forecast.messages import on_runs, send_seconds
+from tplab.forecast.messages import send_seconds
 from tplab.forecast.model import Model
 from tplab.forecast.once import once_seconds
 from tplab.forecast.plan import Plan
@@ -38,12 +38,12 @@ class Way(NamedTuple):
 class Tables:
     """What is computed for plans that are alike in all but their axes and what a search varies, by what it depends on.
 
-    cluster   with the network of training runs; None: only bytes are asked for
+    cluster   None: only bytes are asked for
     """
 
     def __init__(self, model: Model, cluster: Cluster | None, sequence: int, stack: Stack):
         self.model, self.stack = model, stack.on(cluster) if cluster else stack
-        self.given: tuple[Model, Any, int, Stack] = model, cluster and on_runs(cluster), sequence, self.stack
+        self.given: tuple[Model, Any, int, Stack] = model, cluster, sequence, self.stack
         self.known: dict[Any, Any] = {}
 
 

@@ -114,7 +114,7 @@ class Forecast:
             given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
             return it_does_not_fit(*given, self.held)
         text = it_takes_so_long(self.plan, self.parts, self.peak, self.usable)
-        if self.model.experts and self.cluster.forecast is not None:
+        if self.model.experts and self.cluster.fitted is not None:
             low, high = self.low / self.seconds, self.high / self.seconds
             text += f"; few mixtures of experts were measured: expect {low:.1f} to {high:.1f} times these seconds"
         return text
@@ -140,7 +140,7 @@ def forecast(
         forecast("llama3-70b", Plan(dp=8, tp=8, pp=4, zero=1), "h100-measured", batch=1024, sequence=8192)
 
     model     a Model, or the name of one in `tplab.forecast.MODELS`
-    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet a bound
+    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet seconds at peak rates
     Raises PlanError where the plan cannot train the model: which number does not divide which.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)

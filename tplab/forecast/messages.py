@@ -6,27 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from tplab.cost import Cluster
-from tplab.cost.forecast import Fabric
+from tplab.cost import Cluster, Cost
+from tplab.cost.algorithms import GATHERS
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack
 from tplab.forecast.traffic import Sent
-
-FABRIC = Fabric(reached=0.75, congestion=0.36)
-"""The network of training runs: what `tplab.cost.fit.fit_network` finds for the upper edge of the measured band."""
-
-
-@lru_cache(maxsize=64)
-def on_runs(cluster: Cluster) -> Cluster:
-    """The cluster with the network that training runs had.
-
-    Where the network was measured with a band of single runs, this is the band's upper edge: the mean would make the
-    runs of the same cluster on 8 nodes and more a third too slow.
-    """
-    if cluster.forecast is None or cluster.forecast.fabric is None:
-        return cluster
-    return replace(cluster, forecast=replace(cluster.forecast, fabric=FABRIC))
 
 
 @lru_cache(maxsize=64)
@@ -48,14 +33,18 @@ def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def collective(cluster: Cluster, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-    """Seconds of one collective over these ranks; `num_bytes` is the whole tensor."""
+def price(cluster: Cluster, op: str, num_bytes: float, ranks: tuple[int, ...]) -> Cost:
+    """One collective over these ranks, or "send" to the next, while all groups of its axis do the same.
+
+    num_bytes   the whole tensor
+    """
     if len(ranks) == 1 or not num_bytes:
-        return 0.0
+        return Cost(0.0, 0, 0)
     if op == "send":
-        link = cluster.link(ranks[0], ranks[1])
-        return link.latency + num_bytes / link.bandwidth
-    return cluster.collective_seconds(op, num_bytes, ranks)
+        link = cluster.link(ranks[0], ranks[1], at_once=True)
+        return Cost(link.seconds(num_bytes), 1, num_bytes)
+    of_rank = num_bytes / len(ranks) if op in GATHERS else num_bytes
+    return cluster.collective_cost(op, of_rank, ranks, at_once=True)
 
 
 def shown(
@@ -69,7 +58,8 @@ def shown(
     if axis == "ep" and not stack.plain:
         nodes = 1 if cluster.node_size is None else -(-plan.ep // cluster.node_size)
         shown *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
-    return shown * sum(one.count * collective(cluster, one.op, one.bytes, ranks) for one in chosen)
+    taken = [(one.count, price(cluster, one.op, one.bytes, ranks)) for one in chosen]
+    return sum(count * (cost.latency + shown * (cost.seconds - cost.latency)) for count, cost in taken)
 
 
 def sent_once(copies: int, groups: int) -> float:
@@ -84,4 +74,4 @@ def send_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int) -> f
         return 0.0
     tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
     num_bytes = tokens * model.hidden * plan.kept_size
-    return collective(cluster, "send", num_bytes, ranks_along(plan, "pp"))
+    return price(cluster, "send", num_bytes, ranks_along(plan, "pp")).seconds

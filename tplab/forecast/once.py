@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.cost import Cluster
-from tplab.data.buckets import BUCKET_BYTES
 from tplab.forecast.layers import Layer, from_memory
-from tplab.forecast.messages import collective, over_cards, ranks_along
+from tplab.forecast.messages import over_cards, price, ranks_along
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack
@@ -50,9 +49,9 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
     for one in step_traffic(model, plan, 1, place, stack):
         if one.part in sums and one.phase in ("step", "backward"):
             ranks = ranks_along(plan, "pp")[:: plan.pp - 1] if one.axis == "pp" else ranks_along(plan, "dp", one.ranks)
-            buckets = units if plan.zero == 3 else max(1, round(one.bytes / BUCKET_BYTES))
+            buckets = units if plan.zero == 3 else max(1, round(one.bytes / stack.bucket))
             most = max(most, buckets)
-            sums[one.part] += one.count * buckets * collective(cluster, one.op, one.bytes / buckets, ranks)
+            sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
     kept = held.total / (plan.copies if plan.zero else 1)
     grad = ITEMSIZE[plan.grad_dtype]
     optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]

@@ -24,6 +24,8 @@ ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gp
 
 RECOMPUTE = ("none", "selective", "full")
 BALANCE = ("layers", "parameters", "computing")
+ATTENTION = {"flash2": "FlashAttention 2", "flash3": "FlashAttention 3", "unfused": "unfused attention"}
+STATE_DTYPES = ("float32", "bfloat16")
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 AXES = ("pp", "dp", "cp", "tp")
 ROUNDS = {"naive": 2, "gpipe": 2, "one_f_one_b": 2, "chimera": 2, "zb_h1": 3, "looped_bfs": 3, "hanayo": 3}
@@ -44,9 +46,13 @@ class Plan:
     virtual           stages per pipeline rank
     sequence_parallel whether tensor-parallel ranks also divide the sequence, between the layers
     recompute         "none"; "selective": the scores of attention are computed again in the backward pass; "full": all
-                      of a layer is, from its input. With flash, "selective" changes nothing
-    flash             whether attention is fused, and keeps no scores
+                      of a layer is, from its input. With fused attention, "selective" changes nothing
+    attention         its kernel: "flash2" or "flash3" (FlashAttention 2 of 2023, 3 of 2024), which keep no scores, or
+                      "unfused", which keeps them; None: fused, by the kernel that the stack uses
+    compiled          whether torch.compile fuses the small kernels of a layer; None: as the stack does it
     dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
+    state_dtype       of the optimizer's moments and its own copy of the parameters: "float32" or "bfloat16"; None: as
+                      the stack has them
     overlap           whether gradients and parameters are sent while ranks compute
     balance           what stages have equally much of; None: as the stack cuts (`Stack.balance`). "layers", the
                       embedding and the head beside the first and the last; "parameters" of a rank, as
@@ -67,9 +73,11 @@ class Plan:
     virtual: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
-    flash: bool = True
+    attention: str | None = None
+    compiled: bool | None = None
     dtype: str = "bfloat16"
     grad_dtype: str = "float32"
+    state_dtype: str | None = None
     overlap: bool = True
     balance: str | None = None
 
@@ -85,6 +93,12 @@ class Plan:
         one_of("balance", self.balance or "layers", BALANCE)
         one_of("dtype", self.dtype, tuple(ITEMSIZE))
         one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
+        if self.attention is not None:
+            one_of("attention", self.attention, tuple(ATTENTION))
+        if self.state_dtype is not None:
+            one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        if self.compiled not in (None, True, False):
+            raise PlanError(f"compiled is {self.compiled!r}; it is True, False, or None for what the stack does")
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -112,6 +126,11 @@ class Plan:
     def pipeline_rank(self, rank: int) -> int:
         """The position of a rank of the mesh along its pipeline."""
         return rank // (self.dp * self.cp * self.tp)
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention is fused, and keeps no scores."""
+        return self.attention != "unfused"
 
     @property
     def chip_dtype(self) -> str:
@@ -168,6 +187,9 @@ class Plan:
         """Why this plan cannot train the model on batches of so many sequences of this length; None if it can."""
         if sequence < 1:
             return f"sequence is {sequence}; it must be 1 or more"
+        if 0 < model.window < sequence:
+            who = model.name or "the model"
+            return f"a token of {who} attends to {model.window} tokens in some layers, and sequence is {sequence}"
         tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
         whole = (
             (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),
@@ -201,7 +223,8 @@ class Plan:
             return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
         ends = 2 if self.balance in (None, "layers") else 0  # the embedding and the head can be stages of their own
         if stages > model.layers + ends:
-            return f"{model.layers} layers cannot fill pp x virtual = {stages} stages"
+            what = f"{model.layers} layers{', the embedding and the head' * bool(ends)}"
+            return f"{what} cannot fill pp x virtual = {stages} stages"
         try:
             self.rule(int(few(self.rule_name, self.pp, microbatches)))
         except TplabError as error:
@@ -218,7 +241,10 @@ class Plan:
             words.append(self.schedule + (f" of {self.virtual} stages per rank" if self.virtual > 1 else ""))
         words += [f"ZeRO {self.zero}"] if self.zero else []
         words += ["sequence parallel"] if self.sequence_parallel and self.tp > 1 else []
-        return ", ".join(words + ([f"{self.recompute} recomputation"] if self.recompute != "none" else []))
+        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        words += [ATTENTION[self.attention]] if self.attention else []
+        words += [] if self.compiled is None else ["compiled" if self.compiled else "not compiled"]
+        return ", ".join(words + ([f"states in {self.state_dtype}"] if self.state_dtype else []))
 
 
 def round_of(rule: str, ranks: int) -> int:

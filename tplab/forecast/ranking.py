@@ -135,7 +135,8 @@ class Ranking(Sequence[Plan]):
         front = order[np.append(True, smallest[1:] < smallest[:-1])]
         of_layouts = list[np.ndarray]()
         for fits in (held <= usable, held > usable):
-            some = order[fits[order]]
+            some = near[fits[near]]
+            some = some[np.argsort(seconds[some], kind="stable")]
             of_layouts.append(some[np.sort(np.unique(layouts[some], return_index=True)[1])])
         third = most // 3
         some = [_evenly(front, third), _evenly(of_layouts[0], third), _evenly(of_layouts[1], third // 2)]

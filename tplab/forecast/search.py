@@ -17,6 +17,7 @@ import numpy as np
 from tplab.cost import Cluster, find
 from tplab.errors import PlanError, ScheduleError
 from tplab.forecast.block import Block, Way, tables
+from tplab.forecast.clusters import USUAL
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.memory import room
 from tplab.forecast.model import Model
@@ -32,6 +33,9 @@ VIRTUAL = 4
 SLOW = {"v_half": 8, "v_min": 8, "hanayo": 8}
 """Up to how many pipeline ranks: to make longer ones, which are found action by action, takes longer than a search."""
 ZEROS = (0, 1, 2, 3)
+CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype")
+SEQUENCE = 4096
+"""Tokens of a sequence where nothing is said."""
 EXACT = 100
 """Of how many of the best the pipelines are simulated."""
 
@@ -96,20 +100,21 @@ class Plans(Sequence[Forecast]):
 
 def plans(
     model: str | Model,
-    cluster: str | Cluster,
+    cluster: str | Cluster = USUAL,
     *,
     gpus: int,
     batch: int,
-    sequence: int,
+    sequence: int = SEQUENCE,
     stack: str | Stack = "megatron",
     schedules: Sequence[str] = SCHEDULES,
     virtual: int = VIRTUAL,
     exact: int = EXACT,
+    **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
     stages (up to `virtual`), recomputation and stage of ZeRO. Everything else is as the stack does it.
 
-        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192)
+        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192, attention="flash3")
         found[0].plan, found[0].seconds, found.lost
 
     schedules   of SCHEDULES; "1f1b" is also the interleaved one. Those that are found action by action are searched
@@ -119,11 +124,14 @@ def plans(
                 embedding and the head were layers
     exact       how many of the best have their pipelines simulated, and so are in their true order. Of the others, one
                 in twenty may take up to 1 % longer than its place says
+    chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
     if set(schedules) - set(SCHEDULES):
         raise PlanError(f"schedules are {', '.join(schedules)}; search over {', '.join(SCHEDULES)}")
+    if set(chosen) - set(CHOICES):
+        raise PlanError(f"a search cannot be given {', '.join(sorted(chosen))}; it takes {', '.join(CHOICES)}")
     for name, number in {"gpus": gpus, "batch": batch, "sequence": sequence, "virtual": virtual}.items():
         if number < 1:
             raise PlanError(f"{name} is {number}; it must be 1 or more")
@@ -133,7 +141,7 @@ def plans(
             "a search: forecast the plans that you mean one by one, or search with megatron"
         )
     refused = Counter[str]()
-    base = replace(Plan(), **_fields(stack, cluster))
+    base = replace(Plan(), **_fields(stack, cluster) | chosen)
     layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
     if not layouts:
         reasons = "; ".join(reason for reason, _ in refused.most_common(5))

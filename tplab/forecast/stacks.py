@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tplab.cost import Cluster
+from tplab.data.buckets import BUCKET_BYTES
 from tplab.forecast.keeps import KEEPS, Keeps
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
@@ -32,8 +33,10 @@ class Stack:
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
+    attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
     balance    what the stages of its pipelines have equally much of, where a plan does not say: see `Plan.balance`
     passes     how often its kernels read and write what fused ones would read and write once
+    bucket     bytes of gradients, or of parameters, that one collective sends
     low, high  nine of ten measured steps took between low and high times the forecast
     plain      made of plain layers, as tplab.torch's own are: without fused kernels more is kept; inputs that were
                gathered are kept, and not gathered again; recomputation includes the embedding and the head; gradients
@@ -49,8 +52,10 @@ class Stack:
     hidden: tuple[float, float] = (0.4, 0.4)
     gathers: int = 2
     cards: int | None = None
+    attention: str = "flash3"
     balance: str = "layers"
     passes: float = 1.0
+    bucket: float = BUCKET_BYTES
     low: float = 1.0
     high: float = 1.0
     plain: bool = False
@@ -68,7 +73,7 @@ class Stack:
 
     def on(self, cluster: Cluster) -> Stack:
         """Without what was fitted to the measured clock where the cluster is a data sheet: that is a bound."""
-        if cluster.forecast is not None:
+        if cluster.fitted is not None:
             return self
         return replace(self, factor=1.0, host=0.0, low=1.0, high=math.inf)
 
@@ -81,13 +86,13 @@ class Stack:
         not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
         found = dict(self.defaults)
         if self.name == "megatron" and cluster.chip.name.startswith("A100"):
-            found |= {"flash": False, "sequence_parallel": recompute == "selective"}
+            found |= {"attention": "unfused", "sequence_parallel": recompute == "selective"}
         return found
 
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """What `python -m tplab.forecast.fit --write` has written."""
+    """What `python -m benchmarks.fit.steps --write` has written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
@@ -105,15 +110,20 @@ _LISTED = (
     _stack(
         "nanotron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
-        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation. balance: as its "
-        "pipelines are cut, by what blocks compute. passes: assumed, for kernels of eager PyTorch",
+        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation, FlashAttention 2. "
+        "balance: as its pipelines are cut, by what blocks compute. passes: assumed, for kernels of eager PyTorch. "
+        "bucket: chosen on its runs",
+        attention="flash2",
         balance="computing",
         passes=3.0,
+        bucket=500e6,
     ),
     _stack(
         "fsdp",
         {"zero": 3, "recompute": "full", "grad_dtype": "float32"},
-        "torch FSDP2: float32 pieces, gathered in bfloat16. factor: of one run; host: assumed",
+        "torch FSDP2: float32 pieces, gathered in bfloat16; FlashAttention 2, as scaled_dot_product_attention has it. "
+        "factor: of one run; host: assumed",
+        attention="flash2",
     ),
     _stack(
         "deepspeed",

@@ -5,7 +5,7 @@
                embedding, and the last one the final norm, the logits and the loss
     step       pipeline + gradients and parameters that are not hidden + optimizer + what the host does once per step
 
-The layers' `factor` and `host` belong to a stack, and were fitted to published runs (`tplab.forecast.fit`) on the
+The layers' `factor` and `host` belong to a stack, and were fitted to published runs (`benchmarks.fit.steps`) on the
 measured clock. On a data sheet they are left out, and the result is a bound. Besides, there are four rules for all
 stacks and plans:
 

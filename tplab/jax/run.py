@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 
 from tplab.checking.typed import Types
-from tplab.cost.cluster import Cluster, find
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import find
 from tplab.errors import SpecError
 from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.devices import rank_of_device

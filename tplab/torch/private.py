@@ -116,6 +116,10 @@ SAVED = "_saved_"
 """How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
 
 
+KinetoEvent = _C._autograd._KinetoEvent
+"""One event of torch's profiler. What it can be asked grows with torch's versions: typed_metadata is new in 2.14."""
+
+
 class Recorder:
     """The events of one thread, from the recorder that torch's profiler had before Kineto."""
 
@@ -349,6 +353,8 @@ def fake_store() -> Any:
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
+sdpa_choice: Callable[..., int] = torch._fused_sdp_choice
+"""Which kernel scaled_dot_product_attention would take on the CPU for these arguments: 0 none, 1 flash attention."""
 flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """q, k, v -> o and log-sum-exp: what scaled_dot_product_attention uses on the CPU, and does not return both of."""
 flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -13,7 +13,8 @@ import torch
 
 from tplab import spare
 from tplab.checking.typed import Types
-from tplab.cost.cluster import THIS_LAPTOP, Cluster, find
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import THIS_LAPTOP, find
 from tplab.errors import CrossedOrderWarning, MeshError, SpecError, TplabError
 from tplab.mesh import Mesh
 from tplab.options import check_run
@@ -121,7 +122,9 @@ def run(
                 it has started are the ranks; elsewhere ranks are simulated
     cluster     the modelled clock's figures: a tplab.cost.Cluster or its name: "h100" from data sheets, or a forecast,
                 "h100-measured". Without one, a hop takes one unit of time and computing takes none. On processes
-                everything is real, and a cluster is refused
+                everything is real, and a cluster is refused. On that of a GPU, scaled_dot_product_attention is the
+                kernel that a GPU runs. Making and cutting a model takes no time, where tplab does it (stages_of,
+                parallelize, shard_parameters): a step begins after it. Make other models outside of `fn`
     clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages are modelled
                 (on `cluster`, or this laptop) where they are not real. None: measured on processes, elsewhere modelled
     seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched

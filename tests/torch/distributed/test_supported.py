@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
+from tests.torch.distributed.test_dispatch_modes import Seen
 from tplab import Mesh
-from tplab.errors import MeshError
+from tplab.errors import MeshError, ShapeError
 from tplab.torch import run
 
 TABLE = Path(__file__).parents[3] / "docs" / "torch_distributed.md"
@@ -53,6 +55,68 @@ def test_a_name_for_the_profiler_changes_nothing():
     out = run(program, Mesh(dp=2), distributed=True)
     assert all(torch.equal(x, torch.full((3,), 2.0)) for x in out.per_rank)
     assert {event.op for event in out.trace.events} == {"all_reduce"}
+
+
+def gather_single(x: torch.Tensor, output: torch.Tensor | None, dst: int, async_op: bool = False) -> Any:
+    """torch's function; before torch 2.14, what it asks of the group."""
+    if INSTALLED >= (2, 14):
+        return dist.gather_single(x, output, dst=dst, async_op=async_op)  # type: ignore[attr-defined]
+    opts = dist.GatherOptions()  # type: ignore[attr-defined]
+    opts.rootRank, opts.asyncOp = dst, async_op
+    group: Any = c10d._get_default_group()
+    return group.gather_single(x.new_empty(0) if output is None else output, x, opts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_gather_into_one_tensor(num_ranks: int, is_async: bool):
+    def program() -> list[torch.Tensor] | None:
+        rank, root = dist.get_rank(), num_ranks - 1
+        x = torch.arange(6.0).reshape(2, 3) + 10 * rank
+        outputs = [x.new_empty(num_ranks * 6), x.new_empty(num_ranks, 2, 3)]
+        for output in outputs:
+            work = gather_single(x, output if rank == root else None, root, is_async)
+            assert (work is not None) == (is_async or INSTALLED < (2, 14))
+            if is_async:
+                work.wait()
+        return outputs if rank == root else None
+
+    out = run(program, Mesh(dp=num_ranks), distributed=True)
+    want = torch.stack([torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(num_ranks)])
+    flat, stacked = out.per_rank[-1]
+    assert torch.equal(flat, want.reshape(-1)) and torch.equal(stacked, want)
+    if num_ranks > 1:
+        assert {event.op for event in out.trace.events} == {"gather"}
+        assert sum(event.bytes for event in out.trace.events) == 2 * 24 * (num_ranks - 1)
+
+
+def test_a_gather_into_a_tensor_of_another_size_is_refused():
+    def program() -> None:
+        gather_single(torch.ones(3), torch.ones(4), dst=1)
+
+    with pytest.raises(ShapeError, match=r"gather_single over 'dp' \(2 ranks\).*rank 1 is \[4\], .* must have 6"):
+        run(program, Mesh(dp=2), distributed=True)
+
+
+@pytest.mark.skipif(INSTALLED < (2, 14), reason="these names are in torch since 2.14")
+def test_what_came_with_torch_2_14():
+    def program() -> list[str]:
+        dist.set_timeout(timedelta(seconds=1))  # type: ignore[attr-defined]
+        x = torch.ones(2)
+        with pytest.warns(FutureWarning, match="gather_single"):
+            dist.gather_into_tensor(x, torch.empty(4), dst=0)  # type: ignore[attr-defined]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            gather_single(x, torch.empty(4), dst=0)
+        with Seen() as seen:
+            gather_single(x, torch.empty(4), dst=0)
+        assert c10d.get_backend_impl().name() == "gloo"  # type: ignore[attr-defined]
+        names = [event.name for event in profiled.events() or ()]  # type: ignore[union-attr]
+        return [name for name in names if name.startswith("gloo:")] + [str(call) for call in seen.calls]
+
+    names = run(program, Mesh(dp=2), distributed=True).per_rank
+    for rank, size in enumerate((4, 0)):
+        call = "c10d.gather_into_tensor_.default", ((size,), (2,), "...", 0, False, -1)
+        assert names[rank] == ["gloo:gather_single", str(call)]
 
 
 def test_spawn_calls_the_function_on_the_rank_of_its_number(capsys):

@@ -1,22 +1,26 @@
 """What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to (`python -m tplab.cost.fit`) and what is shown beside them.
+These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tplab.cost.forecast import Error, Fabric, Forecast
-from tplab.cost.kernels import Kernels, Shared
+from tplab.cost.attention import Attention
+from tplab.cost.fabric import Error, Fabric
+from tplab.cost.fitted import Fitted
+from tplab.cost.kernels import Kernels, Tiles
 from tplab.cost.nccl import Nccl, Ratios
 
 HERE = Path(__file__).parent
 CONSTANTS = HERE / "constants.json"
+FABRICS = HERE / "fabrics.json"
 MULTIPROCESSORS = {"h100": (132, 50e6), "a100": (108, 40e6), "b200": (148, 126e6)}
 """Multiprocessors of a chip, and bytes of the cache that they share (data sheets)."""
 
@@ -28,15 +32,6 @@ class Collective(NamedTuple):
     op: str
     gpus: int
     bytes: float
-    seconds: float
-
-
-class Matmul(NamedTuple):
-    """[m, k] @ [k, n] in bfloat16."""
-
-    m: int
-    n: int
-    k: int
     seconds: float
 
 
@@ -57,6 +52,16 @@ class Network(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.seconds_at(self.bus_bandwidth)
+
+
+class Between(NamedTuple):
+    """One collective over `nodes` nodes of 8 H100s that a fabric joins. bytes: as in `Collective`."""
+
+    fabric: str
+    op: str
+    nodes: int
+    bytes: float
+    seconds: float
 
 
 class RingAttention(NamedTuple):
@@ -95,17 +100,21 @@ def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
 
 
 @cache
-def matmuls(gpu: str) -> tuple[Matmul, ...]:
-    """`gpu`: "h100" or "a100"."""
-    rows = _rows(f"matmul_{gpu}.csv")
-    return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
-
-
-@cache
 def network() -> tuple[Network, ...]:
     rows = _rows("network_h100.csv")
     rates = [(float(r["gb_s"]) * 1e9, float(r["low"]) * 1e9, float(r["high"]) * 1e9) for r in rows]
     return tuple(Network(r["op"], int(r["nodes"]), *rate) for r, rate in zip(rows, rates))
+
+
+@cache
+def between() -> tuple[Between, ...]:
+    """All collectives between nodes, of every fabric that `tplab.cost.find` knows and that was measured."""
+    playbook = [
+        Between("playbook", row.op, row.nodes, NETWORK_BYTES, row.seconds) for row in network() if row.nodes > 1
+    ]
+    rows = _rows("between.csv")
+    others = [Between(r["fabric"], r["op"], int(r["nodes"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows]
+    return (*playbook, *others)
 
 
 @cache
@@ -117,14 +126,26 @@ def ring_attention() -> tuple[RingAttention, ...]:
     )
 
 
-def source(name: str) -> str:
-    """Where a table comes from: "nccl", "matmul_h100", "matmul_a100", "network_h100", "ring_attention"."""
-    first = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
-    return first.removeprefix("# source: ")
+def source(name: str, part: str = "") -> str:
+    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each
+    of which has a source of its own."""
+    return source_of(HERE / f"{name}.csv", part)
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return read(HERE / name)
+
+
+def source_of(table: Path, part: str = "") -> str:
+    """What a table's first lines say: where it comes from, or a part of it."""
+    first = f"# source of {part}: " if part else "# source: "
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix(first) for line in lines if line.startswith(first))
+
+
+def read(table: Path) -> list[dict[str, str]]:
+    """The rows of a table; lines that begin with # are about it."""
+    lines = table.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -133,24 +154,42 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m tplab.cost.fit --write` has written."""
+    """What `python -m benchmarks.fit.chips --write` and `...fabrics --write` have written."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
 @cache
-def forecast(gpu: str) -> Forecast:
+def fitted(gpu: str) -> Fitted:
     """What is known of nodes of "a100", "h100" or "b200"."""
     found = constants()
     nccl = Nccl(**found["nccl"][gpu], ratios=Ratios(**found["ratios"]))
-    fabric = Fabric(**found["fabric"]) if gpu == "h100" else None
     errors = {name: Error(*of[gpu]) for name, of in found["errors"].items() if gpu in of}
-    return Forecast(nccl, fabric, errors, source("nccl"))
+    return Fitted(nccl, errors, source("nccl"))
+
+
+@cache
+def fabrics() -> dict[str, Fabric]:
+    """The networks between nodes that were measured, by their key: what `benchmarks.fit.fabrics` has written."""
+    found = json.loads(FABRICS.read_text(encoding="utf-8"))
+    return {key: Fabric(**of | {"error": Error(*of["error"]) if of["error"] else None}) for key, of in found.items()}
 
 
 @cache
 def kernels(gpu: str) -> Kernels:
-    """What a chip reaches. No table of matmuls on a B200 was found: its shares are those of an H100."""
-    found = constants()
-    own = found["kernels"].get(gpu, found["kernels"]["h100"])
+    """What a chip reaches."""
+    return kernels_of(gpu, constants())
+
+
+def kernels_of(gpu: str, found: Mapping[str, Any]) -> Kernels:
+    """The kernels of a chip with these constants."""
+    narrow = found["matmuls in 8 bit"].get(gpu)
     multiprocessors, cache_bytes = MULTIPROCESSORS[gpu]
-    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=Shared(**found["shared"]))
+    return Kernels(
+        wide=Tiles(**found["matmuls"][gpu]),
+        narrow=narrow and Tiles(**narrow),
+        bandwidth=found["bandwidth"][gpu],
+        multiprocessors=multiprocessors,
+        cache=cache_bytes,
+        resident=found["resident"],
+        attention=tuple(Attention(**kernel) for kernel in found["attention"][gpu]),
+    )

@@ -1,18 +1,21 @@
 """Training steps that others have measured on real GPUs, each with its source, and the constants fitted to them.
 
-`python -m tplab.forecast.fit` fits them; docs/forecast.md shows every table beside the forecasts.
+`python -m benchmarks.fit.steps` in the repository fits them; docs/forecast.md shows every table beside the forecasts.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from tplab.cost import Cluster, find
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import find_stack
@@ -30,6 +33,7 @@ class Run(NamedTuple):
     """A step of `batch` sequences that took `seconds`.
 
     source      where it was published: "playbook", or a name in runs.csv, whose first lines explain it
+    cluster     its name, and `fabric` that of its network, where that is not the cluster's own: `on` is both
     memory      GB per GPU, where that was published
     is_fitted   whether constants may be fitted to it: not where the forecast is known not to hold, and not to rows that
                 are only there to be forecast
@@ -45,6 +49,11 @@ class Run(NamedTuple):
     seconds: float
     memory: float | None = None
     is_fitted: bool = True
+    fabric: str = ""
+
+    @property
+    def on(self) -> Cluster:
+        return find(self.cluster, self.fabric or None)
 
 
 @cache
@@ -68,15 +77,27 @@ def runs() -> tuple[Run, ...]:
 
 def _run(row: dict[str, str]) -> Run:
     numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
-    switches = ("sequence_parallel", "flash", "overlap")
+    switches = ("sequence_parallel", "overlap")
     fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
     sums = find_stack(row["stack"]).defaults["grad_dtype"]
+    fields["attention"] = None if row["flash"] == "1" else "unfused"
     plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
     model = Model.find(row["model"])
     if row["layers"]:
         model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
     about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
-    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1")
+    return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1", fabric=row["fabric"])
+
+
+def is_left_out(place: int) -> bool:
+    """Whether the run at this place of its table is in the third that no fit sees."""
+    return int(np.random.default_rng((0, place)).integers(3)) == 0
+
+
+def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """(fitted, left out): those of a table whose forecast is meant to hold."""
+    places = [place for place, run in enumerate(rows) if run.is_fitted]
+    return [rows[p] for p in places if not is_left_out(p)], [rows[p] for p in places if is_left_out(p)]
 
 
 def sources(name: str) -> list[str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tplab.cost.cluster import Cluster, find
+from tplab.cost.cluster import Cluster
+from tplab.cost.named import find
 from tplab.jax.tracing.flow import Flow
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.lowered import compiled_for

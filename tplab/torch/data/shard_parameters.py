@@ -14,10 +14,12 @@ from tplab.mesh import Axis
 from tplab.torch.data.group import About, Group, Sites
 from tplab.torch.data.pieces import Gather, Reduce
 from tplab.torch.data.unit import Model, Unit
+from tplab.torch.ranks.rank import prepares
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@prepares
 def shard_parameters(
     model: Module,
     axis: Axis = "dp",

@@ -142,16 +142,21 @@ class Asked:
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (x,) = several(inputs)
-        root = self._root(opts, given)
         places = outputs[0] if outputs and not isinstance(outputs[0], Tensor) else outputs
-        if root == self.place.index:
+        root = self._root(opts, given)
+        is_root = root == self.place.index
+        if is_root:
             self._check_count("gather", places)
-        return self._run(
-            self._call("gather", (root,), None, _sizes(places) if root == self.place.index else ()),
-            flat(x),
-            opts,
-            lambda y: self._deal(places, y) if root == self.place.index else None,
-        )
+        call = self._call("gather", (root,), None, _sizes(places) if is_root else ())
+        return self._run(call, flat(x), opts, lambda y: self._deal(places, y) if is_root else None)
+
+    def gather_single(self, output: Tensor, x: Tensor, opts: Any = None, **given: Any) -> Any:
+        root, num = self._root(opts, given), len(self.place.group)
+        is_root = root == self.place.index
+        if is_root:
+            self._check_numel("gather_single", "output", output, x.numel() * num)
+        call = self._call("gather", (root,), None, (x.numel(),) * num if is_root else ())
+        return self._run(call, flat(x), opts, lambda y: _write(output, y) if is_root else None)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (output,) = several(outputs)
@@ -236,6 +241,7 @@ Asked._allgather_base = Asked.all_gather_single  # type: ignore[attr-defined]
 Asked.allgather_into_tensor_coalesced = Asked.all_gather_single_coalesced  # type: ignore[attr-defined]
 Asked._reduce_scatter_base = Asked.reduce_scatter_single  # type: ignore[attr-defined]
 Asked.reduce_scatter_tensor_coalesced = Asked.reduce_scatter_single_coalesced  # type: ignore[attr-defined]
+Asked.gather_into_tensor = Asked.gather_single  # type: ignore[attr-defined]
 Asked.alltoall_base = Asked.all_to_all_single  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from tplab.torch.private import DispatchMode, dispatch_modes
+from tplab.torch.private import DispatchMode, KinetoEvent, dispatch_modes
 
 _NOTHING: dict[str, Any] = {
     "activity_type": "", "concrete_inputs": (), "correlation_id": 0, "cuda_elapsed_us": -1, "device_index": 0,
@@ -20,6 +20,7 @@ _NOTHING: dict[str, Any] = {
     "kwinputs": {}, "linked_correlation_id": 0, "metadata_json": "", "nbytes": 0, "overload_name": "",
     "privateuse1_elapsed_us": -1, "python_id": 0, "python_module_id": -1, "python_parent_id": 0, "scope": 0,
     "sequence_nr": -1, "shapes": (), "stack": (), "structured_input_shapes": (), "structured_input_strides": (),
+    "typed_metadata": {},
 }  # fmt: skip
 USER_SCOPE = 7
 
@@ -32,10 +33,9 @@ class Event:
         self.values["start_thread_id"] = self.values["end_thread_id"] = thread
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        try:
-            value = self.values[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self.values and not hasattr(KinetoEvent, name):
+            raise AttributeError(name)
+        value = self.values.get(name)  # None: a later torch asks for what was not recorded
         return lambda: value
 
     def duration_ns(self) -> int:

@@ -36,6 +36,7 @@ class Group(Asked, dist.ProcessGroup):
         Asked.__init__(self, member.rank, ranks, name, label)
         dist.ProcessGroup.__init__(self, self.place.index, len(ranks))  # type: ignore[call-arg]  # the stub lacks it
         self.member, self.backend, self.store = member, backend, store
+        self._backend = _Backend(backend)
         self.unfinished: deque[Started] = deque()
         self.num_monitored = 0
 
@@ -58,7 +59,9 @@ class Group(Asked, dist.ProcessGroup):
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
     def _get_backend(self, device: Any) -> _Backend:
-        return _Backend(self.backend)
+        return self._backend
+
+    get_backend = _get_backend
 
     def getBackendName(self) -> str:
         """For torch's C++ code, which would look for connections under the names of its own backends."""

@@ -213,6 +213,7 @@ _NAMES = {
     "_reduce_scatter_base": ("reduce_scatter", 1), "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1), "alltoall": ("all_to_all", 1),
     "alltoall_base": ("all_to_all", 1), "all_to_all_single": ("all_to_all", 1), "gather": ("gather", 1),
+    "gather_single": ("gather_single", 1), "gather_into_tensor": ("gather_single", 1),
     "scatter": ("scatter", 1), "barrier": ("barrier", 9), "send": ("send", 0), "recv": ("recv", 0),
     "recv_anysource": ("recvAnySource", 0),
 }  # fmt: skip

@@ -35,6 +35,7 @@ _OPERATIONS = {
     "all_to_all_single": "alltoall_base_",
     "alltoall": "alltoall_",
     "gather": "gather_",
+    "gather_single": "gather_into_tensor_",
     "scatter": "scatter_",
     "barrier": "barrier",
     "monitored_barrier": "monitored_barrier_",

@@ -25,7 +25,7 @@ from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.parameters import cut_parameter
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.plans import Plan, Planned, bind, features_of, heads_in, is_conv1d
-from tplab.torch.ranks.rank import this_rank
+from tplab.torch.ranks.rank import prepares, this_rank
 
 Cut = Callable[[Tensor, Layout], nn.Parameter]
 
@@ -33,6 +33,7 @@ HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size"
 """What attention modules count that is this rank's share afterwards: heads, and features of all heads."""
 
 
+@prepares
 def parallelize(
     model: nn.Module, plan: Plan, axis: Axis = "tp", *, gather_logits: bool = True, data_axis: Axis | None = None
 ) -> nn.Module:

@@ -17,7 +17,7 @@ from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import InTurn
-from tplab.torch.ranks.rank import current_rank_or_none, this_rank
+from tplab.torch.ranks.rank import current_rank_or_none, prepares, this_rank
 
 Layer = LayerSpec | nn.Module | Callable[..., Any]
 
@@ -57,6 +57,7 @@ class Stages(Mapping[int, nn.Module]):
                 yield self.partition.bounds[stage] + int(place), rest, parameter
 
 
+@prepares
 def stages_of(
     layers: Sequence[Layer],
     schedule: Schedule,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import linecache
 import os
-import pickle
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from tplab import errors
 from tplab.errors import RankError, TplabError
 from tplab.mesh import Mesh
+from tplab.torch.processes.parcels import Received
 from tplab.torch.processes.program import Raised
 from tplab.torch.ranks import texts
 
@@ -24,7 +24,7 @@ def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) ->
     The rank's traceback is added to it as a note.
     """
     try:
-        error = None if raised.error is None else pickle.loads(raised.error)
+        error = None if raised.error is None else Received(raised.error).open()
     except Exception:  # its class cannot be imported here
         error = None
     if not isinstance(error, BaseException):

@@ -8,7 +8,8 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -80,7 +81,7 @@ def send(to: socket.socket, content: Any) -> None:
 class Received:
     """A parcel that has arrived but is not yet open: opening it imports what its content needs."""
 
-    def __init__(self, body: bytes, memory: mmap.mmap | None):
+    def __init__(self, body: bytes, memory: mmap.mmap | None = None):
         self._body, self._memory = body, memory
 
     def open(self) -> Any:
@@ -149,7 +150,7 @@ class _Storages:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that puts the memory of tensors in a table."""
+    """A pickler that puts the memory of tensors in a table, and sends the file of each code object beside it."""
 
     def __init__(self, stream: io.BytesIO, table: _Storages):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -161,6 +162,17 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, UntypedStorage):
             return self._table.place(obj), torch.uint8  # as torch.load expects it
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        # From 3.1.3 on, cloudpickle says "<dynamic-code>" instead of the file, and every error has to name the file.
+        rebuild, parts, *_ = self.dispatch_table[CodeType](obj)
+        return _in_file, (obj.co_filename, rebuild, *parts)
+
+
+def _in_file(file: str, rebuild: Callable[..., CodeType], *parts: Any) -> CodeType:
+    return rebuild(*parts).replace(co_filename=file)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from tplab.sharding import check_spec
 from tplab.torch.private import pytree
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.native import Native
+from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
 from tplab.torch.ranks import arguments
@@ -112,7 +111,7 @@ class Program(NamedTuple):
 class Raised(NamedTuple):
     """What a rank raised, in a form that can be sent.
 
-    error        pickled; None where it could not be
+    error        as a parcel; None where it could not be sent
     line         the line of the program it came from
     stack        (file, line, function) of the program's frames, the outermost first
     is_lost      whether it only followed from what happened to another rank
@@ -198,8 +197,8 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
 def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
     """What `rank` raised, in a form that can be sent; `rank` is None if it was raised before there was a rank."""
     try:
-        text = cloudpickle.dumps(error)
-        pickle.loads(text)  # many exceptions can be written but not read: their arguments are not those of __init__
+        text = Parcel(error, shared=False).body
+        Received(text).open()  # many exceptions can be written but not read: their arguments are not those of __init__
     except Exception:
         text = None
     frames = traceback.extract_tb(error.__traceback__)

@@ -81,7 +81,7 @@ class Membership:
             dist.all_gather_object(bodies, Parcel(content, shared=False).body, group=self._group)
         except RuntimeError as error:
             raise exchange.lost(error) from None
-        return [Received(body, None).open() for body in bodies]
+        return [Received(body).open() for body in bodies]
 
 
 def _leave() -> None:

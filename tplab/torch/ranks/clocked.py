@@ -55,9 +55,11 @@ class ClockedRank(Rank):
         self._is_timed = world.is_timed
         self._seen_at = 0.0
         self._doing: Burst | None = None
+        self._prepares = False
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = world.cluster is not None and not world.is_timed
         self._meter = Meter(rank, self._computed if is_modelled else None)
+        self.fuses_attention = world.fuses_attention
         self._provenance = Provenance(
             rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed
         )
@@ -77,10 +79,12 @@ class ClockedRank(Rank):
 
     def _computed(self, done: Cost) -> None:
         """Advance the modelled clock by one tensor operation."""
+        if self._prepares:
+            return
         cluster = self.world.cluster
         assert cluster is not None
         dtype = dtype_name(done.output.dtype)
-        seconds = cluster.compute_seconds(done.flops, done.num_bytes, dtype, done.matmul)
+        seconds = cluster.compute_seconds(done.flops, done.num_bytes, dtype, done.matmul, done.attention)
         entry = self.log.add(self.lane, COMPUTE, seconds)
         if self._doing is not None:
             self._doing.add(entry, done.flops, done.num_bytes)
@@ -160,6 +164,14 @@ class ClockedRank(Rank):
             self.world.chronicle.bursts.append(self._doing)
         finally:
             self._doing = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        before, self._prepares = self._prepares, True
+        try:
+            yield
+        finally:
+            self._prepares = before
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
         return Label(self.world.chronicle.recorder.chunk(origin_rank, piece), contributors)

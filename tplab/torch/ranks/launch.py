@@ -14,6 +14,7 @@ from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import faults, results
 from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.live_output import live_output
 from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
@@ -85,7 +86,7 @@ def run_on_simulated_ranks(
     del pieces
     chronicle = world.chronicle
     try:
-        with ending:
+        with ending, KERNELS_OF_GPUS if world.fuses_attention else nullcontext():
             per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
         if (error := faults.unmet(world.groups.values())) is not None:
             raise error

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from tplab.cost.attention import FusedAttention
 from tplab.torch.private import DispatchMode, base_of, dispatch_modes, num_modes, pop_mode, push_mode
+from tplab.torch.ranks.attention import ATTENTION, attention
 from tplab.torch.ranks.rank import this_rank
 
 aten = torch.ops.aten
@@ -34,13 +37,15 @@ and not so many that a long program would become slow."""
 
 
 class Cost(NamedTuple):
-    """One tensor operation: FLOPs, bytes read and written, the tensor it makes; (m, n, k, batch) if it is a matmul."""
+    """One tensor operation: FLOPs, bytes read and written, the tensor it makes; (m, n, k, batch) if it is a matmul, and
+    its sizes if it is fused attention, as `Cluster.compute_seconds` takes them."""
 
     op: str
     flops: int
     num_bytes: int
     output: Tensor
     matmul: tuple[int, int, int, int] | None = None
+    attention: FusedAttention | None = None
 
 
 class Meter(DispatchMode):
@@ -91,7 +96,7 @@ class Meter(DispatchMode):
                 return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # where compound operations, such as linear, come whole
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
@@ -196,8 +201,11 @@ def _cost(
 ) -> Cost:
     packet = func.overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    if count is not None:
-        flops = int(count(*_with_all_heads(packet, args), **kwargs, out_val=result) * _share_seen(packet, args, kwargs))
+    attention = _attention(packet, args, kwargs)
+    if attention is not None:
+        flops = attention.flops
+    elif count is not None:
+        flops = int(count(*args, **kwargs, out_val=result))
     elif packet in _VECTORS:  # a multiplication and an addition for each element of the larger operand
         flops = 2 * max(x.numel() for x in inputs)
     elif traits.is_copy:
@@ -207,7 +215,25 @@ def _cost(
     num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
     if traits.picks:
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
-    return Cost(packet.__name__, flops, num_bytes, outputs[0], _matmul(packet, args))
+    elif packet in _PUTS:
+        is_sum = "add" in packet.__name__ or (len(args) > 3 and args[3] is True)
+        touched = _num_put(packet, args)
+        flops = touched if is_sum else 0
+        read = [min(x.nbytes, touched * x.itemsize) if x is args[_PUTS[packet]] else x.nbytes for x in inputs[:-1]]
+        num_bytes = sum(read) + (1 + is_sum) * touched * args[0].itemsize
+    return Cost(packet.__name__, flops, num_bytes, outputs[0], _matmul(packet, args), attention)
+
+
+def _num_put(packet: Any, args: Any) -> int:
+    """How many elements an operation writes that puts values at places."""
+    whole, values = args[0], args[_PUTS[packet]]
+    if _PUTS[packet] == 3:  # of each place, a row in `index_`, an element in `scatter_`
+        return args[2].numel() if packet in (aten.scatter_, aten.scatter_add_) else values.numel()
+    indices = [x for x in args[1] if x is not None]
+    if any(x.dtype is torch.bool for x in indices):  # as many as are true, which only the data says
+        return values.numel()
+    kept = [size for size, x in zip_longest(whole.shape, args[1]) if x is None]
+    return prod((*torch.broadcast_shapes(*(x.shape for x in indices)), *kept))
 
 
 def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
@@ -219,25 +245,15 @@ def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
     return left.shape[-2], right.shape[-1], left.shape[-1], left.shape[0] if left.dim() == 3 else 1
 
 
-def _with_all_heads(packet: Any, args: Any) -> Any:
-    """The arguments of an attention, its keys and values as shapes with as many heads as its queries have. Torch before
-    2.13 counts no others."""
+def _attention(packet: Any, args: Any, kwargs: dict[str, Any]) -> FusedAttention | None:
+    """Its sizes: the two products take as long as if queries and values were both as wide as they are on average."""
     place, first = _IS_CAUSAL.get(packet, (0, 0))
-    if not place or args[first].shape[1] == args[first + 1].shape[1]:
-        return args
-    heads = args[first].shape[1]
-    shared = [torch.Size((x.shape[0], heads, *x.shape[2:])) for x in args[first + 1 : first + 3]]
-    return (*args[: first + 1], *shared, *args[first + 3 :])
-
-
-def _share_seen(packet: Any, args: Any, kwargs: dict[str, Any]) -> float:
-    """The share of n x m scores that an attention computes: a causal one leaves out those above the diagonal."""
-    place, first = _IS_CAUSAL.get(packet, (0, 0))
-    if not place or not (args[place] if len(args) > place else kwargs.get("is_causal", False)):
-        return 1.0
-    n, m = args[first].shape[-2], args[first + 1].shape[-2]
-    square = min(n, m)
-    return (square * (square + 1) / 2 + (n - square) * m) / (n * m)
+    if not place:
+        return None
+    q, k, v = args[first : first + 3]
+    is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+    (batch, heads, q_len, width), k_len = q.shape, k.shape[2]
+    return FusedAttention(batch, heads, q_len, k_len, (width + v.shape[3]) // 2, is_causal, first == 1)
 
 
 _LEFT_OPERAND = {
@@ -246,17 +262,24 @@ _LEFT_OPERAND = {
 """Matmuls, and where their left operand is among the arguments."""
 
 
+_PUTS = {
+    aten.index_put_: 2, aten._index_put_impl_: 2, aten.index_add_: 3, aten.index_copy_: 3, aten.scatter_: 3,
+    aten.scatter_add_: 3,
+}  # fmt: skip
+"""What writes a part of its first argument, and where the values are among the arguments."""
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
 _COUNTED_AS = {
     aten.addmm_: aten.addmm,
     aten.baddbmm_: aten.baddbmm,
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 _IS_CAUSAL = {
     aten._scaled_dot_product_flash_attention: (4, 0),
     aten._scaled_dot_product_flash_attention_backward: (11, 1),
     aten._scaled_dot_product_flash_attention_for_cpu: (4, 0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (7, 1),
+    aten._scaled_dot_product_efficient_attention: (6, 0),
+    aten._scaled_dot_product_efficient_attention_backward: (11, 1),
+    aten._scaled_dot_product_cudnn_attention: (6, 0),
+    aten._scaled_dot_product_cudnn_attention_backward: (14, 1),
 }
 """Attention: where `is_causal` is among the arguments, and where the query is, which the key follows."""

@@ -8,8 +8,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ Peers = tuple[int | None, int | None]
 
 PeersOf = Callable[..., Peers]
 """(place, the collective's parameters) -> peers"""
+
+Params = ParamSpec("Params")
+Made = TypeVar("Made")
 
 
 class Apart(tuple[int, ...]):
@@ -170,6 +174,7 @@ class Rank(ABC):
 
     seed: int = 0  # of the run: with it each rank can draw the same numbers by itself
     lines: Lines
+    fuses_attention = False  # whether attention is computed as on a GPU, by one kernel
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
@@ -236,6 +241,10 @@ class Rank(ABC):
         """What the rank computes inside this is one action, and has its name in the trace."""
         return nullcontext()
 
+    def preparing(self) -> AbstractContextManager[Any]:
+        """What the rank computes inside this is no part of a step: on a modelled clock it takes no time."""
+        return nullcontext()
+
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
         """The label of data that is `piece` of what `origin_rank` began with."""
         return Label(origin_rank + piece * self.mesh.size, contributors)
@@ -269,6 +278,18 @@ def this_rank() -> Rank:
 
 def current_rank_or_none() -> Rank | None:
     return getattr(_thread, "rank", None)
+
+
+def prepares(function: Callable[Params, Made]) -> Callable[Params, Made]:
+    """A function that makes or cuts a model. On a modelled clock that takes no time: a step begins after it."""
+
+    @wraps(function)
+    def prepared(*args: Params.args, **kwargs: Params.kwargs) -> Made:
+        rank = current_rank_or_none()
+        with nullcontext() if rank is None else rank.preparing():
+            return function(*args, **kwargs)
+
+    return prepared
 
 
 def enter(rank: Rank) -> None:

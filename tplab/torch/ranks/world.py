@@ -23,6 +23,7 @@ class World:
     is_timed           whether the ranks' own computing is timed
     num_left_to_keep   the number of messages whose values will still be kept
     inherited          makes the context that a rank's thread needs
+    fuses_attention    whether its modelled clock is that of a chip that computes attention in one kernel
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class World:
         device: torch.device | None,
     ):
         self.mesh, self.cluster, self.is_timed, self.seed, self.device = mesh, cluster, is_timed, seed, device
+        self.fuses_attention = cluster is not None and not is_timed and cluster.chip.fuses_attention
         self.num_left_to_keep = keep_values
         self.chronicle = Chronicle(mesh, title, cluster, "measured" if is_timed else "modelled")
         self.members: list[Any] = []  # the rank of each lane

@@ -1,11 +1,11 @@
 """Fits what forecasts of a training step need beyond the clock, and prints how far off they are.
 
-    python -m tplab.forecast.fit            fit, and print constants and errors
-    python -m tplab.forecast.fit --write    and write the constants to tplab/forecast/measured/constants.json
+    python -m benchmarks.fit.steps            fit, and print constants and errors
+    python -m benchmarks.fit.steps --write    and write the constants to tplab/forecast/measured/constants.json
 
-Fitted are two numbers of nanotron (factor and host), one of Megatron, one of FSDP, and one of the B200, whose matmuls
-nobody has measured. A third of nanotron's and Megatron's runs, always the same, is left out, and its errors are printed
-apart. Logarithms of constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
+Fitted are two numbers of nanotron (factor and host), one of Megatron, one of FSDP, and one of a B200 in 16 bit. A third
+of nanotron's and Megatron's runs, always the same, is left out, and its errors are printed apart. Logarithms of
+constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.cost import find
-from tplab.cost.fit import least
-from tplab.forecast.measured import Run, playbook, runs
+from benchmarks.fit.least import least, write
+from tplab.forecast.measured import Run, playbook, runs, split
 from tplab.forecast.stacks import CONSTANTS, Stack, constants, find_stack
 from tplab.forecast.step import Step, step
 
@@ -44,24 +43,13 @@ class Errors(NamedTuple):
     covered: float
 
 
-def is_left_out(place: int) -> bool:
-    """Whether the run at this place of its table is in the third that no fit sees."""
-    return int(np.random.default_rng((0, place)).integers(3)) == 0
-
-
-def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """(fitted, left out): those of a table whose forecast is meant to hold."""
-    places = [place for place, run in enumerate(rows) if run.is_fitted]
-    return [rows[p] for p in places if not is_left_out(p)], [rows[p] for p in places if is_left_out(p)]
-
-
 def ratios(rows: Iterable[Run], stacks: Mapping[str, Stack] | None = None) -> np.ndarray:
     """measured / forecast of each run."""
     return np.array([run.seconds / forecast_of(run, (stacks or {}).get(run.stack)).seconds for run in rows])
 
 
 def forecast_of(run: Run, stack: Stack | None = None) -> Step:
-    return step(run.model, run.plan, find(run.cluster), run.batch, run.sequence, stack or run.stack)
+    return step(run.model, run.plan, run.on, run.batch, run.sequence, stack or run.stack)
 
 
 def errors(rows: Sequence[Run], stacks: Mapping[str, Stack] | None = None) -> Errors:
@@ -179,8 +167,7 @@ def unseen(stacks: Mapping[str, Stack] | None = None) -> list[tuple[str, Errors]
 def main(arguments: Sequence[str]) -> None:
     found = fit_all()
     if "--write" in arguments:
-        CONSTANTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {CONSTANTS.name}")
+        write(CONSTANTS, found)
     print(json.dumps(found, indent=1))
     stacks = {name: replace(find_stack(name), **of) for name, of in found["stacks"].items()}
     lines = [(name, which, of) for name, *pair in table(stacks) for which, of in zip(("fitted", "left out"), pair)]

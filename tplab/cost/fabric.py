@@ -1,0 +1,127 @@
+"""The network between nodes, as measured: what a hop to another node costs, and which part of the cards is reached.
+
+R ranks in k nodes, of which each has g, with c cards of their own; S bytes: the whole tensor; inside(S): what NCCL
+takes in one node of g ranks, and start: before its first byte. A card gives B = its bandwidth x reached / k^fall. An
+all_reduce takes 2 laps or the tree, whichever is faster; an all_gather and a reduce_scatter take 1 lap.
+
+    ring         laps [(k-1) hop + (R-k) near] + max(inside(S), start + laps (R-1)/R S / (c B))
+    tree         2 ceil(log2 k) tree + max(inside(S), start + S / (c B))
+    all_to_all   begin + (R-1) peer + max(inside of the own node's part, S (R-g)/R / (card x by_peers))
+
+The two levels work at the same time, so bytes take as long as the slower level. Latencies do not overlap: a ring over
+nodes waits for each of its hops. Everything that sends between nodes is priced here: runs, traces and forecasts ask
+`Cluster.collective_cost`.
+
+Sources. NCCL builds its rings and trees so (src/graph/connect.cc); the shape was found on the tables in `measured/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import ceil, isfinite, log2
+from typing import TYPE_CHECKING, NamedTuple
+
+from tplab.cost.algorithms import Cost
+from tplab.cost.link import Link
+from tplab.errors import ClusterError
+
+if TYPE_CHECKING:
+    from tplab.cost.nccl import Nccl
+    from tplab.cost.nodes import Levels
+
+
+class Error(NamedTuple):
+    """How far off a forecast is on rows that it was not fitted to: shares of the measured time.
+
+    median   half of the rows are nearer
+    most     nine of ten rows are nearer
+    """
+
+    median: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A network between nodes, beside the data sheet of its cards (`Cluster.outer_link`).
+
+    name       as people say it: "InfiniBand NDR"
+    reached    share of a card's bandwidth that two nodes would reach
+    fall       with k nodes, bandwidth falls as 1 / k^fall: others use the network too, and the slowest of more and more
+               cards sets the pace
+    hop        s for a hop to another node
+    near       s for each hop within a node of a ring that goes on to other nodes
+    tree       s for each step of a tree over the nodes
+    begin      s before an all_to_all's first byte
+    peer       s for each other rank in an all_to_all
+    by_peers   share of a card's bandwidth that an all_to_all reaches
+    error      how far off it is; None: nobody has measured it
+    source     where the constants come from
+    """
+
+    name: str
+    reached: float = 1.0
+    fall: float = 0.0
+    hop: float = 0.0
+    near: float = 0.0
+    tree: float = 0.0
+    begin: float = 0.0
+    peer: float = 0.0
+    by_peers: float = 1.0
+    error: Error | None = None
+    source: str = ""
+
+    def __post_init__(self):
+        for name in [field.name for field in fields(self) if field.name not in ("name", "error", "source")]:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
+                raise ClusterError(f"fabric {self.name!r}: {name} is {value!r}; it must be a number, 0 or more")
+        for name in ("reached", "by_peers"):
+            if getattr(self, name) <= 0:
+                raise ClusterError(
+                    f"fabric {self.name!r}: {name} is 0; nothing would ever arrive. Give a share above 0"
+                )
+
+    def link(self, card: Link, nodes: int = 2) -> Link:
+        """What a message between two nodes takes, while `nodes` nodes use the network."""
+        return Link(
+            f"{card.name}, as {self.name} reaches it", self.hop, card.bandwidth * self._share(nodes), self.source
+        )
+
+    def cost(self, op: str, whole: float, levels: Levels, nccl: Nccl) -> Cost:
+        """An all_reduce, all_gather, reduce_scatter or all_to_all of `whole` bytes over the nodes in `levels`.
+
+        Nodes may have different numbers of ranks: the one with the fewest cards sets the pace, and the longest chain of
+        ranks the latency.
+        """
+        R, k = levels.num_ranks, len(levels.nodes)
+        most = max(node.ranks for node in levels.nodes)
+        laps = 2 if op == "all_reduce" else 1
+        sent = laps * (R - 1) / R * whole
+        if op == "all_to_all":
+            return self._all_to_all(whole, levels, nccl)
+        inside = nccl.taken(op, whole, most)
+        per_byte = 1 / (min(node.cards for node in levels.nodes) * levels.outer.bandwidth * self._share(k))
+        latency = laps * ((k - 1) * self.hop + (R - k) * self.near)
+        seconds = latency + max(inside.seconds, nccl.start + sent * per_byte)
+        ring = Cost(seconds, laps * (R - 1), sent, "ring", latency)
+        if op != "all_reduce":
+            return ring
+        latency = 2 * ceil(log2(k)) * self.tree
+        seconds = latency + max(inside.seconds, nccl.start + whole * per_byte)
+        return min(
+            ring, replace(ring, seconds=seconds, algorithm="tree", latency=latency), key=lambda cost: cost.seconds
+        )
+
+    def _all_to_all(self, whole: float, levels: Levels, nccl: Nccl) -> Cost:
+        """Each rank sends what belongs to other nodes by its own share of the cards, and the rest over its own link."""
+        R, slowest = levels.num_ranks, 0.0
+        for node in levels.nodes:
+            inside = nccl.taken("all_to_all", whole * node.ranks / R, node.ranks).seconds
+            own = node.cards / node.ranks * levels.outer.bandwidth * self.by_peers
+            slowest = max(slowest, inside, whole * (R - node.ranks) / R / own)
+        latency = self.begin + (R - 1) * self.peer
+        return Cost(latency + slowest, R - 1, (R - 1) / R * whole, "ring", latency)
+
+    def _share(self, nodes: int) -> float:
+        return self.reached / nodes**self.fall

@@ -1,0 +1,241 @@
+"""Constants of your own cluster, fitted to what was measured on it, and how far off they are.
+
+What is fitted are logarithms of constants to logarithms of times. An error is that of rows that were left out of the
+fit, a third of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from tplab.cost.chip import Chip
+from tplab.cost.cluster import Cluster
+from tplab.cost.fabric import Error, Fabric
+from tplab.cost.fitted import Fitted
+from tplab.cost.link import Link
+from tplab.cost.nccl import MEASURED, Nccl, Ratios
+from tplab.cost.own.least import Array, least
+from tplab.errors import ClusterError
+
+T = TypeVar("T")
+OPS = (*MEASURED, "hop", "matmul", "copy")
+PLAIN = Ratios(
+    ll128=1.0, ll=1.0, copy=0.0, start=1.0, peer_hop=1.0, peer_ll=1.0, peer_large=0.0, peer=1.0, peer_ramp=1.0
+)
+"""One protocol for all sizes: as gloo sends, or NCCL where few sizes were measured."""
+_SWITCHES = [2.0**20 * size for size in (0.5, 1.1, 2.2, 4.5, 9.0)]
+_MANY = 24
+"""From so many rows of one node on, NCCL's protocols can be told apart."""
+_FEW = 4
+"""Constants that so many rows determine."""
+
+
+class Row(NamedTuple):
+    """One measurement.
+
+    op        one of NCCL's collectives that are measured; "hop", a message from one rank to the next; "matmul"; "copy",
+              from a chip's memory to its memory
+    ranks     how many took part, in how many `nodes`
+    bytes     the whole tensor; of an all_to_all, what each rank has; of a copy, what is read and written; of a matmul,
+              its FLOPs
+    dtype     of a matmul
+    """
+
+    op: str
+    ranks: int
+    nodes: int
+    bytes: float
+    seconds: float
+    dtype: str = ""
+
+
+class Own(NamedTuple):
+    """A cluster that was fitted, and what it says of each row: seconds, beside those measured."""
+
+    cluster: Cluster
+    predicted: tuple[float, ...]
+
+
+def fit_cluster(name: str, rows: Sequence[Row], base: Cluster, source: str) -> Own:
+    """The cluster whose constants come nearest to the rows.
+
+    base     what counts where nothing was measured: its chip, the link within a node, the data sheet of its network
+             cards. If it is a measured one, collectives have NCCL's protocols; on a data sheet they have one, as gloo's
+    source   who measured it, on what, when
+    Raises ClusterError where rows are too few, or disagree so much that no constants come near.
+    """
+    for row in rows:
+        if row.op not in OPS or not 0 < row.seconds < np.inf or not row.bytes >= 0:
+            raise ClusterError(f"{row} cannot have been measured; give seconds and bytes of one of {', '.join(OPS)}")
+    one = [row for row in rows if row.op in MEASURED and row.nodes == 1]
+    several = [row for row in rows if row.op in MEASURED and row.nodes > 1]
+    errors: dict[str, Error] = {}
+    chip, inner, ratios = base.chip, base.inner_link, base.fitted.nccl.ratios if base.fitted else None
+    if copies := [row for row in rows if row.op == "copy"]:
+        reached = max(row.bytes / row.seconds for row in copies)
+        chip = replace(chip, memory_bandwidth=reached, source=f"{chip.source}; memory: {source}")
+    if matmuls := [row for row in rows if row.op == "matmul"]:
+        chip, errors["matmuls"] = _held_out(matmuls, lambda some: _chip(chip, some, source), _chip_seconds)
+    if hops := [row for row in rows if row.op == "hop" and row.nodes == 1]:
+        inner, errors["hops"] = _held_out(
+            hops, lambda some: _link(some, source), lambda link, row: link.seconds(row.bytes)
+        )
+    found = (
+        base.fitted.nccl if base.fitted else Nccl(0.0, inner.latency, 0.0, 0.0, 0.0, inner.bandwidth, 0.0, 0.0, PLAIN)
+    )
+    if one:
+        found, errors["collectives"] = _held_out(one, lambda some: _nccl(some, ratios), _taken)
+        inner = (
+            inner if hops else Link("as its collectives send", found.message_latency, found.message_bandwidth, source)
+        )
+    cluster = Cluster(name, chip, inner, fitted=Fitted(found, errors, source))
+    if several:
+        size = max(row.ranks // row.nodes for row in several)
+        outer = base.outer_link or Link("the network as measured", 0.0, 1e12, source)
+        cluster = replace(cluster, node_size=size, outer_link=outer, fabric=Fabric("your network"))
+        fabric, error = _held_out(several, lambda some: _fabric(cluster, some, source), _between(cluster))
+        cluster = replace(cluster, fabric=replace(fabric, error=error))
+    if not rows or not (errors or several):
+        raise ClusterError("nothing was measured; give rows of collectives, hops or matmuls")
+    return Own(cluster, tuple(predicted(cluster, row) for row in rows))
+
+
+def predicted(cluster: Cluster, row: Row) -> float:
+    """Seconds that a cluster says a row takes."""
+    if row.op in ("matmul", "copy"):
+        return _chip_seconds(cluster.chip, row)
+    size = cluster.node_size or row.ranks
+    if row.op == "hop":
+        return cluster.link(0, size if row.nodes > 1 else 1).seconds(row.bytes)
+    each = row.ranks // row.nodes
+    ranks = [node * size + rank for node in range(row.nodes) for rank in range(each)]
+    return cluster.collective_seconds(row.op, row.bytes, ranks)
+
+
+# -------------------------------------------------------------------------------------------------------------- fitting
+
+
+def _held_out(
+    rows: Sequence[Row], fit: Callable[[Sequence[Row]], T], seconds: Callable[[T, Row], float]
+) -> tuple[T, Error]:
+    """What all rows give, and how far off that is on rows left out: a third at a time, or each if they are few."""
+    parts = 3 if len(rows) >= 3 * _FEW else len(rows)
+    off = list[float]()
+    for part in range(parts):
+        some = [row for place, row in enumerate(rows) if place % parts != part]
+        made = fit(some or rows)
+        off += [abs(seconds(made, row) / row.seconds - 1) for place, row in enumerate(rows) if place % parts == part]
+    return fit(rows), Error(round(float(np.median(off)), 3), round(float(np.quantile(off, 0.9)), 3))
+
+
+def _fit(
+    begin: Mapping[str, float], off: Callable[[dict[str, float]], Array], shares: Sequence[str] = ()
+) -> tuple[float, dict[str, float]]:
+    def residuals(theta: Array) -> Array:
+        return off(dict(zip(begin, np.exp(theta).tolist())))
+
+    kept = [place for place, name in enumerate(begin) if name in shares]
+    loss, theta = least(residuals, np.log(list(begin.values())), 0.1, shares=kept)
+    return loss, dict(zip(begin, np.exp(theta).tolist()))
+
+
+def _logs(taken: Sequence[float], rows: Sequence[Row]) -> Array:
+    return np.log(np.maximum(taken, 1e-12)) - np.log([row.seconds for row in rows])
+
+
+def _taken(nccl: Nccl, row: Row) -> float:
+    return nccl.taken(row.op, row.bytes, row.ranks).seconds
+
+
+def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
+    """Collectives of one node: with NCCL's protocols where there are enough rows to tell them apart, and with one."""
+    quick, most = min(row.seconds for row in rows), max(row.bytes / row.seconds for row in rows)
+    begin = {"start": quick / 2, "hop": quick / 8, "ramp": 1e-9, "bandwidth": most}
+    if ratios is None or len(rows) < _MANY:
+
+        def one(of: dict[str, float], peers: float = 1.0) -> Nccl:
+            return Nccl(**of, middle=0.0, large=0.0, switch=0.0, in_switch=0.0, ratios=PLAIN._replace(peer=peers))
+
+        peers = [row for row in rows if row.op == "all_to_all"]
+        rings = [row for row in rows if row.op != "all_to_all"] or peers
+        _, found = _fit(begin, lambda of: _logs([_taken(one(of), row) for row in rings], rings))
+        if not peers or peers is rings:
+            return one(found)
+        _, slower = _fit(
+            {"peers": 1.0}, lambda of: _logs([_taken(one(found, of["peers"]), row) for row in peers], peers)
+        )
+        return one(found, slower["peers"])
+    begin |= {"middle": quick / 4, "large": quick, "in_switch": most}
+
+    def protocols(of: dict[str, float], switch: float) -> Nccl:
+        return Nccl(**of, switch=switch, ratios=ratios)
+
+    tried = [
+        (*_fit(begin, lambda of, size=size: _logs([_taken(protocols(of, size), row) for row in rows], rows)), size)
+        for size in _SWITCHES
+    ]
+    _, found, switch = min(tried, key=lambda trial: trial[0])
+    return protocols(found, switch)
+
+
+def _between(cluster: Cluster) -> Callable[[Fabric, Row], float]:
+    return lambda fabric, row: predicted(replace(cluster, fabric=fabric), row)
+
+
+def _fabric(cluster: Cluster, rows: Sequence[Row], source: str) -> Fabric:
+    """The network: `near` is taken for `hop`, as nothing tells them apart where nodes have one size."""
+    rings, peers = ([row for row in rows if (row.op == "all_to_all") == flag] for flag in (False, True))
+    assert cluster.outer_link is not None
+    card, quick = cluster.outer_link.bandwidth, min(row.seconds for row in rows)
+    begin = {
+        "reached": min(0.9, max(row.bytes / row.seconds for row in rows) / card),
+        "hop": quick / 8,
+        "tree": quick / 4,
+    }
+    if len({row.nodes for row in rings}) > 1:
+        begin["fall"] = 0.1
+
+    def ring(of: dict[str, float]) -> Fabric:
+        more: dict[str, Any] = of | {"near": of["hop"], "by_peers": of["reached"], "begin": of["hop"]}
+        return Fabric("your network", **more, source=source)
+
+    priced = _between(cluster)
+    found = ring(begin)
+    if rings:
+        found = ring(_fit(begin, lambda of: _logs([priced(ring(of), row) for row in rings], rings), ["reached"])[1])
+    if peers:
+        of_peers = {"by_peers": found.by_peers, "begin": quick / 2, "peer": quick / 8}
+        found = replace(
+            found,
+            **_fit(
+                of_peers, lambda of: _logs([priced(replace(found, **of), row) for row in peers], peers), ["by_peers"]
+            )[1],
+        )
+    return found
+
+
+def _link(rows: Sequence[Row], source: str) -> Link:
+    begin = {"latency": min(row.seconds for row in rows), "bandwidth": max(row.bytes / row.seconds for row in rows)}
+    _, found = _fit(begin, lambda of: _logs([of["latency"] + row.bytes / of["bandwidth"] for row in rows], rows))
+    return Link("from rank to rank", **found, source=source)
+
+
+def _chip_seconds(chip: Chip, row: Row) -> float:
+    return chip.seconds(row.bytes, 0.0, row.dtype) if row.op == "matmul" else chip.seconds(0.0, row.bytes)
+
+
+def _chip(chip: Chip, rows: Sequence[Row], source: str) -> Chip:
+    """The chip with the rates that matmuls reach, and what starting one takes."""
+    dtypes = sorted({row.dtype for row in rows})
+    begin = {"launch": min(row.seconds for row in rows) / 2}
+    begin |= {dtype: max(row.bytes / row.seconds for row in rows if row.dtype == dtype) for dtype in dtypes}
+    taken = lambda of: [of["launch"] + row.bytes / of[row.dtype] for row in rows]  # noqa: E731
+    _, found = _fit(begin, lambda of: _logs(taken(of), rows))
+    launch = found.pop("launch")
+    return replace(
+        chip, flops={**chip.flops, **found}, launch=launch, source=f"{chip.source}; rates: {source}", kernels=None
+    )
