@@ -72,6 +72,7 @@ def test_a_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ([*SMALL, "--sequence", "0"], "sequence is 0; it must be 1 or more"),
         ([*SMALL, "--top", "-1"], "top is -1; it must be 1 or more"),
         ([*SMALL, "--gpus", "0"], "gpus is 0; it must be 1 or more"),
+        ([*SMALL, "--virtual", "0"], "virtual is 0; it must be 1 or more"),
         ([*SMALL, "--out", "out.csv"], "--out is where the table of --rows goes"),
         ([*SMALL, "--stack", "tplab"], "tplab gives stages equally many parameters"),
         ([*SMALL, "--cluster", "mars"], "no cluster is named 'mars'; there are h100, h200,"),

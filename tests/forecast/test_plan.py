@@ -74,6 +74,12 @@ def test_a_refusal_gives_the_number_that_does_not_divide(why: str):
     assert str(error.value) == found
 
 
+def test_an_odd_number_of_microbatches_is_refused_where_a_rule_needs_an_even_one():
+    why = Plan(pp=2, schedule="dualpipe").refusal(LLAMA, 65, 4096)
+    assert why is not None and why.startswith("dualpipe: dualpipe needs an even number of ranks, and an even number of")
+    assert Plan(pp=2, schedule="dualpipe").refusal(LLAMA, 66, 4096) is None
+
+
 def test_a_plan_that_is_possible_is_not_refused():
     plan = Plan(dp=8, tp=8, pp=4, zero=1, sequence_parallel=True, recompute="selective")
     assert plan.refusal(LLAMA, 1024, 8192) is None

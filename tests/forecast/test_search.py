@@ -10,7 +10,7 @@ import pytest
 from tplab.cost import find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
-from tplab.forecast.memory import peak_bytes, room, usable_bytes
+from tplab.forecast.memory import memory, peak_bytes, room, usable_bytes
 from tplab.forecast.plan import divisors
 from tplab.forecast.ranking import Ranking
 from tplab.forecast.search import _fields, _layouts, blocks
@@ -146,6 +146,28 @@ def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
             assert any(everything[twin] in shown for twin in np.flatnonzero(twins))
     assert shown[0] == everything[int(np.argmin(np.where(near, seconds, np.inf)))]
     assert len(found.notable(20)) == 20
+
+
+def test_a_rank_has_at_most_four_stages_unless_more_are_asked_for():
+    few = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"])
+    many = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"], virtual=16)
+    assert max(one.virtual for one in few._ranking) == 4
+    assert max(one.virtual for one in many._ranking) == 16
+    assert {*few._ranking} < {*many._ranking}
+
+
+def test_stages_are_cut_as_the_stack_does_it_unless_the_plan_says_how():
+    model, cluster, given = Model.find("playbook-8b"), find("h100-measured"), (64, 4096, "nanotron")
+    plan = Plan(dp=2, pp=4, zero=1)
+    as_said, other = (replace(plan, balance=how) for how in ("computing", "layers"))
+    assert step(model, plan, cluster, *given) == step(model, as_said, cluster, *given)
+    assert step(model, plan, cluster, *given) != step(model, other, cluster, *given)
+    assert memory(model, plan, *given) == memory(model, as_said, *given) != memory(model, other, *given)
+    found = plans(model, cluster, gpus=8, batch=64, sequence=4096, stack="nanotron", schedules=["1f1b"], virtual=1)
+    place = [*found._ranking].index(replace(plan, sequence_parallel=False))
+    assert found._ranking.seconds[found._ranking.order[place]] == pytest.approx(
+        step(model, plan, cluster, *given).seconds
+    )
 
 
 def test_without_a_cluster_and_a_sequence_they_are_those_of_the_command():

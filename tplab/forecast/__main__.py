@@ -19,7 +19,7 @@ from tplab.forecast.page import to_page
 from tplab.forecast.plan import ATTENTION, STATE_DTYPES
 from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
-from tplab.forecast.search import SEQUENCE, Plans, plans
+from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
 from tplab.parser import Parser
 
@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--attention", choices=ATTENTION, help="its kernel (default: the stack's)")
     parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
     parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
+    parser.add_argument(
+        "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
+    )
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
     stack, sequence = given.stack or "megatron", SEQUENCE if given.sequence is None else given.sequence
-    for name in ("gpus", "batch", "sequence", "top"):
+    for name in ("gpus", "batch", "sequence", "virtual", "top"):
         if (number := getattr(given, name)) is not None and number < 1:
             parser.error(f"{name} is {number}; it must be 1 or more")
     if given.html and not Path(given.html).parent.is_dir():
@@ -78,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_dtype(cluster, "bfloat16")
         chosen = {name: value for name in _CHOICES if (value := getattr(given, name)) is not None}
         chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
-        found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, stack=stack, **chosen)
+        chosen |= {"virtual": given.virtual, "stack": stack}
+        found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, **chosen)
     except (TplabError, ValueError) as error:
         parser.refuse(error)
     except OSError as error:

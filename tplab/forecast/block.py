@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,15 +42,9 @@ class Tables:
     """
 
     def __init__(self, model: Model, cluster: Cluster | None, sequence: int, stack: Stack):
-        self.model, self.sequence = model, sequence
-        self.cluster: Any = cluster
-        self.stack = stack.on(cluster) if cluster else stack
-        self._found: dict[Any, Any] = {}
-
-    def look_up(self, key: Any, make: Callable[..., Any], *given: Any) -> Any:
-        if key not in self._found:
-            self._found[key] = make(*given)
-        return self._found[key]
+        self.model, self.stack = model, stack.on(cluster) if cluster else stack
+        self.given: tuple[Model, Any, int, Stack] = model, cluster, sequence, self.stack
+        self.known: dict[Any, Any] = {}
 
 
 tables = lru_cache(maxsize=16)(lambda base, *given: Tables(*given))
@@ -59,8 +54,8 @@ tables = lru_cache(maxsize=16)(lambda base, *given: Tables(*given))
 class Family(NamedTuple):
     """The schedules of a block with the same stages on each rank.
 
-    ways    which of the block's                        ranks   the stages of each rank
-    places  one rank for each kind of them, by kind     kinds   what it has: the stages' layers, embedding and head
+    ways    which of the block's        ranks   the stages of each rank
+    places  the ranks of each kind: those whose stages have equally many layers, and the embedding and the head or not
     """
 
     ways: list[int]
@@ -106,9 +101,13 @@ class Block:
     def pp(self) -> int:
         return self.layouts[0].pp
 
+    def places(self, place: int) -> tuple[int, ...]:
+        """(pair, recompute, zero, way) at an index of the flat array."""
+        return tuple(int(at) for at in np.unravel_index(place, self.shape))
+
     def plan(self, place: int) -> Plan:
         """The plan at an index of the flat array."""
-        pair, how, zero, way = (int(at) for at in np.unravel_index(place, self.shape))
+        pair, how, zero, way = self.places(place)
         about = {"microbatch": int(self.sizes[pair]), "recompute": self.recomputes[how], "zero": self.zeros[zero]}
         return self.ways[way].of(self.layouts[self.of[pair]], **about)
 
@@ -156,61 +155,64 @@ class Block:
     @cached_property
     def micro(self) -> Array:
         """One microbatch: the `Layer` of a layer, of the embedding and of the head [pairs, recomputes, 3, fields]."""
-        of = self.tables
+        model, cluster, sequence, stack = self.tables.given
 
-        def seconds(plan: Plan, how: str) -> Array:
-            layer, given = local(replace(plan, recompute=how)), (of.cluster, of.sequence, of.stack)
-            ends = layer if of.stack.plain else local(plan)  # plain ones are computed again, too
-            return np.array([layer_seconds(of.model, layer, *given), *ends_seconds(of.model, ends, *given)], float)
+        def seconds(plan: Plan) -> Any:
+            again = plan.recompute != "none" and stack.plain  # plain ends are computed again, too
+            ends = plan if again else replace(plan, recompute="none")
+            of = (cluster, sequence, stack)
+            return layer_seconds(model, plan, *of), *ends_seconds(model, ends, *of)
 
-        return self._each("micro", seconds, self.recomputes, MICRO)
+        return self._each("micro", seconds, [{"recompute": how} for how in self.recomputes], MICRO)
 
     @cached_property
     def kept(self) -> Array:
         """The fields of `Kept` [pairs, recomputes, fields]."""
-        of = self.tables
-
-        def bytes(plan: Plan, how: str) -> Sequence[float]:
-            return kept(of.model, replace(plan, recompute=how), of.sequence, of.stack)
-
-        return self._each("kept", bytes, self.recomputes, MICRO)
+        model, _, sequence, stack = self.tables.given
+        choices = [{"recompute": how} for how in self.recomputes]
+        return self._each("kept", lambda plan: kept(model, plan, sequence, stack), choices, MICRO)
 
     @cached_property
     def sends(self) -> Array:
         """Seconds of a message from one stage to the next [pairs]."""
-        of = self.tables
-
-        def seconds(plan: Plan, _: None) -> float:
-            return send_seconds(of.model, plan, of.cluster, of.sequence)
-
-        return self._each("send", seconds, [None], (*MICRO, "pp", "dp"))[:, 0]
+        model, cluster, sequence, _ = self.tables.given
+        return self._each(
+            "send", lambda plan: send_seconds(model, plan, cluster, sequence), [{}], (*MICRO, "pp", "dp")
+        )[:, 0]
 
     def once(self, family: Family, place: int) -> Array:
         """The fields of `Once`, of the rank at a place of its pipeline [pairs, recomputes, zeros, fields]."""
-        of, way, gathers = self.tables, self.ways[family.ways[0]], self.tables.stack.gathers
-
-        def seconds(plan: Plan, choice: tuple[str, int]) -> Sequence[float]:
-            plan = way.of(plan, recompute=choice[0], zero=choice[1])
-            return once_seconds(of.model, plan, place, of.cluster, of.stack)
-
+        model, cluster, _, stack = self.tables.given
         # ZeRO 2 sends what ZeRO 1 does, and only with ZeRO 3 and late gathers does recomputation matter
-        choices = [(how if (zero, gathers) == (3, 3) else "none", {2: 1}.get(zero, zero))
-                   for how in self.recomputes for zero in self.zeros]  # fmt: skip
-        return self.of_rank("once", family, place, seconds, choices).reshape(*self.shape[:3], -1)
+        choices = [
+            {"recompute": how if (zero, stack.gathers) == (3, 3) else "none", "zero": {2: 1}.get(zero, zero)}
+            for how in self.recomputes
+            for zero in self.zeros
+        ]
+        found = self.of_rank(
+            "once", family, place, lambda plan: once_seconds(model, plan, place, cluster, stack), choices
+        )
+        return found.reshape(*self.shape[:3], -1)
 
     def of_rank(
-        self, name: str, family: Family, place: int, make: Callable[[Plan, Any], Any], choices: Sequence[Any]
+        self, name: str, family: Family, place: int, make: Callable[[Plan], Any], choices: Sequence[dict[str, Any]]
     ) -> Array:
         """What depends on the parameters of the rank at a place of its pipeline, and on how many ranks have the same
         [pairs, choices, ...]."""
-        held = family.ranks[place]
+        held, way = family.ranks[place], self.ways[family.ways[0]]._asdict()
         has = (sum(one.layers for one in held), *(any(part) for part in list(zip(*held))[2:4]), held[0].share)
-        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "sequence_parallel"))
+        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "sequence_parallel"), way)
 
     def _each(
-        self, name: Any, make: Callable[[Plan, Any], Any], choices: Sequence[Any], fields: tuple[str, ...]
+        self,
+        name: Any,
+        make: Callable[[Plan], Any],
+        choices: Sequence[dict[str, Any]],
+        fields: tuple[str, ...],
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Array:
-        """What `make` gives for each pair and choice, looked up where only these fields of a plan matter."""
+        """What `make` gives for each pair with each choice of other fields, looked up where of the pair only `fields`
+        matter [pairs, choices, ...]."""
         if fields not in self._alike:
             axes = [one for one in fields if one != "microbatch"]
             of_layout = [tuple(getattr(layout, one) for one in axes) for layout in self.layouts]
@@ -220,12 +222,15 @@ class Block:
             at = {key: place for place, key in enumerate(pairs)}
             self._alike[fields] = pairs, np.array([at[key] for key in keys], np.intp)
         pairs, where = self._alike[fields]
-
-        def made(pair: int, choice: Any) -> Any:
-            return make(replace(self.layouts[self.of[pair]], microbatch=int(self.sizes[pair])), choice)
-
-        look_up = self.tables.look_up
-        found = [look_up((name, one, key), made, pair, one) for key, pair in pairs.items() for one in choices]
+        known, found = self.tables.known, list[Any]()
+        for key, pair in pairs.items():
+            for choice in choices:
+                whole = (name, key, *choice.values())
+                if whole not in known:
+                    layout, size = self.layouts[self.of[pair]], int(self.sizes[pair])
+                    layout = local(layout) if fields == MICRO else layout
+                    known[whole] = make(replace(layout, microbatch=size, **choice, **more))
+                found.append(known[whole])
         return np.array(found, float).reshape(len(pairs), len(choices), *np.shape(found[0]))[where]
 
     @cached_property

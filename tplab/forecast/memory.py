@@ -93,14 +93,12 @@ def bytes_of(block: Block) -> Array:
 
 def _states(block: Block, family: Family, place: int) -> Array:
     """Parameters, gradients, optimizer, what is gathered, and what libraries allocate [pairs, zeros, 5]."""
-    way, model, stack = block.ways[family.ways[0]], block.tables.model, block.tables.stack
+    model, stack = block.tables.model, block.tables.stack
 
-    def of(plan: Plan, zero: int) -> tuple[int, ...]:
-        plan = way.of(plan, zero=zero)
-        beside = stack.keeps.workspace + wasted_bytes(model, plan, stack)
-        return (*state_bytes(model, plan, place, stack), beside)
+    def of(plan: Plan) -> tuple[int, ...]:
+        return (*state_bytes(model, plan, place, stack), stack.keeps.workspace + wasted_bytes(model, plan, stack))
 
-    return block.of_rank("states", family, place, of, block.zeros)
+    return block.of_rank("states", family, place, of, [{"zero": zero} for zero in block.zeros])
 
 
 @lru_cache(maxsize=4096)

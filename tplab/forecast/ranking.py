@@ -69,7 +69,7 @@ class Ranking(Sequence[Plan]):
         chosen = dict[Any, list[tuple[int, int, int]]]()
         for index in self.order[:most].tolist():
             block, place = self._where(index)
-            pair, how, zero, way = (int(at) for at in np.unravel_index(place, self.blocks[block].shape))
+            pair, how, zero, way = self.blocks[block].places(place)
             chosen.setdefault((block, how, way), []).append((index, pair, zero))
         parts = [self.blocks[at].part([pair for _, pair, _ in of], how, way) for (at, how, way), of in chosen.items()]
         for of, block, found in zip(chosen.values(), parts, seconds_of(parts) if parts else ()):
@@ -135,7 +135,8 @@ class Ranking(Sequence[Plan]):
         front = order[np.append(True, smallest[1:] < smallest[:-1])]
         of_layouts = list[np.ndarray]()
         for fits in (held <= usable, held > usable):
-            some = order[fits[order]]
+            some = near[fits[near]]
+            some = some[np.argsort(seconds[some], kind="stable")]
             of_layouts.append(some[np.sort(np.unique(layouts[some], return_index=True)[1])])
         third = most // 3
         some = [_evenly(front, third), _evenly(of_layouts[0], third), _evenly(of_layouts[1], third // 2)]

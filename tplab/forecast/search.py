@@ -30,14 +30,14 @@ SCHEDULES = ("1f1b", *(name for name in RULES if name not in ("one_f_one_b", "in
 """All rules of tplab.schedules. Interleaved 1F1B belongs to "1f1b"."""
 VIRTUAL = 4
 """How many stages per rank, at most."""
-SLOW = {"v_half": 16, "v_min": 16, "hanayo": 16}
-"""Up to how many pipeline ranks: schedules that are found action by action take longer than the whole search."""
+SLOW = {"v_half": 8, "v_min": 8, "hanayo": 8}
+"""Up to how many pipeline ranks: to make longer ones, which are found action by action, takes longer than a search."""
 ZEROS = (0, 1, 2, 3)
 CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype")
 SEQUENCE = 4096
 """Tokens of a sequence where nothing is said."""
 EXACT = 100
-"""How many of the best are forecast one by one."""
+"""Of how many of the best the pipelines are simulated."""
 
 
 class Plans(Sequence[Forecast]):
@@ -112,17 +112,18 @@ def plans(
     **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
-    stages, recomputation and stage of ZeRO. Everything else is as the stack does it.
+    stages (up to `virtual`), recomputation and stage of ZeRO. Everything else is as the stack does it.
 
         found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192, attention="flash3")
         found[0].plan, found[0].seconds, found.lost
 
-    schedules   of SCHEDULES; "1f1b" is also the interleaved one. Those that are made action by action (SLOW) are for up
-                to 16 pipeline ranks
-    virtual     stages per rank, at most. More of them leave a smaller bubble and send more messages than anybody
-                trains with. Two and more only where equally many layers are in each stage, or would be if the
+    schedules   of SCHEDULES; "1f1b" is also the interleaved one. Those that are found action by action are searched
+                for up to 8 pipeline ranks (SLOW)
+    virtual     stages per rank, at most: with many more, stages of a layer each would be the best, as few train.
+                Two and more are only searched where all stages have equally many layers, or would have if the
                 embedding and the head were layers
-    exact       how many of the best are forecast one by one, and so are in their true order
+    exact       how many of the best have their pipelines simulated, and so are in their true order. Of the others, one
+                in twenty may take up to 1 % longer than its place says
     chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """

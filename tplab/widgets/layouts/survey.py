@@ -1,5 +1,6 @@
 """The plans to compare for one choice of model, cluster and sizes: estimates of about a hundred, and the best one's
-forecast. A forecast simulates a plan's pipeline, an estimate does not; see `tplab.forecast.block`."""
+forecast. A forecast simulates a plan's pipeline, an estimate adds up paths that were found before; see
+`tplab.forecast.pipelines.makespans`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from tplab.forecast.ranking import Estimate
 MANY = 100
 """How many plans are shown, at most; the best, and those that are asked for, may come on top."""
 EXACT = 5
-"""How many of the fastest are forecast to find the best. Most estimates are within 1 % of the forecast; of some plans
-with ZeRO 3 or ZB-H1 they are up to a tenth off."""
+"""How many of the fastest are simulated to find the best. Nineteen of twenty estimates are what the forecast says, the
+others are up to 1 % off."""
 
 
 @dataclass(frozen=True)
