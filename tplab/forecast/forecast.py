@@ -143,7 +143,7 @@ def forecast(
     cluster   as for `run`; a measured one gives a forecast with its error, a data sheet seconds at peak rates
     Raises PlanError where the plan cannot train the model: which number does not divide which.
     """
-    model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
+    model, cluster, stack = Model.find(model), find(cluster), find_stack(stack, plan)
     taken = step(model, plan, cluster, batch, sequence, stack)
     return Forecast(model, plan, cluster, batch, sequence, stack, taken, memory(model, plan, batch, sequence, stack))
 

@@ -120,7 +120,7 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
         shape = plan.microbatch, model.heads // plan.tp, one, one, model.head_width, dtype, True
         kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
         there, back = (
-            plan.cp * cluster.chip.attention_seconds(*shape, way, kv_heads=kv_heads, kernel=kernel)
+            plan.cp * cluster.chip.attention_seconds(*shape, way, kv_heads=kv_heads, kernel=kernel) / stack.attention_share
             for way in (False, True)
         )
         return there, back

@@ -142,6 +142,7 @@ def plans(
         )
     refused = Counter[str]()
     base = replace(Plan(), **_fields(stack, cluster) | chosen)
+    stack = find_stack(stack, base)
     layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
     if not layouts:
         reasons = "; ".join(reason for reason, _ in refused.most_common(5))

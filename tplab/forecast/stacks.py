@@ -29,11 +29,13 @@ class Stack:
     host       s that the host takes to start the kernels of one layer, forward and backward
     hidden     with overlap, the share of the messages of layers that is hidden, and the share of gradients that can be
                at most. It is the same for all stacks whose runs were measured
+    gathers_each     whether every matmul of a tensor-parallel layer gathers its input by itself, as torch's DTensor does
     gathers    how often ZeRO 3 gathers a layer that is recomputed, for each microbatch: 2, so early that computing can
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
     attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
+    attention_share    of the speed of these kernels that its own reach
     balance    what the stages of its pipelines have equally much of, where a plan does not say: see `Plan.balance`
     passes     how often its kernels read and write what fused ones would read and write once
     bucket     bytes of gradients, or of parameters, that one collective sends
@@ -50,9 +52,11 @@ class Stack:
     factor: float = 1.0
     host: float = 0.0
     hidden: tuple[float, float] = (0.4, 0.4)
+    gathers_each: bool = False
     gathers: int = 2
     cards: int | None = None
     attention: str = "flash3"
+    attention_share: float = 1.0
     balance: str = "layers"
     passes: float = 1.0
     bucket: float = BUCKET_BYTES
@@ -101,6 +105,8 @@ def _stack(name: str, defaults: Mapping[str, Any], source: str, **more: Any) -> 
     return Stack(name, MappingProxyType(dict(defaults)), keeps=KEEPS.get(name, Keeps()), source=source, **more)
 
 
+COMPILED = "fsdp-compiled"
+DTENSOR: Mapping[str, Any] = {"gathers_each": True, "hidden": (0.0, 0.4)}
 _LISTED = (
     _stack(
         "megatron",
@@ -120,10 +126,18 @@ _LISTED = (
     ),
     _stack(
         "fsdp",
-        {"zero": 3, "recompute": "full", "grad_dtype": "float32"},
-        "torch FSDP2: float32 pieces, gathered in bfloat16; FlashAttention 2, as scaled_dot_product_attention has it. "
-        "factor: of one run; host: assumed",
+        {"zero": 3, "recompute": "full", "grad_dtype": "float32", "sequence_parallel": True},
+        "torch FSDP, eager, as llm-foundry ran it: float32 pieces, gathered in bfloat16; FlashAttention 2. Of tensor "
+        "parallelism by DTensor nothing is hidden",
         attention="flash2",
+        **DTENSOR,
+    ),
+    _stack(
+        COMPILED,
+        {"zero": 3, "recompute": "full", "grad_dtype": "float32", "sequence_parallel": True},
+        "torch FSDP2 under torch.compile, as KempnerForge ran it. factor and host: Megatron's",
+        attention="flash2",
+        **DTENSOR,
     ),
     _stack(
         "deepspeed",
@@ -152,8 +166,13 @@ ALIASES = {"megatron-lm": "megatron", "megatron-core": "megatron", "megatron-bri
     "torch": "fsdp", "fsdp2": "fsdp", "torchtitan": "fsdp", "zero": "deepspeed"}  # fmt: skip
 
 
-def find_stack(stack: str | Stack) -> Stack:
-    """A stack by name; a Stack is returned unchanged."""
+FSDP = ("fsdp", *(alias for alias, name in ALIASES.items() if name == "fsdp"))
+
+
+def find_stack(stack: str | Stack, plan: Plan | None = None) -> Stack:
+    """A stack by name; a Stack is returned unchanged. FSDP is compiled where the plan says so."""
+    if plan is not None and plan.compiled and (stack if isinstance(stack, str) else stack.name) in FSDP:
+        return STACKS[COMPILED]
     if isinstance(stack, Stack):
         return stack
     name = stack.lower().replace("_", "-").replace(" ", "-")

@@ -62,7 +62,7 @@ def step(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: str | Stack = "megatron"
 ) -> Step:
     """How long a step on `batch` sequences takes. Raises PlanError where the plan cannot train the model."""
-    stack = find_stack(stack)
+    stack = find_stack(stack, plan)
     stack.cut(plan).check(model, batch, sequence)
     (found,) = seconds_of([Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))])
     parts = {name: float(of.item()) for name, of in found.items()}

@@ -51,7 +51,7 @@ def layer_traffic(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
     ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), also of matmuls in
          8 bit in 16 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the experts
     """
-    return tuple(_layer(model, plan, sequence, find_stack(stack)))
+    return tuple(_layer(model, plan, sequence, find_stack(stack, plan)))
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +59,7 @@ def end_traffic(
     model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron"
 ) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
     """What a rank sends for the embedding, and for the head and the loss, of one microbatch."""
-    stack = find_stack(stack)
+    stack = find_stack(stack, plan)
     return tuple(_embedding(model, plan, sequence, stack)), tuple(_head(model, plan, sequence, stack))
 
 
@@ -68,7 +68,7 @@ def step_traffic(
     model: Model, plan: Plan, times: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
 ) -> tuple[Sent, ...]:
     """What a rank sends of gradients and parameters, in a step of `times` microbatches."""
-    stack = find_stack(stack)
+    stack = find_stack(stack, plan)
     return tuple(_step(model, stack.cut(plan), times, pipeline_rank, stack))
 
 
@@ -81,6 +81,8 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Se
         for phase in [*forward, "backward"]:
             if plan.sequence_parallel:
                 again = times if phase == "backward" and not stack.plain else 0
+                if stack.gathers_each:  # q, k and v; and of a gated MLP, both of its first matmuls
+                    again = 2 + model.gated
                 yield Sent("tp", plan.tp, "all_gather", whole, times + again, "layer", phase)
                 yield Sent("tp", plan.tp, "reduce_scatter", whole, times, "layer", phase)
             else:
@@ -106,7 +108,7 @@ def traffic(
     model: Model, plan: Plan, batch: int, sequence: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
 ) -> tuple[Sent, ...]:
     """What a rank at this place of its pipeline sends in one step. Losses and norms, a number each, are left out."""
-    stack, times, found = find_stack(stack), plan.microbatches(batch), list[Sent]()
+    stack, times, found = find_stack(stack, plan), plan.microbatches(batch), list[Sent]()
     plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
         often = int(times * stage.share)
