@@ -10,6 +10,7 @@ UPGRADE ?=
 TESTS ?=
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
+NEWEST := .venv-newest/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # JupyterLab refuses to run as root (in a container, say) unless it is told to.
@@ -20,7 +21,7 @@ from_torch_index = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 colab_torch = $(shell grep '^torch==' requirements/colab.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint unit labs-test browser test-oldest labs site torchs-tests bench lock clean
+.PHONY: help lab test lint unit labs-test browser test-oldest test-newest labs site torchs-tests bench lock clean
 
 help: ## list what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,10 +55,18 @@ browser: .venv/test ## the widgets in a real JupyterLab in a real browser
 	$(BIN)/python -m pytest tests/browser --numprocesses auto --dist loadfile
 
 test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions supported, which are Colab's
-	$(OLDEST)/python -m pytest tests --ignore tests/browser --ignore tests/website --ignore tests/test_project.py \
+	$(call tests_of_versions,$(OLDEST))
+
+test-newest: .venv-newest ## unit tests and labs on what `pip install` gives today, without the lock files
+	$(call tests_of_versions,$(NEWEST))
+
+# $(1): the programs of the environment. Other versions warn of other things, and labs may print other digits.
+define tests_of_versions
+	$(1)/python -m pytest tests --ignore tests/browser --ignore tests/website --ignore tests/test_project.py \
 	  -W default --numprocesses auto --dist worksteal
-	$(OLDEST)/python -m pytest labs --nbval-lax --nbval-cell-timeout 120 -W default \
+	$(1)/python -m pytest labs --nbval-lax --nbval-cell-timeout 120 -W default \
 	  --numprocesses auto --dist loadfile
+endef
 
 labs: .venv/test ## execute the labs from labs/source and rewrite their outputs
 	$(BIN)/python labs/source/build.py $(LABS)
@@ -89,12 +98,13 @@ define lock_file
 endef
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist test-results website/node_modules
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis build dist test-results \
+	  website/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment is made once. A PYTHON that is named later must be the one it was made with.
-.PHONY: python.venv python.venv-oldest
-python.venv python.venv-oldest: python%:
+.PHONY: python.venv python.venv-oldest python.venv-newest
+python.venv python.venv-oldest python.venv-newest: python%:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "tplab needs Python 3.11 or later; name one, as in: make lab PYTHON=python3.12"; exit 1; }
 ifneq ($(origin PYTHON),file)
@@ -127,3 +137,10 @@ install = $(BIN)/pip install --require-hashes --no-deps --requirement
 	$(OLDEST)/pip install --editable .
 	$(OLDEST)/pip freeze --exclude-editable | diff .venv-oldest/before -
 	@touch $@
+
+# What a new user gets. It is asked for each time, because it may be newer than yesterday.
+.PHONY: .venv-newest
+.venv-newest: | python.venv-newest
+	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
+	$(if $(TORCH_INDEX),$(NEWEST)/pip install --upgrade --no-deps $(from_torch_index) torch)
+	$(NEWEST)/pip install --upgrade --upgrade-strategy eager --editable '.[dev]'

@@ -19,10 +19,12 @@ class Simulation:
     """Ranks that compute, send, receive and meet. Each event remembers the one it had to wait for.
 
     A rank has one way out: a message takes it for `carried` and arrives a `latency` later, a collective takes the way
-    of each member. Ranks have clocks of their own; `last` is the event that a rank's clock has come from.
+    of each member. Ranks have clocks of their own; `last` is the event that a rank's clock has come from. Unless it
+    `has_queues`, a way out carries any number of things at once.
     """
 
     num_ranks: int
+    has_queues: bool = True
     recorder: Recorder = field(init=False)
     causes: list[int] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Simulation:
     def send(self, rank: int, peer: int, carried: float, latency: float) -> None:
         """The rank goes on at once."""
         start, cause = self.clock[rank], self.last[rank]
-        if self.free[rank] > start:
+        if self.has_queues and self.free[rank] > start:
             start, cause = self.free[rank], self.holder[rank]
         end = start + carried + latency
         about: dict[str, Any] = {
@@ -68,7 +70,7 @@ class Simulation:
     def collective(self, ranks: list[int], duration: float, blocking: bool) -> None:
         start, cause = max((self.clock[rank], self.last[rank]) for rank in ranks)
         for rank in ranks:
-            if self.free[rank] > start:
+            if self.has_queues and self.free[rank] > start:
                 start, cause = self.free[rank], self.holder[rank]
         about: dict[str, Any] = {"axis": "tp", "group": tuple(ranks), "bytes": 4, "message": self.num_messages}
         for rank in ranks:
@@ -80,8 +82,9 @@ class Simulation:
                 self.inbox[rank].append((event, start + duration))
         self.num_messages += 1
 
-    def trace(self) -> Trace:
-        return self.recorder.trace(cluster="made up")
+    def trace(self, is_noted: bool = True) -> Trace:
+        """With a note of what held each event up, as on the modelled clock, or without, as of real processes."""
+        return self.recorder.trace(cluster="made up", after=self.causes if is_noted else ())
 
     def critical_path(self) -> list[int]:
         """The events of it, by their numbers. Those without length are left out: two paths may differ in them alone."""
@@ -110,14 +113,10 @@ class Simulation:
         return event
 
 
-def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3) -> Simulation:
-    """A random program. Durations are random reals, so that two paths are never equally long; one in five is 0.
-
-    A message is carried for longer than its latency, so that a link is never shared by three at once: times alone do
-    not tell then which of two the third one had to wait for.
-    """
+def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3, has_queues: bool = True) -> Simulation:
+    """A random program. Durations are random reals, so that two paths are never equally long; one in five is 0."""
     rng = random.Random(seed)
-    simulation = Simulation(num_ranks)
+    simulation = Simulation(num_ranks, has_queues)
     for _ in range(num_steps):
         rank = rng.randrange(num_ranks)
         choice = rng.random()
@@ -125,7 +124,7 @@ def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3) ->
             simulation.compute(rank, rng.choice([0, 1, 1, 1, 1]) * rng.random())
         elif choice < 0.6:
             peer = rng.choice([other for other in range(num_ranks) if other != rank])
-            simulation.send(rank, peer, latency + rng.random(), latency)
+            simulation.send(rank, peer, rng.random(), latency)
         elif choice < 0.85:
             simulation.receive(rank)
         else:
@@ -134,9 +133,9 @@ def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3) ->
     return simulation
 
 
-def simulations() -> st.SearchStrategy[Simulation]:
-    latencies = st.sampled_from([0.0, 0.3])
-    return st.builds(simulate, st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 150), latencies)
+def simulations(has_queues: bool = True) -> st.SearchStrategy[Simulation]:
+    latencies, queues = st.sampled_from([0.0, 0.3]), st.just(has_queues)
+    return st.builds(simulate, st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 150), latencies, queues)
 
 
 def arbitrary(seed: int, num_events: int) -> Trace:

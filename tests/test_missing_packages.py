@@ -4,8 +4,14 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+import tplab
+from tplab.__main__ import main
+
+COMMANDS = ("torchrun", "doctor", "record", "merge", "forecast", "measure")
 
 
 def imported(module: str, *, without: str) -> subprocess.CompletedProcess[str]:
@@ -48,11 +54,44 @@ def test_the_package_as_a_command_lists_the_commands():
     done = subprocess.run([sys.executable, "-W", "error", "-m", "tplab"], capture_output=True, text=True)
     named = set(re.findall(r"-m (tplab\.\w+)", done.stdout))
     assert (done.returncode, done.stderr) == (0, "")
-    assert named == {"tplab.torchrun", "tplab.doctor", "tplab.record", "tplab.merge", "tplab.forecast"}
+    assert named == {f"tplab.{command}" for command in COMMANDS}
     assert all(find_spec(name) for name in named)
 
 
-@pytest.mark.parametrize("command", ["torchrun", "doctor", "record", "merge", "forecast"])
+def test_a_mistyped_command_is_an_error(capsys: pytest.CaptureFixture[str]):
+    for arguments, said in [
+        (["torchrn", "train.py"], "there is no command 'torchrn'; did you mean torchrun?"),
+        (["xyz"], "there is no command 'xyz'; there are torchrun, doctor, record, merge, forecast, measure"),
+        (["tplab.doctor"], "tplab.doctor is started as python -m tplab.doctor"),
+        (["--hlp"], "unrecognized arguments: --hlp; did you mean --help? (--help lists the flags)"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert (ended.value.code, capsys.readouterr().err) == (2, f"tplab: {said}\n")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_command_says_its_version(command: str):
+    name = f"tplab.{command}" if command else "tplab"
+    done = subprocess.run([sys.executable, "-m", name, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"tplab {tplab.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["torchrun", "doctor", "record"])
+def test_a_command_that_needs_torch_says_so_in_one_sentence(command: str, tmp_path: Path):
+    (tmp_path / "train.py").write_text("")
+    flags = [] if command == "record" else ["--nproc-per-node", "2"]
+    code = (
+        f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = {[*flags, str(tmp_path / 'train.py')]}\n"
+        f"runpy.run_module('tplab.{command}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"tplab.{command}: tplab.torch needs torch, which is not installed; to install it: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_needs_no_framework(command: str):
     code = (
         "import runpy, sys; sys.modules['torch'] = sys.modules['jax'] = None; sys.argv[1:] = ['--help']\n"

@@ -193,6 +193,25 @@ def test_ci_runs_make_test():
     assert jobs["test"]["strategy"]["matrix"]["python"][0] == oldest == "3.11"
 
 
+def test_both_ends_of_the_versions_are_tested_every_week():
+    assert [set(entry) for entry in WORKFLOWS["versions"][True]["schedule"]] == [{"cron"}]
+    (job,) = WORKFLOWS["versions"]["jobs"].values()
+    assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
+    assert job["strategy"]["matrix"] == {"target": ["test-oldest", "test-newest"]}
+
+
+@pytest.mark.parametrize("leg", ["oldest", "newest"])
+def test_both_ends_of_the_versions_run_the_same_tests_without_a_lock(leg: str):
+    make = ["make", "--dry-run", f"test-{leg}", f"PYTHON={sys.executable}", "TORCH_INDEX=https://cpu.example"]
+    said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
+    made, tested = said.split(f".venv-{leg}/bin/python -m pytest tests ")
+    assert "--require-hashes" not in made and ".lock" not in made
+    installs = [line for line in made.splitlines() if " install " in line]
+    assert "--index-url https://cpu.example" in installs[0] and "torch" in installs[0]
+    assert any("--editable ." in line.replace("'", "") for line in installs[1:])
+    assert f".venv-{leg}/bin/python -m pytest labs --nbval-lax" in tested and tested.count("-W default") == 2
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_ci_runs_fixed_actions_that_can_only_read(name: str):
     assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
@@ -238,6 +257,14 @@ def test_every_make_target_is_documented():
     makefile = (ROOT / "Makefile").read_text(encoding="utf8")
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony and set(re.findall(r"^([a-z-]+):.* ## ", makefile, re.MULTILINE)) == set(phony[1].split())
+
+
+def test_make_clean_and_git_know_every_environment():
+    makefile, ignored = ((ROOT / name).read_text(encoding="utf8") for name in ("Makefile", ".gitignore"))
+    made = set(re.findall(r"-m venv (\S+)", makefile))
+    clean = re.search(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
+    assert made == {".venv", ".venv-oldest", ".venv-newest"} and clean
+    assert made <= set(clean[1].split()) and {f"{name}/" for name in made} <= set(ignored.split())
 
 
 def package_files() -> list[Path]:

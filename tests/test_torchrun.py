@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tplab import Trace, torchrun
+from tplab.commands import mesh_of
 
 SCRIPT = """\
 import sys
@@ -75,7 +76,11 @@ def test_a_run_beside_its_forecast(tmp_path: Path, capsys):
     [
         (["--forecast", "model=llama3-8b"], "--forecast needs the hardware: give --cluster, too"),
         (["--cluster", "h100", "--forecast", "llama3-8b"], "--forecast is 'llama3-8b'; give columns of a table"),
-        (["--cluster", "h100", "--forecast", "modl=a"], "the column 'modl' is not read; did you mean 'model'?"),
+        (["--cluster", "h100", "--forecast", "modl=a"], "the column 'modl' is not read; did you mean model?"),
+        (
+            ["--cluster", "h100", "--forecast", "model=llama3-8b,batch=2,sequence=8,cards=2"],
+            "the cluster is given already, so the row cannot say its cards",
+        ),
         (["--cluster", "h100", "--forecast", "model=llama3-8b"], "the row does not say its batch and sequence"),
     ],
 )
@@ -106,7 +111,13 @@ def test_what_it_writes(script: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--nproc-per-node", "gpu"], "--nproc-per-node is 'gpu'; give a whole number"),
+        (
+            ["--nproc-per-node", "many"],
+            "--nproc-per-node is 'many'; give a whole number, 1 or more, or gpu, cpu or auto",
+        ),
+        (["--cluster", "h10"], "no cluster is named 'h10'; did you mean h100"),
+        (["--fabric", "efa-p5"], "--fabric says how a cluster is; give --cluster, too"),
+        (["--cluster", "h100", "--fabric", "efa"], "no fabric is named 'efa'"),
         (["--mesh", "tp"], "write each axis as name=size"),
         (["--mesh", "tp=4", "--nproc-per-node", "3"], "has 4 ranks, but --nproc-per-node 3 on 1 node makes 3"),
         (["--mesh", "tp=4", "--nproc-per-node", "1"], "has 4 ranks, but --nproc-per-node 1 on 1 node makes 1"),
@@ -124,6 +135,40 @@ def test_flags_that_make_no_sense(script: Path, flags: list[str], said: str, cap
     assert said in capsys.readouterr().err
 
 
+def test_a_wrong_cluster_is_refused_before_the_script_is_read(tmp_path: Path, capsys):
+    (tmp_path / "no.py").write_text("raise SystemExit(3)\n")
+    assert torchrun.main(["--cluster", "mars", str(tmp_path / "no.py")]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("tplab.torchrun: no cluster is named 'mars'; there are h100, h200,") and not said.out
+
+
+def test_a_network_is_said_by_flags(script: Path, capsys):
+    shown = []
+    for more in ([], ["--fabric", "ethernet-100g", "--cards", "1", "--gpus-per-node", "2"]):
+        assert torchrun.main(["--nproc-per-node", "4", "--cluster", "h100-measured", *more, str(script)]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "on h100-measured" in shown[0] and shown[0] != shown[1]
+
+
+def test_as_many_ranks_as_the_machine_has(script: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    for gpus, given, said in [
+        (0, "auto", "--nproc-per-node auto: 3, for this machine has 3 CPU cores\n"),
+        (2, "auto", "--nproc-per-node auto: 2, for this machine has 2 GPUs\n"),
+        (1, "gpu", "--nproc-per-node gpu: 1, for this machine has 1 GPU\n"),
+        (2, "cpu", "--nproc-per-node cpu: 3, for this machine has 3 CPU cores\n"),
+    ]:
+        monkeypatch.setattr("tplab.torch.scripts.num_gpus", lambda gpus=gpus: gpus)
+        mesh = mesh_of(given, None, 2)
+        assert capsys.readouterr().out == said
+        assert mesh.size == 2 * int(said.split()[2].rstrip(","))
+    monkeypatch.setattr("tplab.torch.scripts.num_gpus", lambda: 0)
+    assert torchrun.main(["--nproc-per-node", "gpu", str(script)]) == 2
+    assert "'gpu', and this machine has none; give a number" in capsys.readouterr().err
+    assert torchrun.main(["--nproc-per-node", "auto", str(script)]) == 0
+    assert "[rank 2] sum 3.0" in capsys.readouterr().out
+
+
 def test_one_rank_sends_nothing(tmp_path: Path, capsys):
     path = tmp_path / "alone.py"
     path.write_text("x = 1\n")
@@ -136,7 +181,8 @@ def test_torchruns_flags_for_logs_are_accepted(script: Path, capsys):
     assert torchrun.main(["-r", "3", "-t", "3", "--numa-binding", "node", "--shutdown-timeout=9", str(script)]) == 0
     with pytest.raises(SystemExit):
         torchrun.main([])
-    assert "the following arguments are required: script\n" in capsys.readouterr().err
+    said = "tplab.torchrun: the following arguments are required: script (--help lists the flags)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_script_that_is_not_python_shows_its_line(tmp_path: Path, capsys):

@@ -1,6 +1,14 @@
 """`python -m tplab`: which commands there are."""
 
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
 from tplab import __version__
+from tplab.errors import near
+from tplab.parser import Parser
 
 COMMANDS = {
     "python -m tplab.torchrun --nproc-per-node 8 train.py": "run a script for torchrun, unchanged, on simulated ranks",
@@ -8,10 +16,28 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 -m tplab.record train.py": "run it on real ranks, and record what each of them sends",
     "python -m tplab.merge tplab_trace --html run.html": "make one trace, and a page, of what real ranks recorded",
     "python -m tplab.forecast llama3-70b --gpus 256 --batch 1024": "which layout is fastest? why not the others?",
+    "torchrun --nproc-per-node 8 -m tplab.measure --out mine.json": "measure your own cluster, for --cluster mine.json",
 }
 
-if __name__ == "__main__":
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """List the commands. With a command's name, say how it is started, and end with exit code 2."""
     width = max(map(len, COMMANDS))
-    print(f"tplab {__version__}. Its commands; each has --help:\n")
-    print("\n".join(f"  {command:<{width}}   {what}" for command, what in COMMANDS.items()))
-    print("\nIn Python: from tplab.torch import run, or from tplab.jax import run")
+    listed = "\n".join(f"  {command:<{width}}   {what}" for command, what in COMMANDS.items())
+    listed += "\n\nIn Python: from tplab.torch import run, or from tplab.jax import run"
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tplab", "List the commands of tplab.", epilog=listed, formatter_class=form)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments).command
+    if not given:
+        print(f"tplab {__version__}. Its commands; each has --help:\n\n{listed}")
+        return
+    modules = {match[1]: match[0] for command in COMMANDS if (match := re.search(r"-m tplab\.(\w+)", command))}
+    name = given[0].removeprefix("tplab.")
+    if name in modules:
+        parser.refuse(f"{given[0]} is started as python {modules[name]}")
+    parser.refuse(f"there is no command {given[0]!r}{near(name, modules)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -68,6 +68,46 @@ def mesh_from(text: str) -> Mesh:
     return Mesh(**axes)
 
 
+def mesh_of(per_node: str | None, mesh: str | None, num_nodes: int = 1) -> Mesh:
+    """The mesh that --nproc-per-node, --mesh and --nnodes say; without them it has one rank. Raises ValueError."""
+    if mesh is None:
+        return Mesh(world=num_nodes * (1 if per_node is None else ranks_per_node(per_node)))
+    found = mesh_from(mesh)
+    if per_node is None:
+        if found.size % num_nodes:
+            raise ValueError(
+                f"--mesh {mesh} has {found.size} ranks, which {num_nodes} nodes cannot share equally; change "
+                "--mesh or --nnodes"
+            )
+    elif found.size != (number := ranks_per_node(per_node)) * num_nodes:
+        raise ValueError(
+            f"--mesh {mesh} has {found.size} ranks, but --nproc-per-node {number} on {num_nodes} "
+            f"node{'s' * (num_nodes > 1)} makes {number * num_nodes}; leave --nproc-per-node out, or make them agree"
+        )
+    return found
+
+
+def ranks_per_node(text: str) -> int:
+    """The number that --nproc-per-node says. As for torchrun it may be "gpu", "cpu" or "auto": as many as this machine
+    has; with "auto", CPU cores where it has no GPU. Then what was taken is printed. Raises ValueError."""
+    if text not in ("auto", "cpu", "gpu"):
+        return whole(text, "--nproc-per-node", ", or gpu, cpu or auto: as many as this machine has")
+    gpus = 0 if text == "cpu" else _num_gpus()
+    if text == "gpu" and not gpus:
+        raise ValueError(
+            "--nproc-per-node is 'gpu', and this machine has none; give a number: simulated ranks need none"
+        )
+    found, kind = (gpus, "GPU") if gpus else (os.cpu_count() or 1, "CPU core")
+    print(f"--nproc-per-node {text}: {found}, for this machine has {found} {kind}{'s' * (found > 1)}")
+    return found
+
+
+def _num_gpus() -> int:
+    from tplab.torch.scripts import num_gpus
+
+    return num_gpus()
+
+
 def whole(text: str, what: str, why: str = "") -> int:
     """A number of ranks, nodes or the like. Raises ValueError for anything but 1, 2, 3 ..."""
     if not text.strip().isdecimal() or int(text) < 1:

@@ -8,21 +8,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tplab.commands import leave_working_directory_out, mesh_from, whole
-from tplab.mesh import Mesh
+from tplab.commands import leave_working_directory_out, mesh_of, whole
+from tplab.errors import MissingPackageError
+from tplab.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if it is the same model, 1 if it is not, 2 if the two could not be compared."""
     given = _parser().parse_args(arguments)
     try:
-        mesh = _mesh(given)
+        leave_working_directory_out()
+        if given.mesh is None and given.nproc_per_node is None:
+            raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2")
+        mesh = mesh_of(given.nproc_per_node, given.mesh)
         reference, steps = whole(given.reference, "--reference"), whole(given.steps, "--steps")
         if not given.module and not Path(given.script).is_file():
             raise FileNotFoundError(f"there is no script {given.script}")
         if given.html and not Path(given.html).parent.is_dir():
             raise FileNotFoundError(f"--html {given.html}: there is no folder {Path(given.html).parent}")
-        leave_working_directory_out()
         from tplab.torch.checking.same_model import same_model
 
         report = same_model(
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tplab.doctor: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, SyntaxError) as error:
+    except (ValueError, OSError, SyntaxError, MissingPackageError) as error:
         print(f"tplab.doctor: {error}", file=sys.stderr)
         return 2
     print(report)
@@ -53,14 +56,14 @@ _PAGE = '<!doctype html><meta charset="utf8"><title>{}</title><body style="margi
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tplab.doctor",
         description="Run a training script on simulated ranks, and again on one rank, and say what is first wrong: "
         "the quantity, the factor, the line, and its usual cause. Exit code: 0 for the same model, 1 for another "
         "one, 2 if they could not be compared.",
     )
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks; or give --mesh")
+    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks, or gpu, cpu, auto; or give --mesh")
     add("--mesh", metavar="dp=2,tp=2", help="axes of the mesh, for programs that use tplab's")
     add("--reference", default="1", metavar="N", help="ranks of the run to compare with (default: 1)")
     add("--reference-args", default="", metavar="'--batch-size 32'", help="added to the reference's arguments")
@@ -72,18 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     add("script", help="the script, or with -m the name of a module")
     add("args", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     return parser
-
-
-def _mesh(given: argparse.Namespace) -> Mesh:
-    """The mesh to run on. Raises ValueError."""
-    if given.mesh is None and given.nproc_per_node is None:
-        raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2")
-    if given.mesh is None:
-        return Mesh(world=whole(given.nproc_per_node, "--nproc-per-node"))
-    mesh = mesh_from(given.mesh)
-    if given.nproc_per_node is not None and whole(given.nproc_per_node, "--nproc-per-node") != mesh.size:
-        raise ValueError(f"--mesh {given.mesh} has {mesh.size} ranks, and --nproc-per-node is {given.nproc_per_node}")
-    return mesh
 
 
 if __name__ == "__main__":

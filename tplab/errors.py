@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 REPOSITORY = "https://github.com/tplab/tplab"
@@ -93,6 +94,13 @@ def one_of(name: str, given: str, choices: Sequence[str]) -> None:
     """Raise ValueError if `given`, which the caller knows as `name`, is not one of the choices."""
     if given not in choices:
         raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")
+
+
+def near(given: str, choices: Iterable[str]) -> str:
+    """The end of a sentence that says that nothing is called so: what may be meant, or what there is."""
+    known = [*choices]
+    found = get_close_matches(given.lower(), known, 3)
+    return f"; did you mean {' or '.join(found)}?" if found else f"; there are {', '.join(known)}"
 
 
 class CrossedOrderWarning(UserWarning):

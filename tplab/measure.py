@@ -14,11 +14,12 @@ from tplab.cost import NAMED, THIS_LAPTOP, Cluster, find
 from tplab.cost.own import Row, fit_cluster, read_tables, save
 from tplab.cost.own.fit import Own
 from tplab.errors import TplabError
+from tplab.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or read, fit, print what was predicted beside what was measured, and write the file."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchrun [...] -m tplab.measure",
         description="Measure collectives, messages and matmuls on these ranks, and write a file that is accepted "
         "wherever a cluster's name is. With --nccl-tests, read what nccl-tests printed instead, without torchrun.",

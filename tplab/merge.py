@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from tplab.commands import add_flags, check_files, mesh_from, write_files
 from tplab.errors import TplabError
+from tplab.parser import Parser
 from tplab.trace import merge, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if the files belong to one run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tplab.merge",
         description="Make one trace of what tplab.torch.record has written down on each rank of a real run.",
     )

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out
+from tplab.errors import MissingPackageError
+from tplab.parser import Parser
 from tplab.trace.recorded.rank_file import FOLDER
 
 
 def main() -> None:
     """Run the script in this process, which is one rank of the run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchrun [...] -m tplab.record",
         description="Run a script for torchrun as it is, and write down what each rank sends.",
     )
@@ -24,9 +26,12 @@ def main() -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     given = parser.parse_args()
     if not given.module and not Path(given.script).is_file():
-        parser.error(f"there is no script {given.script}")
+        parser.refuse(f"there is no script {given.script}")
     leave_working_directory_out()
-    from tplab.torch.record.recording import start
+    try:
+        from tplab.torch.record.recording import start
+    except MissingPackageError as error:
+        parser.refuse(error)
 
     sys.argv = [given.script, *given.args]
     start(given.to)

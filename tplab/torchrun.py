@@ -14,14 +14,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_from, whole, write_files
-from tplab.cost import find
+from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_of, whole, write_files
+from tplab.cost import Cluster
 from tplab.errors import CrossedOrderWarning, RankError, TplabError
 from tplab.forecast import Forecast
 from tplab.forecast.beside import beside
+from tplab.forecast.clusters import COLUMNS, flagged
+from tplab.forecast.clusters import add_flags as add_cluster_flags
 from tplab.forecast.plan import AXES
 from tplab.forecast.rows import forecast_row, unread
 from tplab.mesh import Mesh
+from tplab.parser import Parser
 from tplab.trace import summary
 
 if TYPE_CHECKING:
@@ -53,7 +56,6 @@ _ONLY_REAL = (
     "shutdown-timeout",
 )
 _FORECAST = "model=llama3-8b,batch=64,sequence=4096,zero=0"
-_SIMULATED = " (simulated ranks need no GPUs to count)"
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
 
@@ -61,15 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if the script finished on every rank. With --check-copies, 1 if copies differ, and 2 if there
     are none."""
     given = _parser().parse_args(arguments)
+    leave_working_directory_out()
     try:
-        mesh, num_nodes = _mesh(given)
+        cluster = flagged(given) if any(getattr(given, name) is not None for name in COLUMNS) else None
+        num_nodes = whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
+        mesh = mesh_of(given.nproc_per_node, given.mesh, num_nodes)
         _check_files(given)
-        planned = _planned(given, mesh)
+        planned = _planned(given, mesh, cluster)
+        from tplab.torch.scripts import Script
     except (ValueError, OSError, TplabError) as error:
         return _refuse(error)
-    leave_working_directory_out()
-    from tplab.torch.scripts import Script
-
     watch = _watch(mesh) if given.check_copies else None
     try:
         warnings.simplefilter("ignore", CrossedOrderWarning)  # the summary says them
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = Script(given.script, given.args, module=given.module).run(
                 mesh,
                 num_nodes=num_nodes,
-                cluster=given.cluster,
+                cluster=cluster,
                 clock=given.clock,
                 seed=given.seed,
                 device=given.device,
@@ -125,16 +128,21 @@ def _watch(mesh: Mesh) -> Watch:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tplab.torchrun",
         description="Run a script that was written for torchrun on simulated ranks, and report what it sent. "
         "torchrun's flags for rendezvous, restarts and logs are accepted and have no effect.",
     )
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks per node (default: 1)")
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="N",
+        help="simulated ranks per node, or gpu, cpu, auto (default: 1)",
+    )
     add("--nnodes", default="1", metavar="N", help="number of nodes (default: 1)")
     add("--mesh", metavar="dp=2,tp=4", help="axes of the mesh: they name the groups of ranks in the output")
-    add("--cluster", metavar="h100", help="hardware to model: h100, a100, b200, h100-measured, laptop, ...")
+    add_cluster_flags(parser)
     add("--forecast", metavar=_FORECAST, help="what a step takes by tplab.forecast, and its bytes beside the run's")
     add("--clock", choices=("modelled", "measured"), help="measured: time the ranks' computing on this machine")
     add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
@@ -152,32 +160,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh(given: argparse.Namespace) -> tuple[Mesh, int]:
-    """The mesh to run on and the number of nodes. Raises ValueError."""
-    num_nodes = whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
-    per_node = whole("1" if given.nproc_per_node is None else given.nproc_per_node, "--nproc-per-node", _SIMULATED)
-    if given.mesh is None:
-        return Mesh(world=per_node * num_nodes), num_nodes
-    mesh = mesh_from(given.mesh)
-    if given.nproc_per_node is None:
-        if mesh.size % num_nodes:
-            raise ValueError(
-                f"--mesh {given.mesh} has {mesh.size} ranks, which {num_nodes} nodes cannot share equally; change "
-                "--mesh or --nnodes"
-            )
-    elif mesh.size != per_node * num_nodes:
-        raise ValueError(
-            f"--mesh {given.mesh} has {mesh.size} ranks, but --nproc-per-node {per_node} on {num_nodes} "
-            f"node{'s' * (num_nodes > 1)} makes {per_node * num_nodes}; leave --nproc-per-node out, or make them agree"
-        )
-    return mesh, num_nodes
-
-
-def _planned(given: argparse.Namespace, mesh: Mesh) -> Forecast | None:
+def _planned(given: argparse.Namespace, mesh: Mesh, cluster: Cluster | None) -> Forecast | None:
     """The forecast that --forecast asks for. Raises ValueError or TplabError."""
     if given.forecast is None:
         return None
-    if given.cluster is None:
+    if cluster is None:
         raise ValueError("--forecast needs the hardware: give --cluster, too")
     row = dict(pair.partition("=")[::2] for pair in given.forecast.replace(",", " ").split())
     if not row or not all(row.values()):
@@ -185,7 +172,7 @@ def _planned(given: argparse.Namespace, mesh: Mesh) -> Forecast | None:
     axes = {name: str(size) for name, size in mesh.shape.items() if name in AXES}
     if sentences := unread(row):
         raise ValueError(f"--forecast: {sentences[0]}")
-    return forecast_row({"gpus": str(mesh.size), **axes, **row}, find(given.cluster))[1]
+    return forecast_row({"gpus": str(mesh.size), **axes, **row}, cluster)[1]
 
 
 def _check_files(given: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from tplab.forecast import Model, Plan, measured
 from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import ON_B200, Run
 from tplab.forecast.memory import memory, peak_bytes, room
-from tplab.forecast.messages import collective, on_runs, sent_once
+from tplab.forecast.messages import price, sent_once
 from tplab.forecast.stacks import STACKS, constants
 
 PAGE = Path(__file__).parent.parent / "docs" / "forecast.md"
@@ -32,9 +32,9 @@ INTRODUCTION = """\
 exist: matmuls and collectives of [the measured clock](clock.md), a pipeline that is simulated with its own schedule,
 gradients and parameters of data parallelism and ZeRO, the optimizer, and the host. None of these
 parts is fitted to training steps. What is fitted is one factor per stack (a library that trains models), for nanotron
-what the host takes per layer (with few tokens per GPU, GPUs wait for Python), and one factor for the B200. They are
-fitted to the rows that are marked so below. FSDP's factor is fitted to one row, which therefore says nothing about its
-error. "Never fitted" are rows of papers that no fit has seen.
+what the host takes per layer (with few tokens per GPU, GPUs wait for Python), and one factor for a B200 in 16 bit.
+They are fitted to the rows that are marked so below. FSDP's factor is fitted to one row, which therefore says nothing
+about its error. "Never fitted" are rows of papers that no fit has seen.
 
 A third of the runs, always the same, is left out of the fit. `python -m benchmarks.fit.steps` does it again. Every
 forecast has an interval: nine of ten of the runs that were fitted are within.
@@ -62,8 +62,9 @@ LIMITS = """\
 - The network of "h100-measured" is the one that the playbook's cluster had: not its mean at 256 MB, but the upper edge
   of the band of single runs, with which the runs on 16 nodes agree. A cluster with a better network is faster.
 - One run of FSDP is among the rows, and six of DeepSpeed, of 2021. The factor of DeepSpeed is Megatron's.
-- Nobody has published the matmuls of a B200: its computing takes as much longer than the clock says as four runs took.
-- Matmuls in FP8 count as reaching the same share of their peak as those in bfloat16.
+- On a B200 in 16 bit, computing takes as much longer than its kernels one by one as it did in four runs. In FP8 nobody
+  has published such a run of a dense model, and its kernels count as they were measured.
+- What converts numbers to FP8 is not counted.
 - Experts are counted as if tokens were spread equally, and as if their kernels ran in one launch. Neither the host's
   work for them is counted, nor the conversion of their inputs to FP8.
 - Small kernels that run one by one wait for their launches. On simulated ranks of "h100-measured", a step of tplab's
@@ -112,7 +113,8 @@ def _constants() -> str:
             lines.append([name, f"{stack.factor:.2f}", host, f"{stack.low:.2f} to {stack.high:.2f}"])
     head = ["stack", "factor", "host, per layer and microbatch", "interval, times the forecast"]
     chips = " ".join(
-        f"On a {n}, computing takes {by:.2f} times what the clock says." for n, by in constants()["chips"].items()
+        f"On a {n} in 16 bit, computing takes {by:.2f} times what the clock says."
+        for n, by in constants()["chips"].items()
     )
     return f"## The constants\n\n{_table(head, lines)}\n{chips}\n"
 
@@ -170,8 +172,8 @@ def _experts() -> str:
     share = 100 * steps[0].parts["ep"] / steps[0].seconds
     once = sent_once(large[new].model.experts_per_token, large[new].plan.ep // 8)
     every = steps[1].seconds + steps[1].parts["ep"] * (1 / once - 1)
-    network, sent = on_runs(find("h100-measured")), ((7_569_408, 118), (14_680_064, 195))
-    slower = [collective(network, "all_to_all", size, tuple(range(16))) * 1e6 / us for size, us in sent]
+    network, sent = find("h100-measured", fabric="infiniband-ndr"), ((7_569_408, 118), (14_680_064, 195))
+    slower = [price(network, "all_to_all", size, tuple(range(16))).seconds * 1e6 / us for size, us in sent]
     return f"""\
 ## Mixtures of experts
 

@@ -13,7 +13,8 @@ from labs.source import course
 from tplab.cost import activation_bytes, bytes_sent
 from tplab.data.zero import bytes_per_parameter
 from tplab.forecast import Model, Plan, forecast
-from tplab.forecast.memory import in_flight, memory
+from tplab.forecast.memory import memory
+from tplab.forecast.pipelines import in_flight
 from tplab.forecast.traffic import bytes_by_axis
 from tplab.schedules import Costs, interleaved_1f1b, one_f_one_b, simulate
 from tplab.sequence import AttentionMask, TokenLayout, attention_bytes, efficiency, tokens_to_hide_hop

@@ -17,22 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fit import attention
+from benchmarks.fit import attention, matmuls
 from benchmarks.fit.least import Array, least, print_errors, rounded, summary, third, write
-from benchmarks.fit.tables import Matmul, matmuls, prompts
+from benchmarks.fit.tables import prompts
 from tplab.cost.attention import Attention
-from tplab.cost.chip import Chip
-from tplab.cost.data_sheets import A100, H100
 from tplab.cost.fabric import Error
-from tplab.cost.kernels import Kernels, Shared
-from tplab.cost.measured import CONSTANTS, MULTIPROCESSORS, Collective, collectives
+from tplab.cost.measured import CONSTANTS, Collective, collectives, kernels_of
 from tplab.cost.nccl import Nccl, Ratios
 
 MIB = 2.0**20
-CHIPS = {"a100": A100, "h100": H100}
 KINDS = ("a100", "b200", "h100")
 _OWN = ("start", "hop", "middle", "large", "ramp", "bandwidth", "in_switch")
-_KERNELS = ("flops", "bandwidth", "load", "finish")
 _RATIOS = tuple(name for name in Ratios._fields if name != "peer_ramp")
 _SWITCHES = [MIB * size for size in (0.5, 0.75, 1.1, 1.6, 2.2, 3.2, 4.5, 6.4, 9.0)]
 _BEGIN = {
@@ -94,51 +89,12 @@ def _off(nccl: Nccl, rows: Sequence[Collective]) -> Array:
     return np.log([nccl.taken(row.op, row.bytes, row.gpus).seconds / row.seconds for row in rows])
 
 
-# ------------------------------------------------------------------------------------------------------------ matmuls
-
-
-def fit_matmuls(rows: Mapping[str, Sequence[Matmul]]) -> dict[str, Kernels]:
-    kinds = sorted(rows)
-    begin = np.log([*(0.85, 0.8, 1e11, 3e-6 / 32768) * len(kinds), 2.5e-6, 2.5e-6, 0.5])
-    tables = {kind: np.array([row[:3] for row in rows[kind]], float).T for kind in kinds}
-    taken = {kind: np.array([row.seconds for row in rows[kind]]) for kind in kinds}
-
-    def made(theta: Array) -> dict[str, Kernels]:
-        shared = Shared(*np.exp(theta[-3:]).tolist())
-        parts = {kind: np.exp(theta[4 * i : 4 * i + 4]).tolist() for i, kind in enumerate(kinds)}
-        return {kind: _kernels(kind, dict(zip(_KERNELS, parts[kind])), shared) for kind in kinds}
-
-    def residuals(theta: Array) -> Array:
-        off: list[Array] = []
-        for kind, kernels in made(theta).items():
-            m, n, k = tables[kind]
-            chip = CHIPS[kind]
-            off.append(np.log(kernels.matmul_seconds(m, n, k, 2, chip.peak("bfloat16"), chip.memory_bandwidth)))
-            off[-1] -= np.log(taken[kind])
-        return np.concatenate(off)
-
-    return made(least(residuals, begin, 0.08, shares=[4 * i + j for i in range(len(kinds)) for j in (0, 1)])[1])
-
-
-def _kernels(kind: str, values: Mapping[str, float], shared: Shared) -> Kernels:
-    multiprocessors, cache = MULTIPROCESSORS[kind]
-    own: dict[str, Any] = dict(values)
-    return Kernels(**own, multiprocessors=multiprocessors, cache=cache, shared=shared)
-
-
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
 def collective_errors(rows: Sequence[Collective], fitted: Mapping[str, Nccl]) -> list[float]:
     """predicted / measured - 1, for each row."""
     return [fitted[row.gpu].taken(row.op, row.bytes, row.gpus).seconds / row.seconds - 1 for row in rows]
-
-
-def matmul_errors(rows: Sequence[Matmul], kernels: Kernels, chip: Chip) -> list[float]:
-    table = np.array(rows, float).T
-    m, n, k = table[:3]
-    seconds = kernels.matmul_seconds(m, n, k, 2, chip.peak("bfloat16"), chip.memory_bandwidth)
-    return (seconds / table[3] - 1).tolist()
 
 
 def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
@@ -158,15 +114,7 @@ def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
             for row, error in zip(left_out, collective_errors(left_out, fitted)):
                 off[row.gpu].append(error)
         found[name] = {"collectives": {kind: summary(errors) for kind, errors in off.items()}}
-    tables = {kind: matmuls(kind) for kind in CHIPS}
-    off = {kind: [] for kind in CHIPS}
-    for part in range(3):
-        seen = {kind: [row for i, row in enumerate(table) if third(i, 0) != part] for kind, table in tables.items()}
-        kernels = fit_matmuls(seen)
-        for kind, table in tables.items():
-            left_out = [row for i, row in enumerate(table) if third(i, 0) == part]
-            off[kind] += matmul_errors(left_out, kernels[kind], CHIPS[kind])
-    found["thirds"]["matmuls"] = {kind: summary(errors) for kind, errors in off.items()}
+    found["thirds"] |= matmuls.hold_out()
     found["thirds"]["attention"] = attention.hold_out()
     return found
 
@@ -174,14 +122,12 @@ def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
 def fit_all() -> dict[str, Any]:
     """All constants, as they are written."""
     fitted = fit_collectives(collectives())
-    kernels = fit_matmuls({kind: matmuls(kind) for kind in CHIPS})
     ratios = next(iter(fitted.values())).ratios._asdict()
     del ratios["peer_ramp"]
     return {
         "nccl": {kind: {name: rounded(getattr(of, name)) for name in (*_OWN, "switch")} for kind, of in fitted.items()},
         "ratios": {name: rounded(value) for name, value in ratios.items()},
-        "kernels": {kind: {name: rounded(getattr(k, name)) for name in _KERNELS} for kind, k in kernels.items()},
-        "shared": {name: rounded(value) for name, value in kernels["h100"].shared._asdict().items()},
+        **matmuls.found_all(),
         **attention.found_all(),
     }
 
@@ -206,10 +152,12 @@ def _print_seen(found: Mapping[str, Any]) -> None:
     fitted = {kind: Nccl(**values, ratios=ratios) for kind, values in found["nccl"].items()}
     off = dict(zip(collectives(), collective_errors(collectives(), fitted)))
     print_errors("collectives, fitted", {k: summary([e for row, e in off.items() if row.gpu == k]) for k in KINDS})
-    shared = Shared(**found["shared"])
-    for kind, values in found["kernels"].items():
-        kernels = _kernels(kind, values, shared)
-        print_errors("matmuls, fitted", {kind: summary(matmul_errors(matmuls(kind), kernels, CHIPS[kind]))})
+    for kind in matmuls.CHIPS:
+        kernels = kernels_of(kind, found)
+        print_errors("matmuls, fitted", {kind: summary(matmuls.matmul_errors(kind, kernels))})
+        if kind in matmuls.IN_8_BIT:
+            fitted = kernels, matmuls.Conversion(**found["converted"][kind])
+            print_errors("matmuls in 8 bit, fitted", {kind: summary(matmuls.errors_in_8_bit(kind, fitted))})
     for kind, written in found["written"].items():
         fitted = Attention(**found["attention"][kind][-1]), written
         errors = attention.attention_errors(prompts(kind), fitted).tolist()

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from tplab.cost.fabric import Error
+from tplab.cost.own.least import Array, least
+
+__all__ = ["Array", "least", "print_errors", "rounded", "summary", "third", "write"]
 
 
 def summary(errors: Sequence[float]) -> Error:

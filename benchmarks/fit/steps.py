@@ -3,9 +3,9 @@
     python -m benchmarks.fit.steps            fit, and print constants and errors
     python -m benchmarks.fit.steps --write    and write the constants to tplab/forecast/measured/constants.json
 
-Fitted are two numbers of nanotron (factor and host), one of Megatron, one of FSDP, and one of the B200, whose matmuls
-nobody has measured. A third of nanotron's and Megatron's runs, always the same, is left out, and its errors are printed
-apart. Logarithms of constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
+Fitted are two numbers of nanotron (factor and host), one of Megatron, one of FSDP, and one of a B200 in 16 bit. A third
+of nanotron's and Megatron's runs, always the same, is left out, and its errors are printed apart. Logarithms of
+constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
 """
 
 from __future__ import annotations

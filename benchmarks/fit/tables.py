@@ -12,7 +12,7 @@ ROWS = Path(__file__).parent / "rows"
 
 
 class Matmul(NamedTuple):
-    """[m, k] @ [k, n] in bfloat16."""
+    """[m, k] @ [k, n] in bfloat16, or in FP8 after the left matrix was converted from bfloat16."""
 
     m: int
     n: int
@@ -33,9 +33,9 @@ class Prompt(NamedTuple):
 
 
 @cache
-def matmuls(gpu: str) -> tuple[Matmul, ...]:
-    """`gpu`: "h100" or "a100"."""
-    rows = read(ROWS / f"matmul_{gpu}.csv")
+def matmuls(gpu: str, bits: int = 16) -> tuple[Matmul, ...]:
+    """`gpu`: "a100", "h100" or "b200"; in 8 bit only the last two."""
+    rows = read(ROWS / (f"matmul_{gpu}.csv" if bits == 16 else f"matmul_{gpu}_8bit.csv"))
     return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
 
 

@@ -291,7 +291,7 @@ def test_the_command(script: Path, tmp_path: Path, capsys):
     [
         ([], "give --nproc-per-node 4, or --mesh dp=2,tp=2"),
         (["--nproc-per-node", "two"], "give a whole number"),
-        (["--nproc-per-node", "3", "--mesh", "dp=2"], "has 2 ranks, and --nproc-per-node is 3"),
+        (["--nproc-per-node", "3", "--mesh", "dp=2"], "has 2 ranks, but --nproc-per-node 3 on 1 node makes 3"),
         (["--nproc-per-node", "2", "--reference", "3"], "it has no more ranks"),
     ],
 )

@@ -62,7 +62,7 @@ def clocked(programs: list[list[Op]], cluster: Cluster = SWITCH, order: list[int
                 place[rank] += 1
     for rank in lanes:
         ends[rank] = log.add(rank, MARK, 0.0)
-    start, end = Lanes(log, Links(cluster)).times()
+    start, end, _ = Lanes(log, Links(cluster)).times()
     spans = {name: (float(start[entry]), float(end[entry])) for name, entry in entries.items()}
     return spans | {f"end {rank}": (float(end[entry]), float(end[entry])) for rank, entry in ends.items()}
 
@@ -147,7 +147,7 @@ def test_threads_of_a_rank_compute_one_at_a_time_in_the_order_of_time():
     work.append(log.add(first, COMPUTE, 1.0))
     joined = log.add(other, MARK, 0.0)
     last = log.add(first, AFTER, joined)
-    start, end = Lanes(log, Links(UNITS)).times()
+    start, end, _ = Lanes(log, Links(UNITS)).times()
     assert [(start[entry], end[entry]) for entry in work] == [(0, 2), (2, 5), (6, 7), (5, 6)]
     assert end[last] == 7
 
@@ -259,5 +259,5 @@ def test_threads_of_a_rank_are_slowed_one_at_a_time():
     for lane in (first, peer):
         log.add(lane, ISSUE, number, form)
     work = [log.add(first, COMPUTE, 1.0), log.add(other, COMPUTE, 1.0), log.add(first, COMPUTE, 1.0)]
-    start, end = Lanes(log, Links(replace(UNITS, communication_share=0.5))).times()
+    start, end, _ = Lanes(log, Links(replace(UNITS, communication_share=0.5))).times()
     assert [(start[entry], end[entry]) for entry in work] == [(0, 2), (2, 4), (4, 5)]

@@ -9,8 +9,11 @@ from tplab.cost.activations import activation_bytes
 from tplab.forecast import Model, Plan
 from tplab.forecast.activations import layer_tensors
 from tplab.forecast.measured import ON_B200
-from tplab.forecast.memory import in_flight, memory, peak_bytes
+from tplab.forecast.memory import memory, peak_bytes
+from tplab.forecast.pipelines import in_flight
+from tplab.forecast.plan import takes_virtual
 from tplab.models.gpt import GPTConfig
+from tplab.schedules import RULES
 from tplab.schedules.simulation import peak_activations
 
 
@@ -23,14 +26,14 @@ def test_megatron_on_b200_allocated_as_much(tp: int, pp: int, dp: int):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("flash", [False, True])
-def test_a_layer_keeps_what_korthikanti_counts(parallel: bool, flash: bool):
+@pytest.mark.parametrize("attention", ["unfused", None])
+def test_a_layer_keeps_what_korthikanti_counts(parallel: bool, attention: str | None):
     """Beside one number per row of each norm and of the scores."""
     model = Model.find("megatron-22b")
-    plan = Plan(tp=8, microbatch=4, sequence_parallel=parallel, flash=flash, dtype="float16")
+    plan = Plan(tp=8, microbatch=4, sequence_parallel=parallel, attention=attention, dtype="float16")
     tensors = layer_tensors(model, plan, 2048)
     small = sum(bytes for name, bytes in tensors.items() if name in ("statistics of the norms", "sums of the scores"))
-    expected = activation_bytes(2048, 4, 6144, 64, 8, sequence_parallel=parallel, scores=not flash)
+    expected = activation_bytes(2048, 4, 6144, 64, 8, sequence_parallel=parallel, scores=not plan.flash)
     assert sum(tensors.values()) - small == expected
 
 
@@ -50,8 +53,14 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_holds(
     schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(microbatches)
     found = in_flight(rule, ranks, virtual, microbatches)
     assert [max(sum(counts) / virtual for _, counts in rank) for rank in found] == peak_activations(schedule).tolist()
-    many = in_flight(rule, ranks, virtual, 20 * ranks)
-    assert many == in_flight(rule, ranks, virtual, 40 * ranks) or rule == "gpipe"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_of_many_microbatches_as_many_are_in_flight_as_the_schedule_holds(rule: str):
+    virtual = 2 if takes_virtual(rule) else 1
+    schedule = Plan(pp=4, virtual=virtual, schedule=rule).rule(36)
+    held = [max(sum(counts) for _, counts in rank) for rank in in_flight(rule, 4, virtual, 36)]
+    assert held == (peak_activations(schedule) * schedule.stages_per_rank).tolist()
 
 
 def test_bytes_per_parameter_are_those_of_zero():

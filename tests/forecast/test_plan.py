@@ -55,7 +55,7 @@ REFUSED = {
     "tp=16 does not divide 8 key and value heads": Plan(tp=16),
     "ep=2, but llama3-70b has no experts": Plan(ep=2, dp=2),
     "dp x microbatch = 8 x 3 = 24 does not divide a batch of 64": Plan(dp=8, microbatch=3),
-    "80 layers cannot fill pp x virtual = 96 stages": Plan(pp=32, virtual=3),
+    "80 layers, the embedding and the head cannot fill pp x virtual = 96 stages": Plan(pp=32, virtual=3),
     "virtual=2 stages per rank need a pipeline": Plan(virtual=2),
     "zb_h1 has 1 stages per rank, not virtual=2": Plan(pp=2, virtual=2, schedule="zb_h1"),
     "cp x tp = 24 ranks cannot share a sequence of 4096 tokens": Plan(tp=8, cp=3, sequence_parallel=True),
@@ -82,7 +82,21 @@ def test_a_plan_that_is_possible_is_not_refused():
     assert str(plan) == "dp 8, tp 8, pp 4, microbatch 1, 1f1b, ZeRO 1, sequence parallel, selective recomputation"
 
 
+def test_what_the_stack_would_choose_can_be_said():
+    plan = Plan(attention="flash3", compiled=False, state_dtype="bfloat16")
+    assert str(plan) == "microbatch 1, FlashAttention 3, not compiled, states in bfloat16"
+    assert str(Plan(attention="unfused", compiled=True)) == "microbatch 1, unfused attention, compiled"
+    assert len({plan, Plan(), Plan(attention="flash3"), Plan(compiled=False), Plan(state_dtype="bfloat16")}) == 5
+    assert [Plan(attention=name).flash for name in (None, "flash2", "flash3", "unfused")] == [True, True, True, False]
+
+
 def test_nonsense_is_refused_at_once():
+    with pytest.raises(ValueError, match="attention is 'flash4'; it must be one of flash2, flash3, unfused"):
+        Plan(attention="flash4")
+    with pytest.raises(ValueError, match="state_dtype is 'float8'; it must be one of float32, bfloat16"):
+        Plan(state_dtype="float8")
+    with pytest.raises(PlanError, match="compiled is 'yes'; it is True, False, or None"):
+        Plan(compiled="yes")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="dp is 0; it is a whole number, 1 or more"):
         Plan(dp=0)
     with pytest.raises(PlanError, match="no schedule is called 'zigzag'; there are 1f1b, interleaved, afab, naive"):

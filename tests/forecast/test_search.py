@@ -10,14 +10,24 @@ import pytest
 from tplab.cost import find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
-from tplab.forecast.grid import grids
-from tplab.forecast.memory import peak_bytes, usable_bytes
+from tplab.forecast.memory import peak_bytes, room, usable_bytes
 from tplab.forecast.plan import divisors
-from tplab.forecast.search import SCHEDULES, _fields, _layouts
+from tplab.forecast.ranking import Ranking
+from tplab.forecast.search import _fields, _layouts, blocks
 from tplab.forecast.stacks import find_stack
 from tplab.forecast.step import step
 
 SMALL = Model(layers=6, hidden=384, heads=6, vocab=3000, name="small")
+
+
+def possible_ways(pp: int) -> list[tuple[str, int]]:
+    """Every schedule. Where a rank has several stages, as many as 6 layers can fill, or 8 with the two ends."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    found = [(name, 1) for name in ("naive", "1f1b", "gpipe", "zb_h1", "zb_h2", "chimera", "dualpipe")]
+    found += [(name, 1) for name in ("zb_v", "v_half", "v_min", "dualpipe_v") if 2 * pp in (4, 6, 8)]
+    several = ("1f1b", "looped_bfs", "interleaved_zb", "hanayo")
+    return found + [(name, v) for name in several for v in (2, 3, 4) if pp * v in (4, 6, 8)]
 
 
 def by_hand(model: Model, gpus: int, batch: int, sequence: int) -> set[Plan]:
@@ -30,10 +40,7 @@ def by_hand(model: Model, gpus: int, batch: int, sequence: int) -> set[Plan]:
                 for microbatch in divisors(batch):
                     for zero in range(4) if dp * cp > 1 else (0,):
                         for recompute in ("none", "full"):
-                            ways = [(name, 1) for name in SCHEDULES] if pp > 1 else [("1f1b", 1)]
-                            if pp > 1 and model.layers % pp == 0:
-                                ways += [("1f1b", v) for v in divisors(model.layers // pp) if v > 1]
-                            for schedule, virtual in ways:
+                            for schedule, virtual in possible_ways(pp):
                                 plan = Plan(
                                     dp=dp,
                                     tp=tp,
@@ -79,19 +86,16 @@ def test_the_best_comes_first_and_is_forecast_as_by_itself():
         ("llama3-8b", 16, 64, 8192, "fsdp"),
     ],
 )
-def test_formulas_say_what_simulation_and_count_say(model: str, gpus: int, batch: int, sequence: int, stack: str):
+def test_all_plans_together_are_timed_as_each_by_itself(model: str, gpus: int, batch: int, sequence: int, stack: str):
     of, cluster, library = Model.find(model), find("h100-measured"), find_stack(stack)
     layouts = list(_layouts(of, replace(Plan(), **_fields(library, cluster)), gpus, batch, sequence, Counter()))
-    blocks = grids(of, layouts, cluster, batch, sequence, library, SCHEDULES)
-    draw, off, heavier = np.random.default_rng(0), [], []
-    for _ in range(40):
-        block = blocks[int(draw.integers(len(layouts)))]
-        place = int(draw.choice(np.flatnonzero(np.isfinite(block.seconds.ravel()))))
-        plan = block.plan(place)
-        off.append(block.seconds.flat[place] / step(of, plan, cluster, batch, sequence, library).seconds - 1)
-        heavier.append(block.held.flat[place] / peak_bytes(of, plan, batch, sequence, library) - 1)
-    assert np.median(np.abs(off)) < 0.001 and np.quantile(np.abs(off), 0.9) < 0.02
-    assert np.median(np.abs(heavier)) < 0.001 and np.quantile(np.abs(heavier), 0.9) < 0.03
+    ranking = Ranking(blocks(of, layouts, cluster, batch, sequence, library), room(cluster.chip, library))
+    possible, off = np.flatnonzero(np.isfinite(ranking.seconds)), []
+    for index in np.random.default_rng(0).choice(possible, 60, replace=False).tolist():
+        plan = ranking.at(index)
+        off.append(ranking.seconds[index] / step(of, plan, cluster, batch, sequence, library).seconds - 1)
+        assert ranking.held[index] == peak_bytes(of, plan, batch, sequence, library)
+    assert np.quantile(np.abs(off), 0.9) < 1e-9 and max(np.abs(off)) < 0.02
 
 
 def test_what_does_not_fit_is_not_found_and_is_counted():
@@ -142,3 +146,17 @@ def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
             assert any(everything[twin] in shown for twin in np.flatnonzero(twins))
     assert shown[0] == everything[int(np.argmin(np.where(near, seconds, np.inf)))]
     assert len(found.notable(20)) == 20
+
+
+def test_without_a_cluster_and_a_sequence_they_are_those_of_the_command():
+    found = plans("llama3.2-1b", gpus=2, batch=4, exact=1)
+    assert (found[0].cluster.name, found[0].sequence) == ("h100-measured", 4096)
+
+
+def test_what_is_chosen_every_plan_has():
+    found = plans("llama3.2-1b", gpus=2, batch=4, exact=2, attention="unfused", compiled=True, state_dtype="bfloat16")
+    assert {(one.plan.attention, one.plan.compiled, one.plan.state_dtype) for one in found} == {
+        ("unfused", True, "bfloat16")
+    }
+    with pytest.raises(PlanError, match="a search cannot be given tp; it takes attention, compiled, state_dtype"):
+        plans("llama3.2-1b", gpus=2, batch=4, tp=2)

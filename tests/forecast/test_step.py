@@ -11,9 +11,11 @@ from tplab.forecast import Model, Plan
 from tplab.forecast.layers import Layer, layer_seconds, local
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
+from tplab.forecast.pipelines import Shape, makespans
+from tplab.forecast.plan import few, takes_virtual
 from tplab.forecast.stacks import find_stack
-from tplab.forecast.step import pipeline_seconds, step
-from tplab.schedules import Costs, simulate
+from tplab.forecast.step import step
+from tplab.schedules import RULES, Costs, simulate
 
 SMALL = Model(layers=8, hidden=64, heads=8, vocab=256)
 # Only matmuls take time: 1 TFLOP/s, memory and links of no cost
@@ -22,7 +24,7 @@ IDEAL = replace(find_stack("tplab"), name="ideal")
 
 
 def test_where_only_matmuls_take_time_a_step_takes_its_flops():
-    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, flash=False)
+    plan = Plan(dp=2, tp=2, pp=2, microbatch=2, attention="unfused")
     took = step(SMALL, plan, MATMULS, 16, 128, IDEAL)
     norms, words = 64 * (2 * 8 + 1), 64 * 256  # no matmul has the norms, nor the embedding
     head = 6 * words
@@ -44,26 +46,23 @@ def test_parts_add_up(stack: str, recompute: str):
     assert (took.parts["recompute"] > 0) == (recompute == "full")  # fused attention computes scores again anyhow
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(pp=4),
-        Plan(pp=3, virtual=2),
-        Plan(pp=4, schedule="zb_h1"),
-        Plan(pp=4, schedule="gpipe"),
-        Plan(pp=4, schedule="zb_v"),
-        Plan(pp=4, schedule="dualpipe"),
-    ],
-    ids=lambda plan: f"{plan.rule_name} {plan.pp}",
-)
-def test_from_a_few_rounds_on_each_microbatch_takes_what_the_busiest_rank_does(plan: Plan):
-    count, send = 12 * plan.pp, 0.1
-    numbers = range(plan.rule(2 * plan.pp).num_stages)
-    stages = {n: Layer(1.0 + 0.01 * n, 2.0 + (n == len(numbers) - 1)) for n in numbers}
-    forward, backward = (np.array([part[i] for part in stages.values()]) for i in (0, 1))
-    costs = Costs(forward, backward / 2, backward / 2, send, full_backward=backward)
-    whole = simulate(plan.rule(count), costs).makespan
-    assert pipeline_seconds(plan, stages, count, send) == pytest.approx(whole, rel=0.01)
+@pytest.mark.parametrize("rule", RULES)
+def test_rounds_repeat_themselves(rule: str):
+    """Whatever the stages take, the makespan of many microbatches is that of the simulation of all of them."""
+    draw, ranks, virtual = np.random.default_rng(0), 4, 2 if takes_virtual(rule) else 1
+    stages = Plan(pp=ranks, virtual=virtual, schedule=rule).num_stages
+    what = tuple((1 + number % 2, number == 0, number == stages - 1) for number in range(stages))
+    for count in (3 * ranks + 2, 8 * ranks, 14 * ranks):
+        schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(count)
+        for again, head, send in ((0.0, 1.0, 0.0), (0.9, 3.0, 0.1), (0.0, 0.2, 0.3)):
+            layer, end = np.array([1.0, 1.8 + again, again]), np.array([head, 2 * head, 0.0])
+            seconds = np.array([*layer, *0.1 * draw.random(3), *end, send])
+            forward, backward, recompute = (np.array(what, float) @ seconds[:9].reshape(3, 3)).T
+            inputs, weights = (backward + recompute) / 2, (backward - recompute) / 2
+            costs = Costs(forward, inputs, weights, send, full_backward=backward)
+            shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), what)
+            ((found,),) = makespans([shape], [seconds[None]], [np.array([count])])
+            assert found == pytest.approx(simulate(schedule, costs).makespan, rel=0.01 if count > 15 else 1e-9)
 
 
 def test_gpus_wait_for_a_slow_host():

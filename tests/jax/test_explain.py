@@ -294,6 +294,7 @@ def test_causes(name):
     found = explain(fn, *given)
     assert [f"{one.op}: {cause.why}" for one in found for cause in one.causes][: len(expected)] == expected
     assert bool(found) == bool(expected)
+    assert not [cause.where for one in found for cause in one.causes if cause.where.startswith("lowered.py")]
 
 
 def test_the_remedy_is_one():

@@ -126,6 +126,9 @@ def test_views_and_allocations_are_free():
         assert costs(lambda x: (x.t(), x.reshape(-1), x[1:].flatten(), x.split(2)), torch.ones(4, 4)) == []
 
 
+ROWS = torch.tensor([1, 3])
+
+
 def test_what_other_operations_cost():
     x, y = torch.ones(4, 8), torch.ones(4, 8)
     n = 32
@@ -145,6 +148,15 @@ def test_what_other_operations_cost():
         (lambda x, y: x[torch.tensor([1])], ("index", 0, 2 * 4 * 8 + 8)),
         (lambda x, y: nn.functional.embedding(torch.tensor([3, 1]), x), ("embedding", 0, 2 * 2 * 4 * 8 + 16)),
         (lambda x, y: x.half(), ("_to_copy", 0, 4 * n + 2 * n)),
+        # two rows of four: read and written, and read once more where they are added to what is there
+        (lambda x, y: x.index_put_((ROWS,), y[:2]), ("index_put_", 0, 2 * 4 * 16 + 16)),
+        (lambda x, y: x.index_put_((ROWS,), y[:2], accumulate=True), ("index_put_", 16, 3 * 4 * 16 + 16)),
+        (lambda x, y: x.index_put_((ROWS,), y[0, 0]), ("index_put_", 0, 4 * 16 + 4 + 16)),
+        (lambda x, y: x.__setitem__((slice(None), ROWS), y[:, :2]), ("index_put_", 0, 2 * 4 * 8 + 16)),
+        (lambda x, y: x.index_copy_(0, ROWS, y[:2]), ("index_copy_", 0, 2 * 4 * 16 + 16)),
+        (lambda x, y: x.index_add_(0, ROWS, y[:2]), ("index_add_", 16, 3 * 4 * 16 + 16)),
+        (lambda x, y: x.scatter_(0, ROWS[:, None], y[:2]), ("scatter_", 0, 2 * 4 * 2 + 16)),
+        (lambda x, y: x.scatter_add_(0, ROWS[:, None], y[:2]), ("scatter_add_", 2, 3 * 4 * 2 + 16)),
     ]
     for program, wanted in cases:
         assert costs(program, x, y)[-1] == wanted, wanted

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.cost.event_simulator import BANDWIDTH, LATENCY, Op, random_programs, renamed, simulated
 from tests.torch.distributed.test_collectives import group_of
-from tplab import Mesh
+from tplab import Mesh, Trace
 from tplab.cost import Chip, Cluster, Link
 from tplab.errors import CrossedOrderWarning, DeadlockError
 from tplab.torch import Result, all_reduce, axis_index, receive, ring_shift, run, send, start
@@ -105,8 +105,8 @@ def test_a_sum_over_one_axis_is_not_held_up_by_one_over_another_that_is_ready_la
 MESHES = [Mesh(dp=2), Mesh(dp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3)]
 
 
-def run_programs(programs: list[list[Op]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """The programs of `random_programs` as torch runs them: name -> when each message and collective runs."""
+def traced(programs: list[list[Op]], mesh: Mesh, cluster: Cluster | None = WIRE, clock: str | None = None) -> Trace:
+    """The programs of `random_programs` as torch runs them."""
     axes = {mesh.group(rank, axis): axis for axis in mesh.axis_names for rank in mesh.ranks}
     world = tuple(mesh.axis_names)
     order: dict[tuple[int, int], list[str]] = {}  # of the messages between two ranks
@@ -134,7 +134,12 @@ def run_programs(programs: list[list[Op]], mesh: Mesh) -> dict[str, tuple[float,
                     taken.append(start(receive, world, other))
                 taken[place].wait()
 
-    trace = run(program, mesh, cluster=WIRE).trace
+    return run(program, mesh, cluster=cluster, clock=clock).trace
+
+
+def run_programs(programs: list[list[Op]], mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """Name -> when each message and collective of these programs runs."""
+    trace = traced(programs, mesh)
     spans = {}
     for rank, ops in enumerate(programs):
         for ops_kind, event_kind in (("send", "send"), ("issue", "collective")):

@@ -106,8 +106,8 @@ def test_new_settings_are_answered_at_once_with_the_best_plan_and_estimates_of_t
     exact = board_of(fresh)[1]
     np.testing.assert_allclose(of["seconds"], exact["seconds"], rtol=0.05)  # no pipeline is simulated for estimates
     np.testing.assert_allclose(of["gib"], exact["gib"], rtol=0.002)
-    assert "data sheet: a bound" in repr(lab)
-    assert "at least" in repr(lab)
+    assert "data sheet: at peak rates" in repr(lab)
+    assert " s at peak rates" in repr(lab)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "mixtral-8x7b"])

@@ -23,7 +23,7 @@ class Chip:
     memory             B of main memory
     launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
-    kernels            what its kernels were measured to reach of these peaks; None: the data sheet, a bound
+    kernels            what its kernels were measured to reach of these peaks; None: the peaks themselves
     """
 
     name: str
@@ -98,7 +98,7 @@ class Chip:
         shape = batch, heads, q_len, k_len, head_dim
         num_bytes = attention_numbers(*shape, kv_heads or heads, backward) * itemsize(dtype)
         if self.kernels is None:
-            return self.seconds(attention_flops(*shape, causal, backward), num_bytes, dtype)
+            return float(self.seconds(attention_flops(*shape, causal, backward), num_bytes, dtype))
         peak = self.peak("bfloat16" if itemsize(dtype) < 2 else dtype)
         found = self.kernels.attention_of(kernel, self.name)
         computing = found.seconds(*shape, peak, self.kernels.multiprocessors, causal=causal, backward=backward)

@@ -29,34 +29,45 @@ class Request:
     said     what the program says about it: decides between requests that become ready at once on different ranks
     places   rank -> its place among what this rank asks for
     what     what it is about
+    after    what made it ready, as the caller names it
     start    when it runs, once that is known: its links carry it from here on
+    until    how long they do
     end      when it has arrived
     """
 
-    __slots__ = ("end", "places", "ready", "route", "said", "start", "what")
+    __slots__ = ("after", "end", "places", "ready", "route", "said", "start", "until", "what")
 
-    def __init__(self, route: Route, ready: float, said: tuple[Any, ...], places: Mapping[int, Any], what: Any):
-        self.route, self.ready, self.said, self.places, self.what = route, ready, said, places, what
-        self.start = self.end = ready
+    def __init__(
+        self, route: Route, ready: float, said: tuple[Any, ...], places: Mapping[int, Any], what: Any, after: Any
+    ):
+        self.route, self.ready, self.said, self.places, self.what, self.after = route, ready, said, places, what, after
+        self.start = self.until = self.end = ready
+
+    def seen_from(self, other: Request) -> int:
+        """One of its ranks: if possible, one that the other has too."""
+        return next((rank for rank in self.places if rank in other.places), next(iter(self.places)))
 
 
 class Clock:
     """Brings things about in the order of modelled time.
 
     happens   is called with everything that was put on the agenda, when its time has come
-    booked    is called with each request, once its start and end are known
+    booked    is called with each request, once its start and end are known, and with the one that its links carried
+              until then; None if it did not have to wait for them
     until     the end of the current instant
     share     what a collective takes from computing on its ranks
     """
 
-    def __init__(self, happens: Callable[..., None], booked: Callable[[Request], None], share: float = 0.0):
+    def __init__(
+        self, happens: Callable[..., None], booked: Callable[[Request, Request | None], None], share: float = 0.0
+    ):
         self.until = 0.0
         self._share = share
         self._slow: dict[int, list[tuple[float, float]]] = {}  # rank -> when collectives run on it, one after another
         self._happens, self._booked = happens, booked
         self._agenda: list[tuple[Any, ...]] = []
         self._asking: list[Request] = []
-        self._free: dict[int, float] = {}  # link -> from when on
+        self._last: dict[int, Request] = {}  # link -> what it carries, or has carried last
 
     def at(self, time: float, *what: Any) -> None:
         """Call `happens(time, *what)` at that time. Of several at one time, the smallest `what` is first."""
@@ -87,21 +98,27 @@ class Clock:
 
     def _serve(self, request: Request) -> None:
         """Give it its links from when on all of them are free."""
-        route, free, start = request.route, self._free, request.ready
-        for way in route.ways:
-            when = free.get(way, 0.0)
-            if when > start:
-                start = when
-        done = start + route.held
-        for way in route.ways:
-            free[way] = done
-        self._is_served(request, start, done)
+        start, before = self._begins(request.route.ways, request.ready)
+        self._is_served(request, start, start + request.route.held, before)
 
-    def _is_served(self, request: Request, start: float, done: float) -> None:
-        request.start, request.end = start, done + request.route.latency
-        for rank in request.route.slows:
+    def _begins(self, ways: Iterable[int], ready: float) -> tuple[float, Request | None]:
+        """From when on all of these links are free, and whom one of them carries until then."""
+        start, before = ready, None
+        for way in ways:
+            other = self._last.get(way)
+            if other is not None and other.until > start:
+                start, before = other.until, other
+        return start, before
+
+    def _is_served(self, request: Request, start: float, done: float, before: Request | None) -> None:
+        route, last = request.route, self._last
+        request.start, request.until, request.end = start, done, done + route.latency
+        for way in route.ways:
+            if way not in last or last[way].until <= done:
+                last[way] = request
+        for rank in route.slows:
             _insert(self._slow.setdefault(rank, []), (start, done))
-        self._booked(request)
+        self._booked(request, before)
 
     def computed(self, rank: int, start: float, seconds: float) -> float:
         """When a rank is done that computes from `start` on, if no collective begins meanwhile that is not known yet.
@@ -146,13 +163,10 @@ class Clock:
                 self._serve(sharing[0])
                 continue
             load = Counter(way for request in sharing for way in request.route.ways)
-            start = max(request.ready for request in sharing)
-            start = max(start, *(self._free.get(way, 0.0) for way in load))
+            start, before = self._begins(load, max(request.ready for request in sharing))
             for request in sharing:
                 done = start + request.route.held * max(load[way] for way in request.route.ways)
-                for way in request.route.ways:
-                    self._free[way] = max(done, self._free.get(way, 0.0))
-                self._is_served(request, start, done)
+                self._is_served(request, start, done, before)
 
 
 def _insert(spans: list[tuple[float, float]], span: tuple[float, float]) -> None:

@@ -142,10 +142,12 @@ class Cluster:
         where = f"{self.network}, " if several else ""
         if self.fitted is None:
             return f"{where}data sheet"
-        errors, joined = list(self.fitted.errors.values()), self.fabric.error if self.fabric else None
+        counts = ("collectives", "matmuls", "attention")
+        errors = [error for name, error in self.fitted.errors.items() if name in counts]
+        joined = self.fabric.error if self.fabric else None
         if several and joined is not None:
             errors.append(joined)
-        median = ceil(100 * max(error.median for error in errors))
+        median = ceil(100 * max(error.median for error in errors or self.fitted.errors.values()))
         of = f" on {self.fitted.borrowed}" if self.fitted.borrowed else ""
         return f"{where}forecast, ±{median} %{of}{' in a node' if several and joined is None else ''}"
 

@@ -13,7 +13,8 @@ work of one multiprocessor, and as many tiles as there are multiprocessors are o
 The fastest of all tiles and splits is taken, which is what cuBLAS tries to do. "The longer of" is a soft maximum,
 (a^4 + b^4)^(1/4): two limits that are close hinder each other.
 
-Four constants belong to a chip, and three to all (START, SPLIT and RESIDENT): `benchmarks.fit.chips` fits them.
+Products of numbers of 8 bit are written in 16. `benchmarks.fit.chips` fits the constants, for each kind of GPU and for
+dtypes of 16 and of 8 bit; START and SPLIT of an A100 and an H100 are the same, and RESIDENT is that of all.
 
 Sources. NVIDIA, "Matrix Multiplication Background User's Guide": tiles, waves and their quantisation; tile shapes and
 split-k as in CUTLASS.
@@ -39,39 +40,42 @@ _CACHED = 0.8
 """A matrix of up to this share of the cache stays in it."""
 
 
-class Shared(NamedTuple):
-    """What is the same for all chips.
+class Tiles(NamedTuple):
+    """The matmuls of one kind of GPU, in 16 bit or in 8.
 
-    start      s from the start of a kernel to its end, if it has nothing to do
-    split      s for adding up what the parts of k give
-    resident   share of the bytes of a left matrix in the cache that still counts
+    flops    share of the peak in FLOP/s that the steps of a tile reach
+    load     B/s at which a multiprocessor loads tiles
+    finish   s for writing a tile, per element of it
+    start    s from the start of a kernel to its end, if it has nothing to do
+    split    s for adding up what the parts of k give
     """
 
+    flops: float
+    load: float
+    finish: float
     start: float
     split: float
-    resident: float
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What one kind of GPU reaches.
 
-    flops             share of the peak in FLOP/s that the steps of a tile reach
+    wide              its matmuls in 16 bit, which serve wider dtypes too
+    narrow            its matmuls in 8 bit; None: nobody has measured them, and those in 16 bit serve
     bandwidth         share of the memory bandwidth
-    load              B/s at which a multiprocessor loads tiles
-    finish            s for writing a tile, per element of it
     multiprocessors   how many there are (data sheet)
     cache             B of the cache that all of them share (data sheet)
+    resident          share of the bytes of a left matrix in the cache that still counts
     attention         its kernels of fused attention, the newest last
     """
 
-    flops: float
+    wide: Tiles
+    narrow: Tiles | None
     bandwidth: float
-    load: float
-    finish: float
     multiprocessors: int
     cache: float
-    shared: Shared
+    resident: float
     attention: tuple[Attention, ...] = ()
 
     def attention_of(self, name: str | None, chip: str) -> Attention:
@@ -84,7 +88,7 @@ class Kernels:
 
     def seconds(self, flops: float, num_bytes: float, peak: float, bandwidth: float) -> float:
         """Anything but a matmul: elementwise work, a normalisation, fused attention."""
-        return self.shared.start + max(flops / (peak * self.flops), num_bytes / (bandwidth * self.bandwidth))
+        return self.wide.start + max(flops / (peak * self.wide.flops), num_bytes / (bandwidth * self.bandwidth))
 
     def matmul_seconds(
         self, m: Any, n: Any, k: Any, itemsize: float, peak: float, bandwidth: float, batch: int = 1
@@ -92,16 +96,18 @@ class Kernels:
         """One matmul; with arrays of m, n and k, an array of seconds."""
         m, n, k = (np.asarray(size, float)[..., None] for size in (m, n, k))
         tile_m, tile_n, split = _WAYS
-        rate = peak * self.flops / self.multiprocessors
+        of = self.narrow if itemsize <= 1 and self.narrow else self.wide
+        rate = peak * of.flops / self.multiprocessors
         depth = _DEPTH / itemsize
-        step = _longer(2 * depth * tile_m * tile_n / rate, _DEPTH * (tile_m + tile_n) / self.load)
-        tile = self.finish * tile_m * tile_n + np.ceil(k / split / depth) * step
+        step = _longer(2 * depth * tile_m * tile_n / rate, _DEPTH * (tile_m + tile_n) / of.load)
+        tile = of.finish * tile_m * tile_n + np.ceil(k / split / depth) * step
         tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n) * split * batch
         left = m * k * batch
-        left = np.where(left * itemsize < _CACHED * self.cache, left * self.shared.resident, left)
-        memory = (left + (k * n + m * n) * batch) * itemsize / (bandwidth * self.bandwidth)
-        sums = np.where(split > 1, self.shared.split + 4 * batch * m * n * split / bandwidth, 0.0)
-        seconds = self.shared.start + _longer(np.ceil(tiles / self.multiprocessors) * tile, memory) + sums
+        left = np.where(left * itemsize < _CACHED * self.cache, left * self.resident, left)
+        moved = (left + k * n * batch) * itemsize + m * n * batch * max(itemsize, 2)
+        memory = moved / (bandwidth * self.bandwidth)
+        sums = np.where(split > 1, of.split + 4 * batch * m * n * split / bandwidth, 0.0)
+        seconds = of.start + _longer(np.ceil(tiles / self.multiprocessors) * tile, memory) + sums
         return seconds.min(axis=-1)
 
 

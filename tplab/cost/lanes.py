@@ -95,10 +95,15 @@ class Log:
 
 
 class Times(NamedTuple):
-    """When each entry of a log began and ended: a SEND on its link, an ISSUE as the collective ran, a MARK at once."""
+    """When each entry of a log began and ended: a SEND on its link, an ISSUE as the collective ran, a MARK at once.
+
+    after   the entry that held each one up: the one before it on its rank, what arrived, or what its links carried, on
+            whichever rank. Then it begins, but for a WAIT, which ends. -1: nothing did
+    """
 
     start: np.ndarray
     end: np.ndarray
+    after: np.ndarray
 
 
 class Lanes:
@@ -114,7 +119,7 @@ class Lanes:
         self._clock = Clock(self._go_on, self._booked, self._share)
         self._lanes: list[_Lane] = []
         self._lanes_of: dict[int, list[_Lane]] = defaultdict(list)
-        self._start, self._end = array("d"), array("d")
+        self._start, self._end, self._after = array("d"), array("d"), array("q")
         self._routes: dict[Any, Route] = {}
         self._meetings: dict[int, _Meeting] = {}
         self._waiting: dict[int, list[_Lane]] = {}  # entry -> lanes that wait for it
@@ -124,7 +129,7 @@ class Lanes:
         """The times of all entries, if nothing follows them."""
         self._read()
         self._clock.run()
-        return Times(np.array(self._start), np.array(self._end))
+        return Times(np.array(self._start), np.array(self._end), np.array(self._after))
 
     def is_known(self, entry: int, is_going: Callable[[int], bool]) -> bool:
         """Whether the time of an entry is certain, whatever lanes that `is_going` note next."""
@@ -144,6 +149,7 @@ class Lanes:
         entries = self._log.since(known)
         self._start.extend([nan] * len(entries))
         self._end.extend([nan] * len(entries))
+        self._after.extend([-1] * len(entries))
         for number in range(len(self._lanes), len(self._log.ranks)):
             beside = self._lanes_of[self._log.ranks[number]]
             lane = _Lane(number, self._log.ranks[number], len(beside))
@@ -165,7 +171,7 @@ class Lanes:
 
     def _go_on(self, _: float, number: int) -> None:
         """The lane does what follows, until it has to wait or to let time pass."""
-        lane, start, end, until = self._lanes[number], self._start, self._end, self._clock.until
+        lane, start, end, after, until = self._lanes[number], self._start, self._end, self._after, self._clock.until
         is_alone = len(self._lanes_of[lane.rank]) == 1 and not self._share  # nothing can hold up its computing
         time = lane.time
         while lane.at < lane.size or lane.read():
@@ -177,6 +183,7 @@ class Lanes:
                     if self._computes:
                         time += a
                     end[entry] = time
+                    after[entry], lane.after = lane.after, entry
                 elif not self._compute(lane, time, entry, a):
                     return
                 else:
@@ -188,9 +195,9 @@ class Lanes:
                     lane.time = time
                     self._waiting.setdefault(awaited, []).append(lane)
                     return
-                start[entry] = time
+                start[entry], after[entry] = time, awaited
                 if arrives > time:
-                    time = arrives
+                    time, lane.after = arrives, after[awaited] if does == AFTER else awaited
                 end[entry] = time
             elif does == SEND:
                 if time > until:
@@ -204,6 +211,7 @@ class Lanes:
                 self._issue(lane, time, entry, int(a), int(b))
             else:
                 start[entry] = end[entry] = time + a if does == MARK else time
+                after[entry] = lane.after
                 if entry in self._waiting:
                     self._wake(entry)
             lane.at += 1
@@ -221,14 +229,15 @@ class Lanes:
         if queue[0] is not lane:
             return False
         if self._start[entry] != self._start[entry]:
-            self._start[entry] = time
+            self._start[entry], self._after[entry] = time, lane.after
         done = self._clock.computed(lane.rank, self._start[entry], seconds)
         if done > self._clock.until:
             self._later(lane, done)
             return False
-        self._end[entry] = lane.time = done
+        self._end[entry], lane.time, lane.after = done, done, entry
         queue.popleft()
         if queue:
+            queue[0].after = entry
             self._later(queue[0], done)
         return True
 
@@ -246,15 +255,16 @@ class Lanes:
         route = self._routes.get(form)
         if route is None:
             route = self._routes[form] = self._links.message(source, target, num_bytes)
-        self._clock.ask(Request(route, time, said, {lane.rank: (lane.place, entry)}, (entry,)))
+        self._clock.ask(Request(route, time, said, {lane.rank: (lane.place, entry)}, (entry,), lane.after))
 
     def _issue(self, lane: _Lane, time: float, entry: int, number: int, form: int) -> None:
         """The lane's part of a collective, which is ready when all ranks of the group have come."""
         op, group, num_bytes, said = self._log.collectives[form]
         meeting = self._meetings.get(number)
         if meeting is None:
-            meeting = self._meetings[number] = _Meeting(time, num_bytes, said)
-        meeting.ready = max(meeting.ready, time)
+            meeting = self._meetings[number] = _Meeting(time, num_bytes, said, lane.after)
+        if time > meeting.ready:
+            meeting.ready, meeting.after = time, lane.after
         meeting.num_bytes, meeting.said = max(meeting.num_bytes, num_bytes), min(meeting.said, said)
         meeting.places[lane.rank] = lane.place, entry
         if len(meeting.places) < len(group):
@@ -265,23 +275,27 @@ class Lanes:
         if route is None:
             route = self._routes[key] = self._links.collective(*key)
         entries = tuple(entry for _, entry in meeting.places.values())
-        self._clock.ask(Request(route, meeting.ready, meeting.said, meeting.places, entries))
+        self._clock.ask(Request(route, meeting.ready, meeting.said, meeting.places, entries, meeting.after))
 
-    def _booked(self, request: Request) -> None:
+    def _booked(self, request: Request, before: Request | None) -> None:
+        after = request.after if before is None else before.places[before.seen_from(request)][1]
         for entry in request.what:
-            self._start[entry], self._end[entry] = request.start, request.end
+            self._start[entry], self._end[entry], self._after[entry] = request.start, request.end, after
             if entry in self._waiting:
                 self._wake(entry)
 
 
 class _Lane:
-    """A lane, and how far it has come: the entries that it has noted, of which some are read in."""
+    """A lane, and how far it has come: the entries that it has noted, of which some are read in.
 
-    __slots__ = ("at", "does", "entries", "is_done", "number", "parts", "place", "rank", "size", "time")
+    time, after   when it goes on, and the entry that it had to wait for; -1: none
+    """
+
+    __slots__ = ("after", "at", "does", "entries", "is_done", "number", "parts", "place", "rank", "size", "time")
 
     def __init__(self, number: int, rank: int, place: int):
         self.number, self.rank, self.place = number, rank, place
-        self.time, self.is_done = 0.0, True
+        self.time, self.after, self.is_done = 0.0, -1, True
         self.parts: deque[tuple[np.ndarray, np.ndarray]] = deque()
         self.does: list[list[float]] = []  # what, a, b
         self.entries: list[int] = []
@@ -300,8 +314,8 @@ class _Lane:
 class _Meeting:
     """A collective of which some ranks have come."""
 
-    __slots__ = ("num_bytes", "places", "ready", "said")
+    __slots__ = ("after", "num_bytes", "places", "ready", "said")
 
-    def __init__(self, ready: float, num_bytes: int, said: tuple[Any, ...]):
-        self.ready, self.num_bytes, self.said = ready, num_bytes, said
+    def __init__(self, ready: float, num_bytes: int, said: tuple[Any, ...], after: int):
+        self.ready, self.num_bytes, self.said, self.after = ready, num_bytes, said, after
         self.places: dict[int, tuple[int, int]] = {}

@@ -74,7 +74,7 @@ def _measured(node: Cluster, fabric: str, gpu: str | None = None) -> Cluster:
     return replace(
         node,
         name=f"{node.name}-measured",
-        chip=replace(chip, launch=reached.shared.start, kernels=reached, source=f"{chip.source}. Shares: {by}"),
+        chip=replace(chip, launch=reached.wide.start, kernels=reached, source=f"{chip.source}. Shares: {by}"),
         inner_link=Link(f"{link.name}, as NCCL uses it", latency, sent, by),
         fitted=known,
         fabric=fabrics()[fabric],

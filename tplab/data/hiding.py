@@ -6,8 +6,8 @@ time. Where computing and sending run at their peaks, F FLOP/s and B bytes/s, it
 for ZeRO's stage 3, however large the model is.
 
 `tokens_to_hide` finds it for a transformer block in bfloat16 whose parameters travel as one message, from
-`Cluster.collective_seconds` and `Chip.matmul_seconds`. So on a data sheet ("h100") it is a bound: no real cluster needs
-fewer tokens. On a forecast ("h100-measured") it is what to expect.
+`Cluster.collective_seconds` and `Chip.matmul_seconds`. On a data sheet ("h100") both run at peak rates, and that is no
+bound: slower kernels hide more, and a slower network needs more. On a forecast ("h100-measured") it is what to expect.
 """
 
 from __future__ import annotations

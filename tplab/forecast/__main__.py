@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from tplab.errors import TplabError
+from tplab.cost import NAMED
+from tplab.errors import TplabError, near
+from tplab.forecast.clusters import COLUMNS, USUAL, add_flags, check_dtype, flagged
 from tplab.forecast.forecast import Forecast
 from tplab.forecast.memory import room
-from tplab.forecast.model import Model
+from tplab.forecast.model import MODELS, Model
 from tplab.forecast.page import to_page
+from tplab.forecast.plan import ATTENTION, STATE_DTYPES
 from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
-from tplab.forecast.rows import (
-    ANSWERS,
-    CLUSTERS,
-    check_dtype,
-    cluster_of,
-    forecast_file,
-    forecast_rows,
-    model_of,
-    unknown_model,
-    unread,
-)
-from tplab.forecast.search import Plans, plans
+from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
+from tplab.forecast.search import SEQUENCE, Plans, plans
 from tplab.forecast.stacks import STACKS
+from tplab.parser import Parser
 
+_CHOICES = ("attention", "compiled", "state_dtype")
+_COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", *_CHOICES)
+"""Flags that are columns of a table, too."""
 _SEEN = 500
 """How many plans are looked at for the best of each layout."""
 _REASONS = 8
@@ -37,7 +33,7 @@ _REASONS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m tplab.forecast",
         description="Which plan trains a model fastest on a cluster, what each rank holds, and why the others lost; or "
         "with --rows, what each plan of a table takes.",
@@ -46,15 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", help="a model by name, or the config.json of a transformers model")
-    parser.add_argument(
-        "--cluster",
-        default="h100",
-        help=f"{', '.join(CLUSTERS)}; of h100, a100 and b200 the measured one (default: h100)",
-    )
+    add_flags(parser, USUAL)
     parser.add_argument("--gpus", type=int, help="how many GPUs there are")
     parser.add_argument("--batch", type=int, help="sequences in a step")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence (default: 4096)")
-    parser.add_argument("--stack", default="megatron", choices=STACKS, help="what trains it (default: megatron)")
+    parser.add_argument("--sequence", type=int, help=f"tokens in a sequence (default: {SEQUENCE})")
+    parser.add_argument("--stack", choices=STACKS, help="what trains it (default: megatron)")
+    parser.add_argument("--attention", choices=ATTENTION, help="its kernel (default: the stack's)")
+    parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
+    parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -63,34 +58,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.rows:
         if given.out is None:
             parser.error("--rows needs --out: where the table goes")
+        said = next((name for name in _COLUMNS if getattr(given, name) is not None), None)
+        if said is not None:
+            parser.error(f"--{said.replace('_', '-')} is a column of the table of --rows; write it there")
         _rows(parser, given.rows, given.out)
         return
     if given.out is not None:
         parser.error("--out is where the table of --rows goes; give --rows, or --html for a page")
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
+    stack, sequence = given.stack or "megatron", SEQUENCE if given.sequence is None else given.sequence
     for name in ("gpus", "batch", "sequence", "top"):
-        if getattr(given, name) < 1:
-            parser.error(f"{name} is {getattr(given, name)}; it must be 1 or more")
+        if (number := getattr(given, name)) is not None and number < 1:
+            parser.error(f"{name} is {number}; it must be 1 or more")
     if given.html and not Path(given.html).parent.is_dir():
         parser.error(f"--html {given.html}: there is no folder {Path(given.html).parent}")
     try:
-        model, cluster = _model(given.model), cluster_of({"cluster": given.cluster})
+        model, cluster = _model(given.model), flagged(given, USUAL)
         check_dtype(cluster, "bfloat16")
-        sizes = {"gpus": given.gpus, "batch": given.batch, "sequence": given.sequence}
-        found = plans(model, cluster, **sizes, stack=given.stack)
+        chosen = {name: value for name in _CHOICES if (value := getattr(given, name)) is not None}
+        chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
+        found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, stack=stack, **chosen)
     except (TplabError, ValueError) as error:
-        parser.error(str(error))
+        parser.refuse(error)
     except OSError as error:
-        parser.error(f"{given.model}: {error.strerror}")
+        parser.refuse(f"{error.filename}: {error.strerror}")
     title = f"{model.name} on {given.gpus} x {cluster.chip.name}"
-    about = (
-        f"{given.batch} sequences of {given.sequence} tokens in a step, {given.stack}, {cluster.name}: {cluster.kind}. "
-    )
+    about = f"{given.batch} sequences of {sequence} tokens in a step, {stack}, {cluster.name}: {cluster.kind}. "
+    if cluster.fitted is None and f"{cluster.name}-measured" in NAMED:
+        about += f"For a forecast, take {cluster.name}-measured. "
     about += "Of each layout of ranks the best plan"
     best = _layouts(found, given.top)
     if not best:
-        usable, most = room(cluster.chip, given.stack)
+        usable, most = room(cluster.chip, stack)
         fits = "surely fits" if found.smallest <= most else "fits"
         need = f"the smallest needs {found.smallest / 2**30:.1f} GiB per GPU, and {usable / 2**30:.1f} can be used"
         print(f"{title}\n{about}\n\nno plan {fits}: {need}; take more GPUs\n\n{_lost(found)}")
@@ -101,47 +101,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             Path(given.html).write_text(to_page(title, about, best, found.lost), encoding="utf-8")
         except OSError as error:
-            parser.error(f"--html {given.html}: {error.strerror}")
+            parser.refuse(f"--html {given.html}: {error.strerror}")
         print(f"\n{given.html}")
 
 
 def _model(name: str) -> Model:
-    path = Path(name)
-    if path.suffix != ".json":
-        try:
-            return model_of({"model": name})
-        except ValueError:
-            raise ValueError(f"{unknown_model(name)} Or give the config.json of a transformers model") from None
+    if name.endswith(".json"):
+        return Model.of_config(name)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{name} is not the configuration of a model: it has no names")
-    try:
-        return Model.of_config(config, name=path.parent.name)
-    except KeyError as error:
-        raise ValueError(f"{name} has no {error}") from None
-    except (TplabError, ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        return model_of({"model": name})
+    except ValueError:
+        way_out = f"no model is named {name!r}{near(name, MODELS)}"
+        raise ValueError(f"{way_out}; the path of a config.json of transformers is read, too") from None
 
 
-def _rows(parser: argparse.ArgumentParser, table: str, out: str) -> None:
+def _rows(parser: Parser, table: str, out: str) -> None:
     """Forecast the table, and say what was not read and how many rows failed."""
     try:
         done = forecast_file(table, out)
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+        parser.refuse(f"{error.filename}: {error.strerror}")
     except UnicodeDecodeError:
-        parser.error(f"{table} is not a table: it is no text in UTF-8")
+        parser.refuse(f"{table} is not a table: it is no text in UTF-8")
     except ValueError as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.exit(1, f"{parser.name}: {error}\n")
     for sentence in unread(name for name in done[0] if name):
         print(sentence, file=sys.stderr)
     failed = sum(not row["seconds"] for row in done)
     print(f"{len(done)} rows, of which {failed} could not be forecast: {out}")
     if failed == len(done):
-        parser.exit(1, f"{parser.prog}: no row could be forecast; the first one: {done[0]['why']}\n")
+        parser.exit(1, f"{parser.name}: no row could be forecast; the first one: {done[0]['why']}\n")
 
 
 def _layouts(found: Plans, count: int) -> list[Forecast]:

@@ -140,7 +140,7 @@ def forecast(
         forecast("llama3-70b", Plan(dp=8, tp=8, pp=4, zero=1), "h100-measured", batch=1024, sequence=8192)
 
     model     a Model, or the name of one in `tplab.forecast.MODELS`
-    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet a bound
+    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet seconds at peak rates
     Raises PlanError where the plan cannot train the model: which number does not divide which.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)

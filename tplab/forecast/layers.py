@@ -19,9 +19,6 @@ from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, constants
 from tplab.forecast.traffic import end_traffic, layer_traffic
 
-FLASH = {"A100": 0.55, "H100": 0.40, "H200": 0.40, "B200": 0.40}
-"""The share of a chip's matmul peak that fused attention reaches on long sequences, forward and backward together. Dao
-2023 (arXiv:2307.08691), section 4.1: about 170 TFLOP/s of 312 on an A100, 340 to 400 of 989 on an H100."""
 LOSS_BYTES = 20
 """Read and written per logit: a copy in float32, its maximum, its sum of exponentials, and the gradient."""
 AXES = ("tp", "cp", "ep")
@@ -58,10 +55,10 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
     shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep)
     plain = tuple(shape for name, shape in shapes.items() if name not in ("scores", "values"))
     there, back = _matmuls(cluster, plain, plan.chip_dtype)
-    attention = _attention(model, plan, cluster, sequence)
+    attention = _attention(model, plan, cluster, sequence, stack)
     kernels = stack.passes * from_memory(cluster, kernel_bytes(model, plan, sequence))
     added = from_memory(cluster, model.layer_on_rank(plan.tp, plan.ep) * (2 * ITEMSIZE[plan.grad_dtype] + 2))
-    factor = stack.factor * correction(cluster)
+    factor = stack.factor * correction(cluster, plan)
     forward = factor * (there + attention[0] + kernels)
     backward = factor * (back + attention[1] + 2 * kernels + added)
     again = {"none": 0.0, "selective": 0.0 if plan.flash else factor * attention[0], "full": forward}[plan.recompute]
@@ -78,7 +75,7 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
 def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> tuple[Layer, Layer]:
     """The embedding; and the final norm, the logits and the loss, which are left in 16 bit."""
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
-    factor = stack.factor * correction(cluster)
+    factor = stack.factor * correction(cluster, plan)
     stream = factor * from_memory(cluster, 2 * tokens * model.hidden * size)
     there, back = _matmuls(cluster, (model.head_matmul(tokens, plan.tp),), "bfloat16" if size == 2 else plan.dtype)
     loss = from_memory(cluster, tokens * model.vocab_on_rank(plan.tp) * LOSS_BYTES) / 2
@@ -114,22 +111,34 @@ def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
     return tokens * size * (outside + (inside + moved) / plan.tp)
 
 
-def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int) -> tuple[float, float]:
-    """Scores, softmax and values: seconds forward and backward."""
-    shapes = model.matmuls(plan.microbatch * sequence // plan.cp, sequence, plan.tp)
-    pair, dtype = (shapes["scores"], shapes["values"]), plan.chip_dtype
-    dtype = "bfloat16" if dtype.startswith("float8") else dtype
+def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> tuple[float, float]:
+    """Scores, softmax and values: seconds forward and backward. With context parallelism, one kernel for the keys of
+    each rank, which a causal mask halves: of those whose turn is balanced, as in Megatron."""
+    dtype = "bfloat16" if plan.chip_dtype.startswith("float8") else plan.chip_dtype
     if plan.flash:
-        reached = next((share for name, share in FLASH.items() if cluster.chip.name.startswith(name)), 0.5)
-        peak = cluster.chip.peak(dtype) * (reached if cluster.chip.kernels else 1.0)
-        seen = 1 + 1 / sequence  # of 2 m n k: a token sees itself and those before it
-        seconds = seen * sum(m * n * k * batch for m, n, k, batch in pair) / peak
-        return seconds, 2.5 * seconds  # backward computes the scores again
+        one = sequence // plan.cp
+        shape = plan.microbatch, model.heads // plan.tp, one, one, model.head_width, dtype, True
+        kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
+        there, back = (
+            plan.cp * cluster.chip.attention_seconds(*shape, way, kv_heads=kv_heads, kernel=kernel)
+            for way in (False, True)
+        )
+        return there, back
+    shapes = model.matmuls(plan.microbatch * sequence // plan.cp, sequence, plan.tp)
+    pair = shapes["scores"], shapes["values"]
     forward, backward = _matmuls(cluster, pair, dtype)
     scores, size = pair[0][0] * pair[0][1] * pair[0][3], ITEMSIZE[plan.dtype]
     mask = 2 * size + 1 if model.dropout else 0
     once = from_memory(cluster, scores * (2 * size + mask)), from_memory(cluster, scores * (3 * size + mask))
     return forward + once[0], backward + once[1]
+
+
+def _kernel(plan: Plan, cluster: Cluster, stack: Stack) -> str | None:
+    """The plan's kernel of attention; else the stack's, or the newest of the chip if it has not that one."""
+    kernels = cluster.chip.kernels
+    if plan.attention or kernels is None:
+        return plan.attention
+    return stack.attention if stack.attention in {kernel.name for kernel in kernels.attention} else None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -146,8 +155,9 @@ def from_memory(cluster: Cluster, num_bytes: float) -> float:
     return num_bytes / (cluster.chip.memory_bandwidth * reached)
 
 
-def correction(cluster: Cluster) -> float:
-    """Seconds that a chip really takes per second of the clock, where its own matmuls were not measured: a B200."""
-    if cluster.chip.kernels is None:
+def correction(cluster: Cluster, plan: Plan) -> float:
+    """Seconds that training takes per second of its kernels one by one, in 16 bit on a B200, beside the stack's factor.
+    Fitted to four runs; in 8 bit nobody has published one of a dense model."""
+    if cluster.chip.kernels is None or ITEMSIZE[plan.dtype] < 2:
         return 1.0
     return next((by for name, by in constants()["chips"].items() if cluster.chip.name.startswith(name)), 1.0)

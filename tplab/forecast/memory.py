@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tplab.cost.chip import Chip
-from tplab.forecast.activations import kept
+from tplab.forecast.activations import Kept
+from tplab.forecast.block import Array, Block, Family, Tables
 from tplab.forecast.model import Model
-from tplab.forecast.plan import ITEMSIZE, Plan
+from tplab.forecast.pipelines import Shape, in_flight, largest
+from tplab.forecast.plan import ITEMSIZE, ROUNDS, Plan, few, round_of
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.stages import held_parameters, stages_on
-from tplab.schedules.action import B, F, I, W
+from tplab.forecast.stages import held_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,17 @@ class Held:
 
 def memory(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron") -> tuple[Held, ...]:
     """What the ranks at each place of a pipeline hold. Ranks at the same place hold the same."""
-    return tuple(_held(model, plan, batch, sequence, place, find_stack(stack)) for place in range(plan.pp))
+    block = Block.of_plan(plan, batch, Tables(model, None, sequence, find_stack(stack)))
+    (family,), found = block.families, list[Held]()
+    (peaks,) = _peaks(block, family._replace(places=[[place] for place in range(plan.pp)]), 0)
+    for place, held in enumerate(family.ranks):
+        here = np.flatnonzero(peaks.kinds == place)
+        at = here[np.argmax(peaks.bytes[:, here, 0, 0].sum(axis=0))]
+        activations, logits, work = (int(of) for of in peaks.bytes[:, at, 0, 0])
+        own, gradients, optimizer, gathered, beside = (int(of) for of in _states(block, family, place)[0, 0])
+        flying = float(peaks.layers[at, 0, 0]) / (sum(stage.layers for stage in held) or 1)
+        found.append(Held(own, gradients, optimizer, gathered, activations, logits, work + beside, flying))
+    return tuple(found)
 
 
 def peak_bytes(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron") -> int:
@@ -67,10 +79,28 @@ def peak_bytes(model: Model, plan: Plan, batch: int, sequence: int, stack: str |
     return max(held.total for held in memory(model, plan, batch, sequence, stack))
 
 
-def _held(model: Model, plan: Plan, batch: int, sequence: int, place: int, stack: Stack) -> Held:
-    states = state_bytes(model, plan, place, stack)
-    peak = _peak(model, plan, plan.microbatches(batch), sequence, place, stack)
-    return Held(*states, *peak)
+def bytes_of(block: Block) -> Array:
+    """What the rank holds that holds most [pairs, recomputes, zeros, ways]; 0 where a plan is impossible."""
+    found = np.zeros(block.shape)
+    for family in block.families:
+        states = np.stack([_states(block, family, places[0]).sum(axis=-1) for places in family.places])
+        for way in family.ways:
+            for peaks in _peaks(block, family, way):
+                held = states[peaks.kinds][:, peaks.pairs, None] + peaks.bytes.sum(axis=0)[..., None]
+                found[..., way][peaks.pairs] = held.max(axis=0)
+    return found
+
+
+def _states(block: Block, family: Family, place: int) -> Array:
+    """Parameters, gradients, optimizer, what is gathered, and what libraries allocate [pairs, zeros, 5]."""
+    way, model, stack = block.ways[family.ways[0]], block.tables.model, block.tables.stack
+
+    def of(plan: Plan, zero: int) -> tuple[int, ...]:
+        plan = way.of(plan, zero=zero)
+        beside = stack.keeps.workspace + wasted_bytes(model, plan, stack)
+        return (*state_bytes(model, plan, place, stack), beside)
+
+    return block.of_rank("states", family, place, of, block.zeros)
 
 
 @lru_cache(maxsize=4096)
@@ -100,30 +130,61 @@ def state_bytes(model: Model, plan: Plan, place: int, stack: Stack) -> tuple[int
     return round(parameters), round(gradients), round(optimizer), gathered
 
 
-@lru_cache(maxsize=4096)
-def _peak(
-    model: Model, plan: Plan, microbatches: int, sequence: int, place: int, stack: Stack
-) -> tuple[int, int, int, float]:
-    """(activations, logits, buffers, microbatches in flight) at the moment when they are most.
+class Peaks(NamedTuple):
+    """What ranks hold when they may hold most, of pairs whose schedules are alike.
 
-    That is when a backward pass begins: in the head, or in the layers, when that microbatch's logits are gone.
+    pairs    of the block                kinds    of rank, at each of these moments: an index of `Family.places`
+    layers   how many layers are kept, of all microbatches [moments, pairs, 1]
+    bytes    activations, logits and work [3, moments, pairs, recomputes]
     """
-    stages, each, most = stages_on(model, plan, place), kept(model, plan, sequence, stack), (-1, (0, 0, 0, 0.0))
-    layers = sum(stage.layers for stage in stages) or 1
-    own = [stage.layers * each.layer + each.embedding * stage.is_first + each.head * stage.is_last for stage in stages]
-    for active, counts in in_flight(plan.rule_name, plan.pp, plan.virtual, microbatches)[place]:
-        flying = sum(count * stage.layers for count, stage in zip(counts, stages)) / layers
-        whole = sum(count * bytes for count, bytes in zip(counts, own))
-        last = sum(count for count, stage in zip(counts, stages) if stage.is_last) if each.keeps_logits else 0
-        in_layers = (whole + each.layer_again, max(0, last - stages[active].is_last) * each.logits, each.layer_work)
-        moments = [in_layers]
-        if stages[active].is_last:
-            moments.append((whole + each.head_again, max(1, last) * each.logits, each.head_work))
-        for moment in moments:
-            if sum(moment) > most[0]:
-                most = sum(moment), (*moment, flying)
-    activations, logits, work, flying = most[1]
-    return activations, logits, work + stack.keeps.workspace + wasted_bytes(model, plan, stack), flying
+
+    pairs: np.ndarray
+    kinds: np.ndarray
+    layers: Array
+    bytes: Array
+
+
+def _peaks(block: Block, family: Family, way: int) -> Iterator[Peaks]:
+    plan, possible = block.ways[way].of(block.layouts[0]), block.is_possible[:, way]
+    seen = few(plan.rule_name, plan.pp, block.counts)
+    places = tuple(map(tuple, family.places))
+    for microbatches in np.unique(seen[possible]).tolist():
+        pairs = np.flatnonzero((seen == microbatches) & possible)
+        shape = Shape(plan.rule_name, plan.pp, plan.virtual, microbatches, family.stages)
+        kinds, is_head, *columns = _moments(shape, places)[..., None, None]
+        now, more = columns[:4], (block.counts[pairs] - microbatches)[:, None]
+        layers, first, last, ends = (of + more * grows for of, grows in zip(now, columns[4:]))
+        kept = Kept(*np.moveaxis(block.kept[pairs], -1, 0))
+        whole = layers * kept.layer + first * kept.embedding + last * kept.head
+        whole = whole + np.where(is_head, kept.head_again, kept.layer_again)
+        last = last * kept.keeps_logits
+        logits = np.where(is_head, np.maximum(1, last), np.maximum(0, last - ends)) * kept.logits
+        work = np.where(is_head, kept.head_work, kept.layer_work)
+        yield Peaks(pairs, kinds[:, 0, 0], layers, np.stack(np.broadcast_arrays(whole, logits, work)))
+
+
+@lru_cache(maxsize=4096)
+def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """The moments when ranks may hold most [10, moments].
+
+    That is when a backward pass begins: in the head, or in the layers, when that microbatch's logits are gone. Rows:
+    the kind of rank, and whether it begins in the head; how many layers, embeddings and heads are kept of all
+    microbatches, and how many of these heads end then; and how many more of the four each further microbatch brings.
+    """
+    rule, ranks, virtual, microbatches, stages = shape
+    placement, found = Plan(pp=ranks, virtual=virtual, schedule=rule).placement, list[tuple[int, ...]]()
+    moments, repeats = (
+        in_flight(rule, ranks, virtual, microbatches),
+        microbatches >= ROUNDS.get(rule, 4) * round_of(rule, ranks),
+    )
+    for kind, place in ((kind, place) for kind, of_kind in enumerate(places) for place in of_kind):
+        held = np.array([stages[number] for number in placement[place]], np.intp)
+        for active, counts in moments[place]:
+            ends, grows = held[active, 2], (np.array(counts) == microbatches) & repeats
+            found += [(kind, head, *counts @ held, -ends, *grows @ held, 0) for head in range(1 + ends)]
+    rows = largest(np.array(found, np.intp), 2).T
+    rows[5] = -rows[5]
+    return rows
 
 
 def wasted_bytes(model: Model, plan: Plan, stack: Stack) -> int:
@@ -134,39 +195,6 @@ def wasted_bytes(model: Model, plan: Plan, stack: Stack) -> int:
     qkv = model.hidden * (model.attention_width + 2 * model.kv_width)
     weights = qkv + model.attention_width * model.hidden + (up + 1) * model.hidden * model.ffn_width
     return weights // plan.tp * plan.kept_size
-
-
-Moment = tuple[int, tuple[int, ...]]
-"""A backward pass begins: of which of the rank's stages, and how many microbatches of each of them are in memory."""
-
-
-@lru_cache(maxsize=4096)
-def in_flight(rule: str, ranks: int, virtual: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
-    """For each pipeline rank, the moments of its schedule at which no other has as many microbatches of every stage.
-
-    A forward pass adds one to its stage, and the end of a backward pass takes one away. Where that repeats itself, a
-    few rounds of the pipeline are looked at, and not all microbatches.
-    """
-    grows = rule in ("gpipe", "looped_bfs")
-    enough = microbatches if grows else min(microbatches, ranks * (2 * virtual + 4))
-    schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(enough)
-    change = np.zeros(len(schedule), np.intp)
-    change[schedule.kind == F] = 1
-    change[(schedule.kind == B) | (schedule.kind == W)] = -1
-    found = []
-    for rank, held in enumerate(schedule.placement):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-        slot, kind, steps = schedule.slot[row], schedule.kind[row], change[row]
-        counts = np.cumsum(np.where(slot[:, None] == np.arange(len(held)), steps[:, None], 0), axis=0)
-        begins = np.flatnonzero((kind == B) | (kind == I))
-        before = counts[begins] - np.where(slot[begins, None] == np.arange(len(held)), steps[begins, None], 0)
-        rows = {(int(slot[at]), tuple(map(int, held))) for at, held in zip(begins, before)}
-        found.append(tuple(one for one in sorted(rows) if not any(_exceeds(other, one) for other in rows)))
-    return tuple(found)
-
-
-def _exceeds(other: Moment, one: Moment) -> bool:
-    return other != one and other[0] == one[0] and all(a >= b for a, b in zip(other[1], one[1]))
 
 
 def usable_bytes(chip: Chip) -> float:

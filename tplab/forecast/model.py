@@ -47,8 +47,15 @@ class Model:
     shared_ffn            features of an MLP beside the experts, which every token goes through
     positions             learned positions; 0: rotary ones, which have no parameters
     norm, bias            "rms" or "layer", which has a bias; whether linear layers have one
-    qkv_bias, qk_norm     whether only query, key and value have a bias; whether query and key have a norm per head
+    qkv_bias, output_bias, mlp_bias, head_bias      whether only these have a bias: query, key and value; attention's
+                          output projection; the MLP; the head
+    qk_norm               whether query and key have a norm per head
+    norms, end_norms      norms of a layer; and outside of the layers: the final one, and with 2 one after the embedding
+    shared_gate           whether a gate of h numbers is before the shared MLP
+    window                tokens that a token attends to in some layers; 0: all. Longer sequences are refused
     dropout               whether it is trained with dropout, whose masks are kept
+
+    A layer computes attention, and then the MLP. Models that compute both at once are counted so, too.
     """
 
     _: KW_ONLY
@@ -68,17 +75,24 @@ class Model:
     norm: str = "rms"
     bias: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: bool = False
+    norms: int = 2
+    end_norms: int = 1
+    shared_gate: bool = False
+    window: int = 0
     dropout: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
         one_of("norm", self.norm, NORMS)
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"):
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim", "end_norms"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ShapeError(f"a model with {name}={size} is impossible; it is 1 or more")
-        for name in ("experts", "shared_ffn", "positions"):
+        for name in ("experts", "shared_ffn", "positions", "norms", "window"):
             if getattr(self, name) < 0:
                 raise ShapeError(f"a model with {name}={getattr(self, name)} is impossible; it is 0 or more")
         if self.heads % self.num_kv_heads:
@@ -125,21 +139,21 @@ class Model:
         qkv = inner + 2 * self.kv_width
         attention = Part(
             split=h * qkv + inner * h + (qkv if self.bias or self.qkv_bias else 0),
-            copied=(h if self.bias else 0) + (2 * self.head_width if self.qk_norm else 0),
+            copied=(h if self.bias or self.output_bias else 0) + (2 * self.head_width if self.qk_norm else 0),
         )
         parts = {"attention": attention}
         if self.experts:
             parts["mlp"] = Part(experts=self.experts * sum(self._mlp(ffn)), split=3 * h * self.shared_ffn)
-            parts["router"] = Part(copied=h * self.experts)
+            parts["router"] = Part(copied=h * (self.experts + self.shared_gate))
         else:
             split, copied = self._mlp(ffn)
             parts["mlp"] = Part(split=split, copied=copied)
-        return parts | {"norms": Part(copied=2 * self._norm)}
+        return parts | {"norms": Part(copied=self.norms * self._norm)}
 
     def _mlp(self, ffn: int) -> tuple[int, int]:
         """(numbers that are split, numbers that are copied) of one MLP."""
-        up = 2 if self.gated else 1
-        return (up + 1) * self.hidden * ffn + (up * ffn if self.bias else 0), self.hidden if self.bias else 0
+        up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
+        return (up + 1) * self.hidden * ffn + (up * ffn if bias else 0), self.hidden if bias else 0
 
     @property
     def _norm(self) -> int:
@@ -157,12 +171,13 @@ class Model:
 
     @property
     def end_parts(self) -> Mapping[str, int]:
-        """The parameters outside the layers: embedding, positions, final norm, head (0 if it is tied)."""
+        """The parameters outside the layers: embedding, positions (and a norm after them), final norm (and the head's
+        bias), head (0 if it is tied)."""
         words = self.vocab * self.hidden
         return {
             "embedding": words,
-            "positions": self.positions * self.hidden,
-            "final norm": self._norm,
+            "positions": self.positions * self.hidden + (self.end_norms - 1) * self._norm,
+            "final norm": self._norm + (self.vocab if self.head_bias else 0),
             "head": 0 if self.tied else words,
         }
 
@@ -241,9 +256,11 @@ class Model:
 
     @classmethod
     def of_config(cls, config: Any, name: str = "") -> Model:
-        """From the configuration of a Hugging Face model (or its config.json as a dict), or from a `GPTConfig`.
+        """From the configuration of a Hugging Face model (or its config.json, as a dict or by its path), or from a
+        `GPTConfig`.
 
-        Understood are Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and GPT-2, and what is named as they are.
+        `tplab.forecast.config.KINDS` has every `model_type` that is read. Raises ValueError for another one, and for a
+        field that says something and is not read: it is named.
         """
         return cls(**sizes_of(config, name))
 

@@ -31,7 +31,7 @@ class Once(NamedTuple):
     parameters: Any = 0.0
     optimizer: Any = 0.0
     first: Any = 0.0
-    hidden: float = 0.0
+    hidden: Any = 0.0
 
 
 @lru_cache(maxsize=1 << 14)
@@ -40,6 +40,7 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
 
     They are sent in buckets as torch's; with ZeRO 3, layer by layer.
     """
+    plan = stack.cut(plan)
     held, stages = held_parameters(model, plan, place, stack), stages_on(model, plan, place)
     units = 1 + sum(stage.layers for stage in stages)
     if plan.zero == 3:
@@ -73,8 +74,8 @@ def at_end(plan: Plan, busy: Layer, once: Once, count: Any) -> tuple[Any, Any]:
     if plan.zero < 3:
         late = gradients - np.minimum(busy.backward, once.hidden * gradients)
         return (count if plan.zero == 2 else 1) * late + parameters, once.optimizer
-    if not np.any(once.first):
-        sent = gradients + 2 * parameters
-        return count * (sent - np.minimum(busy.forward + busy.backward, once.hidden * sent)), once.optimizer
+    sent = gradients + 2 * parameters
     late = np.maximum(0.0, parameters - busy.forward) + np.maximum(0.0, gradients + parameters - busy.backward)
-    return count * np.minimum(late + once.first, gradients + 2 * parameters), once.optimizer
+    early = np.minimum(late + once.first, sent)
+    needed = sent - np.minimum(busy.forward + busy.backward, once.hidden * sent)
+    return count * np.where(np.equal(once.first, 0), needed, early), once.optimizer

@@ -6,9 +6,12 @@ import inspect
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
 
 from tplab.data.zero import STAGES
-from tplab.errors import PlanError, TplabError, one_of
+from tplab.errors import PlanError, ScheduleError, TplabError, one_of
 from tplab.forecast.model import Model
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, cut_layers
@@ -21,8 +24,12 @@ ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gp
 
 RECOMPUTE = ("none", "selective", "full")
 BALANCE = ("layers", "parameters", "computing")
+ATTENTION = {"flash2": "FlashAttention 2", "flash3": "FlashAttention 3", "unfused": "unfused attention"}
+STATE_DTYPES = ("float32", "bfloat16")
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 AXES = ("pp", "dp", "cp", "tp")
+ROUNDS = {"naive": 2, "gpipe": 2, "one_f_one_b": 2, "chimera": 2, "zb_h1": 3, "looped_bfs": 3, "hanayo": 3}
+"""From which round on a schedule repeats itself: the others from the fourth."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,19 @@ class Plan:
     virtual           stages per pipeline rank
     sequence_parallel whether tensor-parallel ranks also divide the sequence, between the layers
     recompute         "none"; "selective": the scores of attention are computed again in the backward pass; "full": all
-                      of a layer is, from its input. With flash, "selective" changes nothing
-    flash             whether attention is fused, and keeps no scores
+                      of a layer is, from its input. With fused attention, "selective" changes nothing
+    attention         its kernel: "flash2" or "flash3" (FlashAttention 2 of 2023, 3 of 2024), which keep no scores, or
+                      "unfused", which keeps them; None: fused, by the kernel that the stack uses
+    compiled          whether torch.compile fuses the small kernels of a layer; None: as the stack does it
     dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
+    state_dtype       of the optimizer's moments and its own copy of the parameters: "float32" or "bfloat16"; None: as
+                      the stack has them
     overlap           whether gradients and parameters are sent while ranks compute
-    balance           what stages have equally much of: "layers", the embedding and the head beside the first and the
-                      last; "parameters" of a rank, as tplab.pipeline.partition cuts; or "computing", as nanotron cuts:
-                      parameters without the embedding, which is only looked up. With three stages per rank or more,
-                      always "layers", because finding the best cut would take minutes
+    balance           what stages have equally much of; None: as the stack cuts (`Stack.balance`). "layers", the
+                      embedding and the head beside the first and the last; "parameters" of a rank, as
+                      tplab.pipeline.partition cuts; or "computing", as nanotron cuts: parameters without the embedding,
+                      which is only looked up. With three stages per rank or more, always "layers", because finding the
+                      best cut would take minutes
     """
 
     _: KW_ONLY
@@ -61,11 +73,13 @@ class Plan:
     virtual: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
-    flash: bool = True
+    attention: str | None = None
+    compiled: bool | None = None
     dtype: str = "bfloat16"
     grad_dtype: str = "float32"
+    state_dtype: str | None = None
     overlap: bool = True
-    balance: str = "layers"
+    balance: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "virtual"):
@@ -76,9 +90,15 @@ class Plan:
         if self.rule_name not in RULES:
             raise PlanError(f"no schedule is called {self.schedule!r}; there are {', '.join([*ALIASES, *RULES])}")
         one_of("recompute", self.recompute, RECOMPUTE)
-        one_of("balance", self.balance, BALANCE)
+        one_of("balance", self.balance or "layers", BALANCE)
         one_of("dtype", self.dtype, tuple(ITEMSIZE))
         one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
+        if self.attention is not None:
+            one_of("attention", self.attention, tuple(ATTENTION))
+        if self.state_dtype is not None:
+            one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        if self.compiled not in (None, True, False):
+            raise PlanError(f"compiled is {self.compiled!r}; it is True, False, or None for what the stack does")
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -108,6 +128,11 @@ class Plan:
         return rank // (self.dp * self.cp * self.tp)
 
     @property
+    def flash(self) -> bool:
+        """Whether attention is fused, and keeps no scores."""
+        return self.attention != "unfused"
+
+    @property
     def chip_dtype(self) -> str:
         """What chips call `dtype`."""
         return "float8_e4m3fn" if self.dtype == "float8" else self.dtype
@@ -131,18 +156,24 @@ class Plan:
 
     def rule(self, microbatches: int) -> Schedule:
         """The schedule of each pipeline."""
-        return _rule(self.rule_name, self.pp, microbatches, self.virtual)
+        return rule_of(self.rule_name, self.pp, microbatches, self.virtual)
 
     @property
     def placement(self) -> Placement:
         """The stages of each rank of a pipeline."""
-        return _rule(self.rule_name, self.pp, 2 * self.pp, self.virtual).placement
+        return _placed(self.rule_name, self.pp, self.virtual)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model. A schedule of two directions has each of them twice."""
+        return self.pp * (self.virtual if takes_virtual(self.rule_name) else _stages_per_rank(self.rule_name))
 
     def partition(self, model: Model) -> Partition:
         """The stages of the model. Layer 0 is the embedding, 1 to L are the model's layers, L + 1 is the final norm,
         the head and the loss."""
-        tp = 1 if self.balance == "layers" else self.tp
-        return _partition(model, self.rule_name, self.pp, self.virtual, tp, self.balance)
+        balance, stages = self.balance or "layers", self.num_stages
+        tp = 1 if balance == "layers" else self.tp
+        return _partition(model, one_way(self.placement, stages), stages, tp, balance)
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +187,9 @@ class Plan:
         """Why this plan cannot train the model on batches of so many sequences of this length; None if it can."""
         if sequence < 1:
             return f"sequence is {sequence}; it must be 1 or more"
+        if 0 < model.window < sequence:
+            who = model.name or "the model"
+            return f"a token of {who} attends to {model.window} tokens in some layers, and sequence is {sequence}"
         tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
         whole = (
             (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),
@@ -178,21 +212,23 @@ class Plan:
         group = self.dp * self.microbatch
         if batch % group or not batch:
             return f"dp x microbatch = {self.dp} x {self.microbatch} = {group} does not divide a batch of {batch}"
-        return self._pipeline_refusal(model, batch // group)
+        return self.pipeline_refusal(model, batch // group)
 
-    def _pipeline_refusal(self, model: Model, microbatches: int) -> str | None:
+    def pipeline_refusal(self, model: Model, microbatches: int) -> str | None:
+        """Why no such pipeline can have so many microbatches, or so few layers; None if it can."""
         if self.virtual > 1 and self.pp == 1:
             return f"virtual={self.virtual} stages per rank need a pipeline, and pp is 1"
+        stages = self.num_stages
+        if self.virtual > 1 and not takes_virtual(self.rule_name) and stages != self.virtual * self.pp:
+            return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
+        ends = 2 if self.balance in (None, "layers") else 0  # the embedding and the head can be stages of their own
+        if stages > model.layers + ends:
+            what = f"{model.layers} layers{', the embedding and the head' * bool(ends)}"
+            return f"{what} cannot fill pp x virtual = {stages} stages"
         try:
-            stages = _num_stages(self.rule_name, self.pp, self.virtual)
-            self.rule(min(microbatches, 2 * self.pp))
+            self.rule(int(few(self.rule_name, self.pp, microbatches)))
         except TplabError as error:
             return f"{self.schedule}: {error}"
-        if self.virtual > 1 and "virtual_stages" not in _takes(self.rule_name) and stages != self.virtual * self.pp:
-            return f"{self.schedule} has {stages // self.pp} stages per rank, not virtual={self.virtual}"
-        ends = 2 if self.balance == "layers" else 0  # the embedding and the head can be stages of their own
-        if stages > model.layers + ends:
-            return f"{model.layers} layers cannot fill pp x virtual = {stages} stages"
         if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
             return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
         return None
@@ -205,37 +241,59 @@ class Plan:
             words.append(self.schedule + (f" of {self.virtual} stages per rank" if self.virtual > 1 else ""))
         words += [f"ZeRO {self.zero}"] if self.zero else []
         words += ["sequence parallel"] if self.sequence_parallel and self.tp > 1 else []
-        return ", ".join(words + ([f"{self.recompute} recomputation"] if self.recompute != "none" else []))
+        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        words += [ATTENTION[self.attention]] if self.attention else []
+        words += [] if self.compiled is None else ["compiled" if self.compiled else "not compiled"]
+        return ", ".join(words + ([f"states in {self.state_dtype}"] if self.state_dtype else []))
+
+
+def round_of(rule: str, ranks: int) -> int:
+    """After how many microbatches a schedule repeats itself."""
+    return 1 if rule == "naive" else ranks
+
+
+def few(rule: str, ranks: int, microbatches: Any) -> Any:
+    """As many microbatches, without the rounds that are like the one before. A number, or an array of them."""
+    return microbatches - np.maximum(0, microbatches // round_of(rule, ranks) - ROUNDS.get(rule, 4)) * round_of(
+        rule, ranks
+    )
 
 
 @cache
-def _takes(name: str) -> frozenset[str]:
-    return frozenset(inspect.signature(RULES[name]).parameters)
+def takes_virtual(name: str) -> bool:
+    """Whether a rule can have any number of stages per rank."""
+    return "virtual_stages" in inspect.signature(RULES[name]).parameters
 
 
-@lru_cache(maxsize=512)
-def _rule(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
-    more = {"virtual_stages": virtual} if "virtual_stages" in _takes(name) else {}
+@lru_cache(maxsize=1024)
+def rule_of(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    """A schedule by the name of its rule."""
+    more = {"virtual_stages": virtual} if takes_virtual(name) else {}
     return RULES[name](ranks=ranks, microbatches=microbatches, **more)
 
 
 @cache
-def _num_stages(name: str, ranks: int, virtual: int) -> int:
-    """Stages of the whole model. A schedule of two directions has each of them twice."""
-    if "virtual_stages" in _takes(name):
-        return ranks * virtual
-    return _rule(name, ranks, 2 * ranks, virtual).num_stages
+def _placed(name: str, ranks: int, virtual: int) -> Placement:
+    """The placement of a rule, which is the same for all numbers of microbatches that it can have."""
+    try:
+        return rule_of(name, ranks, 1, virtual).placement
+    except ScheduleError:
+        return rule_of(name, ranks, 2 * ranks, virtual).placement
+
+
+@cache
+def _stages_per_rank(name: str) -> int:
+    return rule_of(name, 2, 4, 1).num_stages // 2
 
 
 @lru_cache(maxsize=4096)
-def _partition(model: Model, name: str, ranks: int, virtual: int, tp: int, balance: str) -> Partition:
-    stages, ends = _num_stages(name, ranks, virtual), model.end_parts
-    if stages > 2 * ranks:
+def _partition(model: Model, placement: Placement, stages: int, tp: int, balance: str) -> Partition:
+    ends = model.end_parts
+    if stages > 2 * len(placement):
         balance = "layers"
     words = model.vocab_on_rank(tp) * model.hidden
     table = 0 if balance == "computing" else words + ends["positions"]  # looking up multiplies nothing
     sizes = [table, *[model.layer_on_rank(tp)] * model.layers, ends["final norm"] + words]
-    placement = one_way(_rule(name, ranks, 2 * ranks, virtual).placement, stages)
     bounds = None
     if balance == "layers" and model.layers % stages == 0:
         each = model.layers // stages

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.forecast.grid import Grid
-from tplab.forecast.memory import Room
+from tplab.forecast.block import Array, Block
+from tplab.forecast.memory import Room, bytes_of
 from tplab.forecast.plan import Plan
+from tplab.forecast.step import seconds_of
 
 TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and lose most"
 """How reasons for which plans lost begin. The others are those for which layouts of ranks are refused."""
@@ -30,7 +32,7 @@ _LOSES = {
 
 
 class Estimate(NamedTuple):
-    """A plan, its seconds, and the bytes of its fullest rank, by the formulas of the grid."""
+    """A plan, its seconds, and the bytes of its fullest rank, as all plans of a search are computed together."""
 
     plan: Plan
     seconds: float
@@ -40,17 +42,41 @@ class Estimate(NamedTuple):
 class Ranking(Sequence[Plan]):
     """The plans that surely fit, the fastest first.
 
-    seconds, held   of all plans of all grids, one after another; infinite where a plan is impossible
+    seconds, held   of all plans of all blocks, one after another; infinite where a plan is impossible
     order           the places there of those that fit
     """
 
-    def __init__(self, grids: Sequence[Grid], room: Room):
-        self.grids, self.room = grids, room
-        self.seconds = np.concatenate([grid.seconds.ravel() for grid in grids])
-        self.held = np.concatenate([grid.held.ravel() for grid in grids])
-        self.ends = np.cumsum([grid.seconds.size for grid in grids])
-        fitting = np.flatnonzero(self.held <= room.sure)
+    def __init__(self, blocks: Sequence[Block], room: Room):
+        self.blocks, self.room, self.parts = blocks, room, seconds_of(blocks, exact=False)
+        possible = [
+            block.is_possible[:, None, None]
+            & ((_of_pairs(block, "copies")[:, None] > 1) | (np.array(block.zeros) == 0))[:, None, :, None]
+            for block in blocks
+        ]
+        self.seconds, self.held = (
+            np.concatenate([np.where(has, of, np.inf).ravel() for has, of in zip(possible, found)])
+            for found in ([sum(of.values()) for of in self.parts], map(bytes_of, blocks))
+        )
+        self.ends = np.cumsum([math.prod(block.shape) for block in blocks])
+        self._sort()
+
+    def _sort(self) -> None:
+        fitting = np.flatnonzero(self.held <= self.room.sure)
         self.order = fitting[np.argsort(self.seconds[fitting], kind="stable")]
+
+    def time(self, most: int) -> None:
+        """Time the first ones again, and simulate their pipelines."""
+        chosen = dict[Any, list[tuple[int, int, int]]]()
+        for index in self.order[:most].tolist():
+            block, place = self._where(index)
+            pair, how, zero, way = (int(at) for at in np.unravel_index(place, self.blocks[block].shape))
+            chosen.setdefault((block, how, way), []).append((index, pair, zero))
+        parts = [self.blocks[at].part([pair for _, pair, _ in of], how, way) for (at, how, way), of in chosen.items()]
+        for of, block, found in zip(chosen.values(), parts, seconds_of(parts) if parts else ()):
+            seconds = np.broadcast_to(sum(found.values()), block.shape)
+            for place, (index, _, zero) in enumerate(of):
+                self.seconds[index] = seconds[place, 0, zero, 0]
+        self._sort()
 
     def __len__(self) -> int:
         return len(self.order)
@@ -60,12 +86,13 @@ class Ranking(Sequence[Plan]):
 
     def at(self, index: int) -> Plan:
         """The plan at this index of `seconds` and `held`."""
-        grid = int(np.searchsorted(self.ends, index, side="right"))
-        return self.grids[grid].plan(index - (int(self.ends[grid - 1]) if grid else 0))
+        block, place = self._where(index)
+        return self.blocks[block].plan(place)
 
-    def remove(self, places: Sequence[int]) -> None:
-        """Those at these places of the order do not fit after all."""
-        self.order = np.delete(self.order, places)
+    def _where(self, index: int) -> tuple[int, int]:
+        """(which block, the plan's index in it)."""
+        block = int(np.searchsorted(self.ends, index, side="right"))
+        return block, index - (int(self.ends[block - 1]) if block else 0)
 
     @property
     def considered(self) -> int:
@@ -86,34 +113,40 @@ class Ranking(Sequence[Plan]):
         """Which part of a step takes plans that fit longest, beside the fastest one."""
         if not len(self):
             return Counter()
-        tables = [
-            np.stack([np.broadcast_to(grid.reasons[name], grid.seconds.shape).ravel() for name in _LOSES], axis=-1)
-            for grid in self.grids
-        ]
-        parts = np.concatenate(tables)[self.order]
+        parts = self._each(lambda block, of: np.stack([np.broadcast_to(of[name], block.shape) for name in _LOSES], -1))
+        parts = parts.reshape(-1, len(_LOSES))[self.order]
         worst = np.bincount(np.argmax(parts[1:] - parts[0], axis=-1), minlength=len(_LOSES))
         return Counter({f"{SLOWER} {why}": int(many) for why, many in zip(_LOSES.values(), worst)})
+
+    def _each(self, make: Callable[[Block, Mapping[str, Array]], Array]) -> Array:
+        return np.concatenate([make(block, parts).ravel() for block, parts in zip(self.blocks, self.parts)])
 
     def notable(self, most: int) -> list[Estimate]:
         """See `Plans.notable`."""
         seconds, held, usable = self.seconds, self.held, self.room.sure
         fastest = seconds[self.order[0]] if len(self) else seconds[np.argmin(held)]
+        starts = np.cumsum([0, *(len(block.layouts) for block in self.blocks)])
+        of = [block.of + start for block, start in zip(self.blocks, starts)]
+        layouts = np.concatenate([np.repeat(one, math.prod(block.shape[1:])) for one, block in zip(of, self.blocks)])
         is_near = (seconds <= 3 * fastest) & (held <= 2 * max(usable, held.min()))
         near = np.flatnonzero(is_near)
         order = near[np.lexsort((held[near], seconds[near]))]
         smallest = np.minimum.accumulate(held[order])
         front = order[np.append(True, smallest[1:] < smallest[:-1])]
-        starts, of_layouts = np.append(0, self.ends[:-1]), list[np.ndarray]()
+        of_layouts = list[np.ndarray]()
         for fits in (held <= usable, held > usable):
-            times = np.where(is_near & fits, seconds, np.inf)
-            fastest_of = starts + np.array([np.argmin(part) for part in np.split(times, starts[1:])])
-            fastest_of = fastest_of[np.argsort(times[fastest_of], kind="stable")]
-            of_layouts.append(fastest_of[np.isfinite(times[fastest_of])])
+            some = order[fits[order]]
+            of_layouts.append(some[np.sort(np.unique(layouts[some], return_index=True)[1])])
         third = most // 3
         some = [_evenly(front, third), _evenly(of_layouts[0], third), _evenly(of_layouts[1], third // 2)]
         chosen = np.concatenate([self.order[: most // 8], *some, *of_layouts])
         places = [*dict.fromkeys(chosen.tolist())][:most]
         return [Estimate(self.at(place), float(seconds[place]), float(held[place])) for place in places]
+
+
+def _of_pairs(block: Block, name: str) -> np.ndarray:
+    """A property of each pair's layout."""
+    return np.array([getattr(layout, name) for layout in block.layouts])[block.of]
 
 
 def _evenly(found: np.ndarray, most: int) -> np.ndarray:

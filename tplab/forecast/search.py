@@ -1,7 +1,6 @@
 """The search: every plan that is possible on so many GPUs, the best first, and why the others lost.
 
-All plans are timed and weighed together, in arrays (`tplab.forecast.grid`); then the best are forecast one by one,
-which simulates their pipelines.
+All plans are timed and weighed together, as `Block`s, by the formulas that one plan is forecast by.
 """
 
 from __future__ import annotations
@@ -13,18 +12,30 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, overload
 
+import numpy as np
+
 from tplab.cost import Cluster, find
-from tplab.errors import PlanError
+from tplab.errors import PlanError, ScheduleError
+from tplab.forecast.block import Block, Way, tables
+from tplab.forecast.clusters import USUAL
 from tplab.forecast.forecast import Forecast, forecast
-from tplab.forecast.grid import grids
-from tplab.forecast.memory import peak_bytes, room
+from tplab.forecast.memory import room
 from tplab.forecast.model import Model
-from tplab.forecast.plan import Plan, divisors
+from tplab.forecast.plan import ALIASES, Plan, divisors, takes_virtual
 from tplab.forecast.ranking import Estimate, Ranking
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.step import step
+from tplab.schedules import RULES
 
-SCHEDULES = ("1f1b", "gpipe", "zb_h1")
+SCHEDULES = ("1f1b", *(name for name in RULES if name not in ("one_f_one_b", "interleaved_1f1b")))
+"""All rules of tplab.schedules. Interleaved 1F1B belongs to "1f1b"."""
+VIRTUAL = 4
+"""How many stages per rank, at most."""
+SLOW = {"v_half": 16, "v_min": 16, "hanayo": 16}
+"""Up to how many pipeline ranks: schedules that are found action by action take longer than the whole search."""
+ZEROS = (0, 1, 2, 3)
+CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype")
+SEQUENCE = 4096
+"""Tokens of a sequence where nothing is said."""
 EXACT = 100
 """How many of the best are forecast one by one."""
 
@@ -37,8 +48,8 @@ class Plans(Sequence[Forecast]):
                  those that fit, which part of a step costs them most beside the best
     """
 
-    def __init__(self, best: Sequence[Plan], ranking: Ranking, refused: Counter[str], given: Any):
-        self._best, self._ranking, self._refused, self._given = best, ranking, refused, given
+    def __init__(self, ranking: Ranking, refused: Counter[str], given: Any):
+        self._ranking, self._refused, self._given = ranking, refused, given
         self.considered = ranking.considered
 
     @cached_property
@@ -55,10 +66,10 @@ class Plans(Sequence[Forecast]):
     def __getitem__(self, place: int | slice) -> Forecast | list[Forecast]:
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
-        place, exact = range(len(self))[place], len(self._best)
-        plan = self._best[place] if place < exact else self._ranking[place]
         model, cluster, batch, sequence, stack = self._given
-        return forecast(model, plan, cluster, batch=batch, sequence=sequence, stack=stack)
+        return forecast(
+            model, self._ranking[range(len(self))[place]], cluster, batch=batch, sequence=sequence, stack=stack
+        )
 
     @property
     def smallest(self) -> float:
@@ -89,62 +100,104 @@ class Plans(Sequence[Forecast]):
 
 def plans(
     model: str | Model,
-    cluster: str | Cluster,
+    cluster: str | Cluster = USUAL,
     *,
     gpus: int,
     batch: int,
-    sequence: int,
+    sequence: int = SEQUENCE,
     stack: str | Stack = "megatron",
     schedules: Sequence[str] = SCHEDULES,
+    virtual: int = VIRTUAL,
     exact: int = EXACT,
+    **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
     stages, recomputation and stage of ZeRO. Everything else is as the stack does it.
 
-        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192)
+        found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192, attention="flash3")
         found[0].plan, found[0].seconds, found.lost
 
-    schedules   of SCHEDULES; interleaved ones belong to "1f1b"
+    schedules   of SCHEDULES; "1f1b" is also the interleaved one. Those that are made action by action (SLOW) are for up
+                to 16 pipeline ranks
+    virtual     stages per rank, at most. More of them leave a smaller bubble and send more messages than anybody
+                trains with. Two and more only where equally many layers are in each stage, or would be if the
+                embedding and the head were layers
     exact       how many of the best are forecast one by one, and so are in their true order
+    chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
     if set(schedules) - set(SCHEDULES):
         raise PlanError(f"schedules are {', '.join(schedules)}; search over {', '.join(SCHEDULES)}")
-    for name, number in {"gpus": gpus, "batch": batch, "sequence": sequence}.items():
+    if set(chosen) - set(CHOICES):
+        raise PlanError(f"a search cannot be given {', '.join(sorted(chosen))}; it takes {', '.join(CHOICES)}")
+    for name, number in {"gpus": gpus, "batch": batch, "sequence": sequence, "virtual": virtual}.items():
         if number < 1:
             raise PlanError(f"{name} is {number}; it must be 1 or more")
-    if stack.defaults.get("balance") == "parameters" and gpus > 1:
+    if stack.balance == "parameters" and gpus > 1:
         raise PlanError(
             f"{stack.name} gives stages equally many parameters; finding such stages takes too long for every plan of "
             "a search: forecast the plans that you mean one by one, or search with megatron"
         )
     refused = Counter[str]()
-    base = replace(Plan(), **_fields(stack, cluster))
+    base = replace(Plan(), **_fields(stack, cluster) | chosen)
     layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
     if not layouts:
         reasons = "; ".join(reason for reason, _ in refused.most_common(5))
         raise PlanError(
             f"no plan trains this model on {gpus} GPUs in batches of {batch} x {sequence} tokens: {reasons}"
         )
-    every = grids(model, layouts, cluster, batch, sequence, stack, schedules)
-    ranking, given = Ranking(every, room(cluster.chip, stack)), (model, cluster, batch, sequence, stack)
-    best = _exactly(ranking, exact, given)
-    return Plans(best, ranking, refused, given)
+    every = blocks(model, layouts, cluster, batch, sequence, stack, schedules, virtual)
+    ranking = Ranking(every, room(cluster.chip, stack))
+    ranking.time(exact)
+    return Plans(ranking, refused, (model, cluster, batch, sequence, stack))
 
 
-def _exactly(ranking: Ranking, exact: int, given: Any) -> list[Plan]:
-    """Of the first `exact` plans those that really fit, the fastest first. Those that do not leave the ranking."""
-    model, cluster, batch, sequence, stack = given
-    found, too_large = list[tuple[float, Plan]](), list[int]()
-    for place in range(min(exact, len(ranking))):
-        plan = ranking[place]
-        if peak_bytes(model, plan, batch, sequence, stack) <= ranking.room.sure:
-            found.append((step(model, plan, cluster, batch, sequence, stack).seconds, plan))
-        else:
-            too_large.append(place)
-    ranking.remove(too_large)
-    return [plan for _, plan in sorted(found, key=lambda pair: pair[0])]
+def blocks(
+    model: Model,
+    layouts: Sequence[Plan],
+    cluster: Cluster,
+    batch: int,
+    sequence: int,
+    stack: Stack,
+    schedules: Sequence[str] = SCHEDULES,
+    virtual: int = VIRTUAL,
+) -> list[Block]:
+    """All plans of layouts of ranks, which differ in their axes only: a block for each number of pipeline ranks."""
+    base = replace(layouts[0], dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False)
+    known = tables(base, model, cluster, sequence, stack)
+    recomputes = ("none", "full") if base.flash else ("none", "selective", "full")
+    alike = dict[Any, list[Plan]]()
+    for layout in layouts:
+        alike.setdefault((layout.pp, 0 if stack.balance == "layers" else layout.tp), []).append(layout)
+    found = list[Block]()
+    for (pp, _), chosen in alike.items():
+        sizes = [divisors(batch // layout.dp) for layout in chosen]
+        pairs = np.repeat(np.arange(len(chosen)), [*map(len, sizes)]), np.concatenate(sizes)
+        found.append(Block(chosen, *pairs, batch, known, recomputes, ZEROS, ways(model, pp, schedules, virtual)))
+    return found
+
+
+def ways(model: Model, pp: int, schedules: Sequence[str], virtual: int) -> list[Way]:
+    """The schedules of so many ranks, each with its numbers of stages per rank."""
+    if pp == 1:
+        return [Way("1f1b", 1)]
+    found = list[Way]()
+    for name in schedules:
+        rule = ALIASES.get(name, name)
+        several = takes_virtual("interleaved_1f1b" if name == "1f1b" else rule)
+        found += [Way(name, 1)] if name == "1f1b" or not several else []
+        found += [Way(name, number) for number in range(2, virtual + 1)] if several else []
+    return [way for way in found if pp <= SLOW.get(way.schedule, pp) and _is_even(model, pp, way)]
+
+
+def _is_even(model: Model, pp: int, way: Way) -> bool:
+    plan, layers = way.of(Plan(pp=pp)), model.layers
+    stages = plan.num_stages
+    try:
+        return (stages <= pp or 0 in (layers % stages, (layers + 2) % stages)) and bool(plan.placement)
+    except ScheduleError:  # an odd number of ranks, say
+        return False
 
 
 def _fields(stack: Stack, cluster: Cluster) -> dict[str, Any]:

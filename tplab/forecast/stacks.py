@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from tplab.cost import Cluster
 from tplab.data.buckets import BUCKET_BYTES
 from tplab.forecast.keeps import KEEPS, Keeps
 from tplab.forecast.model import Model
+from tplab.forecast.plan import Plan
 
 CONSTANTS = Path(__file__).parent / "measured" / "constants.json"
 
@@ -32,6 +33,8 @@ class Stack:
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
     cards      over how many network cards of a node ZeRO 3 sends; None: over all
+    attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
+    balance    what the stages of its pipelines have equally much of, where a plan does not say: see `Plan.balance`
     passes     how often its kernels read and write what fused ones would read and write once
     bucket     bytes of gradients, or of parameters, that one collective sends
     low, high  nine of ten measured steps took between low and high times the forecast
@@ -49,6 +52,8 @@ class Stack:
     hidden: tuple[float, float] = (0.4, 0.4)
     gathers: int = 2
     cards: int | None = None
+    attention: str = "flash3"
+    balance: str = "layers"
     passes: float = 1.0
     bucket: float = BUCKET_BYTES
     low: float = 1.0
@@ -66,12 +71,22 @@ class Stack:
         experts = constants()["experts"]
         return min(self.low, experts["low"]), max(self.high, experts["high"])
 
+    def on(self, cluster: Cluster) -> Stack:
+        """Without what was fitted to the measured clock where the cluster is a data sheet: that is a bound."""
+        if cluster.fitted is not None:
+            return self
+        return replace(self, factor=1.0, host=0.0, low=1.0, high=math.inf)
+
+    def cut(self, plan: Plan) -> Plan:
+        """The plan with stages as this stack cuts them, if the plan does not say how."""
+        return plan if plan.balance else replace(plan, balance=self.balance)
+
     def defaults_on(self, cluster: Cluster, recompute: str | None = None) -> dict[str, Any]:
         """The defaults for runs on this cluster. Megatron's published runs on A100s are of 2021 and 2022: attention was
         not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
         found = dict(self.defaults)
         if self.name == "megatron" and cluster.chip.name.startswith("A100"):
-            found |= {"flash": False, "sequence_parallel": recompute == "selective"}
+            found |= {"attention": "unfused", "sequence_parallel": recompute == "selective"}
         return found
 
 
@@ -95,15 +110,20 @@ _LISTED = (
     _stack(
         "nanotron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
-        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation. passes: assumed, for "
-        "kernels of eager PyTorch. bucket: chosen on its runs",
+        "nanotron 0.5 as the ultra-scale playbook ran it: sequence parallel, no recomputation, FlashAttention 2. "
+        "balance: as its pipelines are cut, by what blocks compute. passes: assumed, for kernels of eager PyTorch. "
+        "bucket: chosen on its runs",
+        attention="flash2",
+        balance="computing",
         passes=3.0,
         bucket=500e6,
     ),
     _stack(
         "fsdp",
         {"zero": 3, "recompute": "full", "grad_dtype": "float32"},
-        "torch FSDP2: float32 pieces, gathered in bfloat16. factor: of one run; host: assumed",
+        "torch FSDP2: float32 pieces, gathered in bfloat16; FlashAttention 2, as scaled_dot_product_attention has it. "
+        "factor: of one run; host: assumed",
+        attention="flash2",
     ),
     _stack(
         "deepspeed",
@@ -116,10 +136,11 @@ _LISTED = (
     ),
     _stack(
         "tplab",
-        {"dtype": "float32", "grad_dtype": "float32", "zero": 1, "balance": "parameters"},
+        {"dtype": "float32", "grad_dtype": "float32", "zero": 1},
         "tplab.torch.train and its Recipe, on simulated ranks",
         hidden=(0.0, 1.0),
         gathers=3,
+        balance="parameters",
         plain=True,
     ),
 )

@@ -72,7 +72,8 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
     Where one rank has both a tied embedding and the head, they are one; in tplab's own pipelines they stay two, whose
     gradients are added up.
     """
-    stages = stages_on(model, plan, pipeline_rank)
+    stack = find_stack(stack)
+    stages = stages_on(model, stack.cut(plan), pipeline_rank)
     parts, ends = model.layer_parts.values(), model.end_parts
     layers = sum(stage.layers for stage in stages)
     copied = layers * sum(part.copied for part in parts)
@@ -86,7 +87,7 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
     if has_last:
         copied += ends["final norm"]
         dense += ends["final norm"]
-        if not (model.tied and has_first and not find_stack(stack).plain):
+        if not (model.tied and has_first and not stack.plain):
             dense += words
     unit = max(model.layer_on_rank(plan.tp, plan.ep), words if has_first or has_last else 0)
     is_tied = model.tied and has_first != has_last

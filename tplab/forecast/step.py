@@ -19,22 +19,23 @@ stacks and plans:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tplab.cost import Cluster
-from tplab.forecast.layers import AXES, Layer, ends_seconds, layer_seconds, local
-from tplab.forecast.messages import send_seconds
+from tplab.forecast.block import Array, Block, Family, Tables
+from tplab.forecast.layers import AXES, Layer
 from tplab.forecast.model import Model
-from tplab.forecast.once import at_end, once_seconds
-from tplab.forecast.plan import Plan
+from tplab.forecast.once import Once, at_end
+from tplab.forecast.pipelines import Shape, makespans
+from tplab.forecast.plan import Plan, few
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.stages import Stage, stages_on
 from tplab.schedules import Costs, Simulation, simulate
 
+FORWARD, BACKWARD, RECOMPUTE = (Layer._fields.index(name) for name in ("forward", "backward", "recompute"))
 ONCE = 0.5
 """What a step costs the host once, as a part of what one microbatch costs it."""
 
@@ -61,87 +62,97 @@ def step(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: str | Stack = "megatron"
 ) -> Step:
     """How long a step on `batch` sequences takes. Raises PlanError where the plan cannot train the model."""
-    plan.check(model, batch, sequence)
-    stack, key = on_cluster(find_stack(stack), cluster), local(plan)
-    count = plan.microbatches(batch)
-    layer = layer_seconds(model, key, cluster, sequence, stack)
-    ends = ends_seconds(model, key, cluster, sequence, stack)
-    held = [stages_on(model, plan, place) for place in range(plan.pp)]
-    ranks = [_total(stages, layer, ends) for stages in held]
-    busy = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    stages = {stage.number: _of_stage(stage, layer, ends) for rank in held for stage in rank}
-    alone = pipeline_seconds(plan, stages, count, 0.0)
-    together = pipeline_seconds(plan, stages, count, send_seconds(model, plan, cluster, sequence))
-    after = [
-        at_end(plan, rank, once_seconds(model, plan, place, cluster, stack), count)
-        for place, rank in enumerate(ranks)
-        if place in (0, plan.pp // 2, plan.pp - 1)
-    ]
-    dp, optimizer = max(after, key=sum)
-    parts = {
-        **{name: count * getattr(busy, name) for name in ("computing", "recompute", *AXES)},
-        "bubble": alone - count * (busy.forward + busy.backward),
-        "pp": together - alone,
-        "dp": dp,
-        "optimizer": optimizer,
-        "host": count * busy.host + ONCE * stack.host * max(sum(stage.layers for stage in rank) for rank in held),
-    }
+    stack = find_stack(stack)
+    stack.cut(plan).check(model, batch, sequence)
+    (found,) = seconds_of([Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))])
+    parts = {name: float(of.item()) for name, of in found.items()}
     seconds = sum(parts.values())
-    low, high = stack.between(model)
+    low, high = stack.on(cluster).between(model)
     return Step(seconds, parts, seconds * low, seconds * high)
 
 
-def on_cluster(stack: Stack, cluster: Cluster) -> Stack:
-    """The stack, without what was fitted to the measured clock where the cluster is a data sheet: that is a bound."""
-    if cluster.fitted is not None:
-        return stack
-    return replace(stack, factor=1.0, host=0.0, low=1.0, high=math.inf)
+def seconds_of(blocks: Sequence[Block], exact: bool = True) -> list[dict[str, Array]]:
+    """The `parts` of steps, for each block arrays that broadcast to [pairs, recomputes, zeros, ways].
 
-
-def _of_stage(stage: Stage, layer: Layer, ends: tuple[Layer, Layer]) -> Layer:
-    return layer.times(stage.layers).plus(*ends[:1] * stage.is_first, *ends[1:] * stage.is_last)
-
-
-def _total(stages: Iterable[Stage], layer: Layer, ends: tuple[Layer, Layer]) -> Layer:
-    """All stages of a rank, for one microbatch."""
-    return Layer().plus(*(_of_stage(stage, layer, ends).times(stage.share) for stage in stages))
-
-
-def pipeline_seconds(plan: Plan, stages: Mapping[int, Layer], count: int, send: float) -> float:
-    """The makespan of the plan's schedule over `count` microbatches.
-
-    It is simulated for some rounds. After these, every further microbatch takes what the busiest rank has to do.
+    exact   see `makespans`
     """
-    if plan.pp == 1:
-        return float(count * sum(stage.forward + stage.backward for stage in stages.values()))
-    rounds = count // plan.pp
-    few = count - max(0, rounds - 4) * plan.pp
-    schedule, costs = plan.rule(few), _costs(stages, send)
-    work = np.bincount(schedule.rank, costs.durations(schedule), plan.pp) / few
-    return simulate(schedule, costs).makespan + (count - few) * float(work.max())
+    waits = _waits(blocks, exact)
+    return [_parts(block, alone, together) for block, (alone, together) in zip(blocks, waits)]
+
+
+def _parts(block: Block, alone: Array, together: Array) -> dict[str, Array]:
+    """alone, together   makespans without and with messages [pairs, recomputes, 1, ways]"""
+    count, stack = block.counts[:, None, None, None], block.tables.stack
+    parts = {name: np.zeros(alone.shape) for name in ("computing", "recompute", *AXES, "bubble", "pp", "host")}
+    parts |= {name: np.zeros(block.shape) for name in ("dp", "optimizer")}
+    for family in block.families:
+        totals = [np.sum([one.share * np.array(one[1:4], float) for one in held], axis=0) for held in family.ranks]
+        ranks = np.tensordot(np.unique(totals, axis=0), block.micro, axes=(1, 2))  # [kinds, pairs, recomputes, fields]
+        at = np.argmax(ranks[..., 0] + ranks[..., 1], axis=0)
+        busy = _layer(np.take_along_axis(ranks, at[None, ..., None], axis=0)[0])
+        most = max(sum(stage.layers for stage in held) for held in family.ranks)
+        for name in ("computing", "recompute", *AXES, "host"):
+            parts[name][..., family.ways] = count * getattr(busy, name)
+        parts["host"][..., family.ways] += ONCE * stack.host * most
+        parts["bubble"][..., family.ways] = alone[..., family.ways] - count * (busy.forward + busy.backward)
+        late = np.stack(
+            [_after(block, family, totals[place], place) for place in sorted({0, block.pp // 2, block.pp - 1})]
+        )
+        at = np.argmax(late.sum(axis=-1), axis=0)
+        latest = np.take_along_axis(late, at[None, ..., None], axis=0)[0]  # [pairs, recomputes, zeros, 2]
+        parts["dp"][..., family.ways], parts["optimizer"][..., family.ways] = latest[..., :1], latest[..., 1:]
+    parts["bubble"] = np.maximum(0.0, parts["bubble"])
+    return parts | {"pp": together - alone}
+
+
+def _layer(fields: Array) -> Layer:
+    """[pairs, recomputes, fields] as a `Layer` of arrays [pairs, recomputes, 1, 1]."""
+    return Layer(*np.moveaxis(fields, -1, 0)[..., None, None])
+
+
+def _after(block: Block, family: Family, total: Array, place: int) -> Array:
+    """What is not hidden of a rank's gradients and parameters, and its optimizer [pairs, recomputes, zeros, 2]."""
+    own, once = _layer(np.tensordot(block.micro, total, axes=(2, 0))), block.once(family, place)
+    found = []
+    for at, zero in enumerate(block.zeros):
+        fields = Once(*np.moveaxis(once[:, :, at], -1, 0)[..., None, None])
+        late, optimizer = at_end(replace(block.layouts[0], zero=zero), own, fields, block.counts[:, None, None, None])
+        found.append(np.stack(np.broadcast_arrays(late, optimizer), axis=-1)[:, :, 0, 0])
+    return np.stack(found, axis=2)
+
+
+def _waits(blocks: Sequence[Block], exact: bool) -> list[tuple[Array, Array]]:
+    """For each block, the makespans of its pipelines without and with messages [pairs, recomputes, 1, ways]."""
+    found = [np.zeros((2, *block.shape[:2], 1, len(block.ways))) for block in blocks]
+    shapes, seconds, counts, where = list[Shape](), list[Array](), list[np.ndarray](), list[Any]()
+    for block, into in zip(blocks, found):
+        times = block.micro[..., [FORWARD, BACKWARD, RECOMPUTE]].reshape(*block.shape[:2], 9)
+        sends = np.broadcast_to(block.sends[:, None, None], (*block.shape[:2], 1))
+        both = np.stack([np.concatenate([times, share * sends], axis=-1) for share in (0.0, 1.0)])
+        for of_family, way in ((family, way) for family in block.families for way in family.ways):
+            rule = block.ways[way].of(block.layouts[0]).rule_name
+            kept = few(rule, block.pp, block.counts)
+            for microbatches in np.unique(kept[block.is_possible[:, way]]).tolist():
+                pairs = np.flatnonzero((kept == microbatches) & block.is_possible[:, way])
+                shapes.append(Shape(rule, block.pp, block.ways[way].virtual, microbatches, of_family.stages))
+                seconds.append(both[:, pairs].reshape(-1, 10))
+                counts.append(np.broadcast_to(block.counts[pairs][:, None], both[:, pairs].shape[:3]).ravel())
+                where.append((into, pairs, way))
+    for (into, pairs, way), spans in zip(where, makespans(shapes, seconds, counts, exact)):
+        into[..., 0, way][:, pairs] = spans.reshape(2, len(pairs), -1)
+    return [(alone, together) for alone, together in found]
 
 
 def pipeline(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
 ) -> Simulation:
-    """The plan's schedule with each stage's times, as `step` simulates it. Where there are over `most` microbatches,
-    rounds of one per pipeline rank are left out."""
-    stack, key = on_cluster(stack, cluster), local(plan)
-    layer = layer_seconds(model, key, cluster, sequence, stack)
-    ends = ends_seconds(model, key, cluster, sequence, stack)
-    held = [stage for place in range(plan.pp) for stage in stages_on(model, plan, place)]
-    costs = _costs(
-        {stage.number: _of_stage(stage, layer, ends) for stage in held}, send_seconds(model, plan, cluster, sequence)
-    )
+    """The plan's schedule with each stage's times, as `step` takes it. Where there are over `most` microbatches, rounds
+    of one per pipeline rank are left out."""
+    block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
+    plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
+    forward, backward, again = (stages @ block.micro[0, 0])[:, [FORWARD, BACKWARD, RECOMPUTE]].T
+    inputs, weights = (backward + again) / 2, (backward - again) / 2  # all of recomputation is before I
+    costs = Costs(forward, inputs, weights, float(block.sends[0]), full_backward=backward, unit="s")
     count = plan.microbatches(batch)
     left_out = min(-(-max(0, count - most) // plan.pp), (count - 1) // plan.pp)
     return simulate(plan.rule(count - left_out * plan.pp), costs)
-
-
-def _costs(stages: Mapping[int, Layer], send: float) -> Costs:
-    forward, backward, again = (
-        np.array([getattr(stages[number], name) for number in range(len(stages))])
-        for name in ("forward", "backward", "recompute")
-    )
-    inputs, weights = (backward + again) / 2, (backward - again) / 2  # all of recomputation is before I
-    return Costs(forward, inputs, weights, send, full_backward=backward, unit="s")

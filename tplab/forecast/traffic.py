@@ -68,7 +68,8 @@ def step_traffic(
     model: Model, plan: Plan, times: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
 ) -> tuple[Sent, ...]:
     """What a rank sends of gradients and parameters, in a step of `times` microbatches."""
-    return tuple(_step(model, plan, times, pipeline_rank, find_stack(stack)))
+    stack = find_stack(stack)
+    return tuple(_step(model, stack.cut(plan), times, pipeline_rank, stack))
 
 
 def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
@@ -106,6 +107,7 @@ def traffic(
 ) -> tuple[Sent, ...]:
     """What a rank at this place of its pipeline sends in one step. Losses and norms, a number each, are left out."""
     stack, times, found = find_stack(stack), plan.microbatches(batch), list[Sent]()
+    plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
         often = int(times * stage.share)
         found += _times(layer_traffic(model, plan, sequence, stack), stage.layers * often)

@@ -12,6 +12,10 @@ import jax
 import jax.experimental
 import numpy as np
 from jax._src import config
+from jax._src import mesh as mesh_home
+
+# The mesh of `jax.set_mesh` with its devices. It is in another module since 0.11.
+_device_context: Any = (mesh_home if hasattr(mesh_home, "device_context") else config).device_context  # type: ignore
 
 # A new value of this context makes JAX trace again what it has traced before: the bodies of its loops, and what jit and
 # checkpoint wrap. JAX caches all of them by function, even if something that the function reads has changed.
@@ -37,18 +41,18 @@ def in_float64(wide: bool = True) -> AbstractContextManager[None]:
 
 def devices_around() -> tuple[Any, ...]:
     """The devices of the mesh of `jax.set_mesh`; () if there is none."""
-    mesh = config.device_context.value
+    mesh = _device_context.value
     return () if mesh is None else tuple(mesh.devices.flat)
 
 
 @contextmanager
 def without_devices() -> Iterator[None]:
     """Inside, jit is not bound to the devices of the mesh of `jax.set_mesh`."""
-    before = config.device_context.swap_local(jax.sharding.Mesh(np.empty((), object), ()))
+    before = _device_context.swap_local(jax.sharding.Mesh(np.empty((), object), ()))
     try:
         yield
     finally:
-        config.device_context.set_local(before)
+        _device_context.set_local(before)
 
 
 def is_float64() -> bool:
@@ -72,6 +76,14 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
 def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     """The shardings that were asked of a traced function's results, in order; () where JAX does not say."""
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants a scan takes, and how many arrays it carries. Since 0.11 a tree says so."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def own_copy(constant: Any) -> Any:

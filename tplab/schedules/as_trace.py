@@ -13,7 +13,13 @@ from tplab.trace.trace import Trace
 
 
 def as_trace(
-    schedule: Schedule, costs: Costs, start: np.ndarray, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
+    schedule: Schedule,
+    costs: Costs,
+    start: np.ndarray,
+    end: np.ndarray,
+    sent: np.ndarray,
+    waits_for: np.ndarray,
+    after: np.ndarray,
 ) -> Trace:
     """Events of kind compute, send, receive and wait, on a mesh with one axis, `pp`. The columns are a `Simulation`'s.
 
@@ -32,13 +38,13 @@ def as_trace(
         stages.append(f"{stages[stage[second - 1]]} + {stages[stage[second]]}")
         code[second - 1], stage[second - 1] = len(names) - 1, len(stages) - 1
     computes = np.flatnonzero(~schedule.joined)
+    last = computes + np.append(schedule.joined, False)[computes + 1]  # the second of a pair
 
     message = schedule.needs.message
     takers = np.flatnonzero((message >= 0) & (rank[np.maximum(message, 0)] != rank))
     makers = message[takers]
     carrying = costs.carrying(schedule)[makers]
-    queues = costs.links != "free"
-    departs = sent[makers] - carrying if queues else end[makers]
+    departs = sent[makers] - (costs.links != "free") * carrying
     arrives = departs + carrying + costs.transfer
     number = np.full(len(schedule), -1)
     number[takers] = np.arange(len(takers))
@@ -49,6 +55,10 @@ def as_trace(
     inner = ~np.isin(waiters, schedule.offsets[:-1])
     before[inner] = end[waiters[inner] - 1]
     waiters, before = waiters[before < start[waiters]], before[before < start[waiters]]
+
+    event_of = np.tile(np.cumsum(~schedule.joined) - 1, 2)  # of each action, and of its message
+    event_of[makers + len(schedule)] = sends = len(computes) + np.arange(len(makers))
+    event_of = np.append(event_of, -1)
 
     def column(of_compute: np.ndarray, of_send: np.ndarray, of_receive: np.ndarray, of_wait: np.ndarray) -> np.ndarray:
         return np.concatenate([of_compute, of_send, of_receive, of_wait])
@@ -72,7 +82,7 @@ def as_trace(
         kind=(list(EVENT_KINDS), kinds),
         op=(names, column(code[computes], code[makers], code[makers], code[waiters])),
         start=column(start[computes], departs, departs, before),
-        end=column(end[computes], arrives, arrives, start[waiters]),
+        end=column(end[last], arrives, arrives, start[waiters]),
         axis="pp",
         peer=column(nothing, rank[takers], rank[makers], rank[waits_for[waiters]]),
         bytes=column(0 * computes, sizes, sizes, 0 * waiters),
@@ -80,6 +90,12 @@ def as_trace(
         step=column(nothing, hops, hops, no_message),
         chunk=schedule.microbatch[column(computes, makers, makers, waiters)],
         where=(stages, stage[column(computes, makers, takers, waiters)]),
+        after=column(
+            event_of[after[computes]],
+            event_of[after[makers + len(schedule)]],
+            sends,
+            event_of[waits_for[waiters] + len(schedule)],
+        ),
     )
 
 

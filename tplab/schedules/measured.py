@@ -228,7 +228,10 @@ def _actions_only(run: Simulation) -> Simulation:
         return run
     index = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1)  # the last one is for "none"
     columns = {name: getattr(run, name)[keep] for name in ("start", "end", "duration", "sent")}
-    return replace(run, schedule=run.schedule.compute_only(), waits_for=index[run.waits_for[keep]], **columns)
+    both = np.tile(keep, 2)  # of actions and of messages
+    after = np.append(np.where(both, np.cumsum(both) - 1, -1), -1)[run.after[both]]
+    columns |= {"waits_for": index[run.waits_for[keep]], "after": after}
+    return replace(run, schedule=run.schedule.compute_only(), **columns)
 
 
 _ACTION = re.compile(r"[FBIW]\d+")

@@ -35,7 +35,7 @@ def relax(
     offsets     rank r's row is offsets[r] to offsets[r + 1]
     needs       arrays [actions] of indices: what must have ended; or NOTHING, or MISSING
     lags        for each array of needs, how long after that end its result is available [actions]
-    duration    of each action [actions]
+    duration    of each action [actions], or in several cases [actions, cases], as the results then are
     clock       when each rank may begin [ranks]; 0 by default
     links       if given, messages queue: a message is sent when its action has ended and its link is free
 
@@ -55,7 +55,7 @@ def relax(
     at, never = np.arange(num_actions) + gap, sentinels[gap]
 
     def spread(column: np.ndarray, fill: float) -> np.ndarray:
-        padded = np.full(nothing + 1, fill, column.dtype)
+        padded = np.full((nothing + 1, *column.shape[1:]), fill, column.dtype)
         padded[at] = column
         return padded
 
@@ -67,7 +67,7 @@ def relax(
         wants.append(wanted)
     delays = [spread(np.asarray(lag, float), 0.0) for lag in lags]
     lasting = spread(np.asarray(duration, float), 0.0)
-    end = np.full(nothing + 1, np.inf)
+    end = np.full(lasting.shape, np.inf)
     end[nothing] = -np.inf
     sent = end if links is None else end.copy()
     if links is not None:
@@ -75,27 +75,30 @@ def relax(
         free = np.full(int(link.max(initial=0)) + 1, -np.inf)
 
     head = offsets[:-1] + np.arange(num_ranks)
-    clock = np.zeros(num_ranks) if clock is None else clock.astype(float)
-    index, now, part = np.empty(num_ranks, np.intp), np.empty(num_ranks), np.empty(num_ranks)
+    shape = (num_ranks, *lasting.shape[1:])
+    clock = np.zeros(shape) if clock is None else clock.astype(float)
+    index, now, part = np.empty(num_ranks, np.intp), np.empty(shape), np.empty(shape)
     ready = np.ones(num_ranks, bool)
+    each = (...,) if now.ndim == 1 else (..., None)  # a rank, in all cases
+    first = now if now.ndim == 1 else now[:, 0]  # what can run in one case can run in all
     while ready.any():
         np.copyto(now, clock)
         for wanted, delay in zip(wants, delays):
             wanted.take(head, out=index, mode="clip")
-            sent.take(index, out=part, mode="clip")
-            np.add(part, delay.take(head, mode="clip"), out=part)
+            sent.take(index, axis=0, out=part, mode="clip")
+            np.add(part, delay.take(head, mode="clip")[each], out=part)
             np.maximum(now, part, out=now)
-        np.add(now, lasting.take(head, mode="clip"), out=now)
+        np.add(now, lasting.take(head, axis=0, mode="clip"), out=now)
         end[head] = now
-        np.less(now, np.inf, out=ready)
+        np.less(first, np.inf, out=ready)
         if links is not None:
             through = head[ready]
             carried = np.maximum(now[ready], free[link[through]]) + hold[through]
             sent[through] = carried
             free[link[through]] = carried
-        np.copyto(clock, now, where=ready)
+        np.copyto(clock, now, where=ready[each])
         np.add(head, ready, out=head)
-    return end[at], sent[at]
+    return (found := end[at]), found if sent is end else sent[at]
 
 
 def earliest_ticks(offsets: np.ndarray, needs: Needs) -> np.ndarray:

@@ -56,11 +56,13 @@ def simulate(
     start = np.maximum(before, arrival)
     waits_for = np.where(arrival > before, waits_for, NOTHING)
     start, waits_for = start[plan.leader], waits_for[plan.leader]
-    if optimizer == "together":
+    after = _what_held_up(schedule, plan, end, sent, waits_for)
+    if optimizer == "together" and len(end):
         steps, others = schedule.kind == CODE["STEP"], schedule.kind != CODE["STEP"]
+        after[np.flatnonzero(steps)] = np.argmax(np.where(others, end, -1.0)) if others.any() else -1
         start[steps] = end[others].max(initial=0.0)
         end[steps] = start[steps] + costs.optimizer_step
-    return Simulation(schedule, costs, start, end, plan.duration, sent, waits_for)
+    return Simulation(schedule, costs, start, end, plan.duration, sent, waits_for, after)
 
 
 def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "own") -> float:
@@ -126,6 +128,23 @@ def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
     return before
 
 
+def _what_held_up(
+    schedule: Schedule, plan: _Plan, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
+) -> np.ndarray:
+    """What held up each action and then each action's message, as an index of these: the message that an action waited
+    for, or else the action before it; and of a message its action, or the one that had the link before it."""
+    indices = np.arange(len(schedule))
+    before = np.where(np.isin(indices, schedule.offsets[:-1]), NOTHING, indices - 1)
+    action = np.where((waits_for < 0) | schedule.joined, before, waits_for + len(schedule))
+    message = indices.copy()
+    if plan.links is not None:
+        order = np.argsort(plan.links.link, kind="stable")  # each link's messages, in the order of its rank's row
+        first, second = order[:-1], order[1:]
+        queues = (plan.links.link[first] == plan.links.link[second]) & (sent[first] > end[second])
+        message[second[queues]] = first[queues] + len(schedule)
+    return np.concatenate([action, message])
+
+
 def _paired(schedule: Schedule, duration: np.ndarray, overlap: float) -> tuple[np.ndarray, np.ndarray]:
     """(the first of each action's pair, durations): the first of a pair lasts as long as both, the second no time."""
     second = np.flatnonzero(schedule.joined)
@@ -173,14 +192,25 @@ def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Sim
     if optimizer is not None:  # one program: the optimizer step is one tick, the last, for all ranks
         steps = schedule.kind == CODE["STEP"]
         ticks[steps] = ticks[~steps].max(initial=-1) + 1
+    ticks = np.unique(ticks, return_inverse=True)[1]  # an empty tick takes no time
     message = schedule.needs.message
     crosses = (message >= 0) & (schedule.rank[np.maximum(message, 0)] != schedule.rank)
     producer = message[crosses]
     num_ticks = int(ticks.max(initial=-1)) + 1
     length, travel = np.zeros(num_ticks), np.zeros(num_ticks)
     np.maximum.at(length, ticks, duration)
-    np.maximum.at(travel, ticks[producer], (costs.transfer + costs.carrying(schedule))[producer])
-    start = np.concatenate([[0.0], np.cumsum(length + travel)])[ticks]
+    carrying = costs.carrying(schedule)
+    way = costs.transfer + carrying
+    np.maximum.at(travel, ticks[producer], way[producer])
+    begin = np.concatenate([[0.0], np.cumsum(length + travel)])
+    start = begin[ticks]
     end = start + duration
     waits_for = np.where((message >= 0) & (start > _end_before(schedule, end)), message, NOTHING)
-    return Simulation(schedule, costs, start, end, duration, end, waits_for, lockstep=True)
+    sent = (begin[:-1] + length)[ticks] + (costs.links != "free") * carrying
+    slowest, last = np.full((2, num_ticks), NOTHING)  # the slowest action of each tick, and what ends it
+    order = np.argsort(duration, kind="stable")
+    slowest[ticks[order]] = last[ticks[order]] = order
+    order = producer[np.argsort(way[producer], kind="stable")]
+    last[ticks[order]] = np.where(way[order] > 0, order + len(schedule), last[ticks[order]])
+    after = np.concatenate([np.append(NOTHING, last)[ticks], slowest[ticks]])
+    return Simulation(schedule, costs, start, end, duration, sent, waits_for, after, lockstep=True)

@@ -53,6 +53,8 @@ class Simulation:
     duration     how long each action occupies its rank; the second of an overlapped pair counts as 0
     sent         when each action's message had left (at the action's end, or later where links queue)
     waits_for    the index of the action whose message decided when this one started; -1 if its own rank did
+    after        what held up each action, then what held up each one's message [2 actions], as an index of these two;
+                 -1: nothing did
     lockstep     whether the ranks took each tick together
     """
 
@@ -63,6 +65,7 @@ class Simulation:
     duration: np.ndarray = field(repr=False)
     sent: np.ndarray = field(repr=False)
     waits_for: np.ndarray = field(repr=False)
+    after: np.ndarray = field(repr=False)
     lockstep: bool = False
 
     # --- time ----------------------------------------------------------------------------------------------------
@@ -155,17 +158,9 @@ class Simulation:
         if not len(self.end):
             return []
         path = [int(np.argmax(self.end))]
-        first = set(self.schedule.offsets[:-1].tolist())
-        while True:
-            index = path[-1]
-            if self.waits_for[index] >= 0:
-                path.append(int(self.waits_for[index]))
-            elif index not in first and self.end[index - 1] >= self.start[index]:
-                path.append(index - 1)
-            elif self.start[index] > 0 and (others := np.flatnonzero(self.end == self.start[index])).size:
-                path.append(int(others[0]))  # all ranks waited here: for a tick, or for the optimizer step
-            else:
-                return path[::-1]
+        while (before := int(self.after[path[-1]])) >= 0:
+            path.append(before)
+        return [index for index in path[::-1] if index < len(self.end)]
 
     # --- memory --------------------------------------------------------------------------------------------------
 
@@ -210,7 +205,7 @@ class Simulation:
     @cached_property
     def trace(self) -> Trace:
         """The simulation as a `Trace`: what every rank did, what was sent, and who waited."""
-        return as_trace(self.schedule, self.costs, self.start, self.end, self.sent, self.waits_for)
+        return as_trace(self.schedule, self.costs, self.start, self.end, self.sent, self.waits_for, self.after)
 
     def table(self) -> str:
         """One line per rank: busy, idle, span, peak activations, and what it waited for longest."""

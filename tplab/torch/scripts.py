@@ -24,6 +24,11 @@ from tplab.torch.run import Result, run
 Around = Callable[[], AbstractContextManager[Any]]
 
 
+def num_gpus() -> int:
+    """How many GPUs this machine has."""
+    return torch.cuda.device_count()
+
+
 def launch(
     script: str | Path,
     args: Sequence[str] = (),

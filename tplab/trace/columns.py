@@ -24,6 +24,7 @@ NUMBERS: dict[str, type[np.generic]] = {
     "step": np.int32,
     "chunk": np.int32,
     "held": np.int64,
+    "after": np.int32,
 }
 """Fields that are numbers, and how they are stored. A missing peer is -1."""
 
@@ -32,7 +33,7 @@ STORED = tuple(name for name in COLUMNS if name != "values")
 
 DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
 DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
-DEFAULTS |= {"phase": "", "reduction": "", "part": (), "types": ""}
+DEFAULTS |= {"phase": "", "reduction": "", "part": (), "types": "", "after": -1}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "figures", "warnings", "chunks", "chunk_names")
 """Everything in a trace except its mesh and its events."""
@@ -202,11 +203,13 @@ def check(mesh: Mesh, columns: Mapping[str, Any], num_chunks: int, valued: Itera
     endless = ~np.isfinite(start) | ~np.isfinite(end)
     refuse(endless, lambda row: f"lasts from {start[row]} to {end[row]}; give finite times")
     refuse(end < start, lambda row: f"ends at {end[row]}, before it starts at {start[row]}")
+    after = columns["after"]
+    refuse(after >= len(after), lambda row: f"comes after event {after[row]}, but there are {len(after)} events")
     refuse(
         chunk >= num_chunks,
         lambda row: f"carries chunk {chunk[row]} of {num_chunks}; give chunks=[(origin rank, piece), ...]",
     )
-    for name, least in (("bytes", 0), ("flops", 0), ("message", -1), ("step", -1), ("chunk", -1)):
+    for name, least in (("bytes", 0), ("flops", 0), ("message", -1), ("step", -1), ("chunk", -1), ("after", -1)):
         refuse(columns[name] < least, lambda row, name=name: f"has {name} {columns[name][row]}, which is too small")
 
 

@@ -27,12 +27,16 @@ class When(NamedTuple):
 
     start, end   of each entry
     hops         how many hops come before each entry
+    after        the entry that held up each entry, or -1
+    part_of      the entry with which the event begins that each entry is a part of; most are events of their own
     waits        (form, entry) of what ranks have waited for, also if it took no time
     """
 
     start: np.ndarray
     end: np.ndarray
     hops: np.ndarray
+    after: np.ndarray
+    part_of: np.ndarray
     waits: np.ndarray
 
 
@@ -258,8 +262,12 @@ class Recorder:
         times: When | None = None,
         figures: str = "",
         warnings: Sequence[str] = (),
+        after: Sequence[int] = (),
     ) -> Trace:
-        """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them."""
+        """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them.
+
+        after   for each note, in their order, the one that held it up, or -1; without it and `times`, this is unknown
+        """
         blocks = [*self._blocks, self._packed()]
         if times is not None:
             blocks.append(self._waits(times))
@@ -280,8 +288,12 @@ class Recorder:
         form = np.where(is_message, ~form, form)[note_of] + is_receive
         columns: dict[str, Any] = {name: given[note_of] for name, given in noted.items()}
         columns["contributors"] = list(self._contributors), columns["contributors"]
-        first = np.empty(len(is_pair), np.int64)  # event of each note
+        first = np.full(len(is_pair) + 1, -1, np.int64)  # event of each note; the last one is for none
         first[note_of[~is_receive]] = np.flatnonzero(~is_receive)
+        if at is not None and times is not None:
+            after = _notes_before(at, times)
+        if len(after):
+            columns["after"] = first[np.where(is_receive, note_of, np.asarray(after)[note_of])]
         parts = Codes({(): 0})
         codes = np.zeros(len(note_of), np.int32)
         codes[first[list(self._parts)]] = parts.of("part", list(self._parts.values()))
@@ -333,3 +345,14 @@ class Recorder:
             is_number = name in NUMBERS
             packed[name] = number_column(name, given, num_notes) if is_number else self._contributors.of(name, given)
         return packed
+
+
+def _notes_before(at: np.ndarray, times: When) -> np.ndarray:
+    """For each note, the one that held it up, or -1; `at` is the entry with which each begins."""
+    note_of = np.full(len(times.start) + 1, -1, np.int64)  # the last one is for no entry
+    note_of[at] = np.arange(len(at))
+    part_of, after = np.append(times.part_of, -1), np.append(times.after, -1)
+    entry = part_of[after[at]]
+    while len(unseen := np.flatnonzero((entry >= 0) & (note_of[entry] < 0))):  # a moment, or what took no time
+        entry[unseen] = part_of[after[entry[unseen]]]
+    return note_of[entry]

@@ -71,7 +71,7 @@ class Trace:
         # The sort is stable: events of one rank that start together keep the order in which they were recorded.
         numbers = {name: given for name, given in columns.items() if not isinstance(given, Words)}
         order = np.lexsort((numbers["rank"], numbers["start"]))
-        self._numbers = {name: given[order] for name, given in numbers.items()}
+        self._numbers = _taken(numbers, order)
         self._words = {name: given[order] for name, given in columns.items() if isinstance(given, Words)}
         for array in (*self._numbers.values(), *(words.codes for words in self._words.values())):
             array.flags.writeable = False
@@ -160,7 +160,7 @@ class Trace:
         places = {int(row): place for place, row in enumerate(rows)} if self._values else {}
         return Trace(
             self.mesh,
-            {name: stored[rows] for name, stored in (self._numbers | self._words).items()},
+            _taken(self._numbers, rows) | {name: stored[rows] for name, stored in self._words.items()},
             values={places[row]: array for row, array in self._values.items() if row in places},
             **self.about(),
         )
@@ -316,6 +316,13 @@ class _Events(Sequence[Event]):
 
     def __repr__(self) -> str:
         return f"<{len(self):,} events>"
+
+
+def _taken(numbers: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+    """These rows of columns of numbers. `after` says where an event is among them; -1 if it is not."""
+    places = np.full(len(numbers["after"]) + 1, -1, np.int32)
+    places[rows] = np.arange(len(rows))
+    return {name: places[given[rows]] if name == "after" else given[rows] for name, given in numbers.items()}
 
 
 def _plain_array(array: Any) -> np.ndarray:

@@ -120,7 +120,7 @@ def layout_lab(
         layout_lab("llama3-70b", cluster="h100-measured", gpus=256, batch=1024, sequence=8192)
 
     model, cluster   by name, or your own, as for `forecast`. A measured cluster gives a forecast with its error, a data
-                     sheet a bound. With "your own ...", readers of the card give the sizes of a model made as Llama
+                     sheet seconds at peak rates. With "your own ...", readers give the sizes of a model made as Llama
     gpus, batch, sequence, stack
                      as for `plans`: ranks, sequences per step, tokens per sequence, and the library that trains
     plan             the plan to choose at first; the best if None

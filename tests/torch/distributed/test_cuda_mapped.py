@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tplab import Mesh
 from tplab.errors import RankError
 from tplab.torch import launch, run
+from tplab.torch.distributed.cuda import advice
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without GPUs"),
@@ -415,6 +416,15 @@ def test_without_device_the_way_out_is_named(script, line):
         launch(script(f"import torch\nrank = 0\n{line}\n"), ranks=2)
     if "exit" not in line:
         assert "rank 0 raised" in str(error.value) and "at train.py:3: " in str(error.value)
+
+
+def test_with_too_few_gpus_the_way_out_is_named(monkeypatch):
+    error = RuntimeError("CUDA error: invalid device ordinal")
+    for count, have in ((1, "1 GPU"), (4, "4 GPUs")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        text = advice(error, False)
+        assert text is not None and text.startswith(f"this machine has {have}, and the rank asked for another")
+        assert 'device="cpu" (on the command line, --device cpu)' in text
 
 
 def test_a_program_that_asks_first_runs_without_a_gpu(script):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from tplab.cost.attention import Attention
 from tplab.cost.fabric import Error, Fabric
 from tplab.cost.fitted import Fitted
-from tplab.cost.kernels import Kernels, Shared
+from tplab.cost.kernels import Kernels, Tiles
 from tplab.cost.nccl import Nccl, Ratios
 
 HERE = Path(__file__).parent
@@ -175,10 +176,20 @@ def fabrics() -> dict[str, Fabric]:
 
 @cache
 def kernels(gpu: str) -> Kernels:
-    """What a chip reaches. No table of matmuls on a B200 was found: its shares are those of an H100."""
-    found = constants()
-    own = found["kernels"].get(gpu, found["kernels"]["h100"])
+    """What a chip reaches."""
+    return kernels_of(gpu, constants())
+
+
+def kernels_of(gpu: str, found: Mapping[str, Any]) -> Kernels:
+    """The kernels of a chip with these constants."""
+    narrow = found["matmuls in 8 bit"].get(gpu)
     multiprocessors, cache_bytes = MULTIPROCESSORS[gpu]
-    attention = tuple(Attention(**kernel) for kernel in found["attention"][gpu])
-    shared = Shared(**found["shared"])
-    return Kernels(**own, multiprocessors=multiprocessors, cache=cache_bytes, shared=shared, attention=attention)
+    return Kernels(
+        wide=Tiles(**found["matmuls"][gpu]),
+        narrow=narrow and Tiles(**narrow),
+        bandwidth=found["bandwidth"][gpu],
+        multiprocessors=multiprocessors,
+        cache=cache_bytes,
+        resident=found["resident"],
+        attention=tuple(Attention(**kernel) for kernel in found["attention"][gpu]),
+    )

@@ -12,7 +12,7 @@ from tplab.cost.chip import Chip
 from tplab.cost.cluster import Cluster
 from tplab.cost.fabric import Error, Fabric
 from tplab.cost.fitted import Fitted
-from tplab.cost.kernels import Attention, Kernels, Shared
+from tplab.cost.kernels import Attention, Kernels, Tiles
 from tplab.cost.link import Link
 from tplab.cost.nccl import Nccl, Ratios
 from tplab.errors import ClusterError
@@ -46,7 +46,7 @@ def load(path: str | Path) -> Cluster:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (Error, Ratios, Shared)):
+    if isinstance(value, (Error, Ratios, Tiles)):
         return _plain(value._asdict())
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
@@ -56,9 +56,10 @@ def _plain(value: Any) -> Any:
 def _cluster(found: dict[str, Any]) -> Cluster:
     chip, fitted, fabric = found["chip"], found["fitted"], found["fabric"]
     if chip["kernels"] is not None:
-        attention = tuple(Attention(**one) for one in chip["kernels"]["attention"])
+        kernels = chip["kernels"]
+        tiles = {name: kernels[name] and Tiles(**kernels[name]) for name in ("wide", "narrow")}
         chip["kernels"] = Kernels(
-            **chip["kernels"] | {"shared": Shared(**chip["kernels"]["shared"]), "attention": attention}
+            **kernels | tiles | {"attention": tuple(Attention(**one) for one in kernels["attention"])}
         )
     if fitted is not None:
         nccl = Nccl(**fitted["nccl"] | {"ratios": Ratios(**fitted["nccl"]["ratios"])})

@@ -62,7 +62,7 @@ def playbook() -> tuple[Run, ...]:
     batch, sequence, found = 256, 4096, list[Run]()
     for row in _rows("playbook.csv"):
         number: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "microbatch", "zero")}
-        plan = Plan(**number, sequence_parallel=number["tp"] > 1, balance="computing")
+        plan = Plan(**number, sequence_parallel=number["tp"] > 1)
         seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * plan.ranks)
         about = (Model.find(row["model"]), plan, "h100-measured", batch, sequence, seconds)
         found.append(Run("playbook", "nanotron", *about, float(row["memory_gb"]), row["clean"] == "1"))
@@ -77,9 +77,10 @@ def runs() -> tuple[Run, ...]:
 
 def _run(row: dict[str, str]) -> Run:
     numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
-    switches = ("sequence_parallel", "flash", "overlap")
+    switches = ("sequence_parallel", "overlap")
     fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
     sums = find_stack(row["stack"]).defaults["grad_dtype"]
+    fields["attention"] = None if row["flash"] == "1" else "unfused"
     plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
     model = Model.find(row["model"])
     if row["layers"]:

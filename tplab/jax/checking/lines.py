@@ -12,6 +12,7 @@ import jax
 
 from tplab.checking.same_model import What
 from tplab.checking.verdict import EPSILON
+from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.jaxprs import equations_of, frames_of, inside, is_transposed, opened, own_frames
 from tplab.jax.tracing.typed import faults_of
@@ -216,12 +217,12 @@ def _forgets(eqn: Any) -> bool:
     """Whether a scan carries an array from round to round without reading it."""
     if eqn.primitive.name != "scan":
         return False
-    body, first = opened(eqn.params["jaxpr"])[0], eqn.params["num_consts"]
+    body, (first, num_carry) = opened(eqn.params["jaxpr"])[0], scan_sizes(eqn.params)
     used = {v for v in body.outvars if not hasattr(v, "val")}
     for one in reversed(body.eqns):
         if not used.isdisjoint(one.outvars):
             used.update(v for v in one.invars if not hasattr(v, "val"))
-    return any(v not in used and v.aval.shape for v in body.invars[first : first + eqn.params["num_carry"]])
+    return any(v not in used and v.aval.shape for v in body.invars[first : first + num_carry])
 
 
 def _is_sum(eqn: Any, jaxpr: Any, mesh: Mesh) -> bool:

@@ -37,13 +37,13 @@ class Constants:
         return None if all(new is old for new, old in zip(items, values, strict=True)) else items
 
     def _replaced(self, value: Any) -> Any:
-        if hasattr(value, "consts") and hasattr(value, "jaxpr"):
+        if hasattr(value, "jaxpr") and value.jaxpr is not value:  # a closed one, before JAX 0.11
             jaxpr, consts = self.owned_by(value.jaxpr), self._each(value.consts)
             unchanged = jaxpr is value.jaxpr and consts is None
             return value if unchanged else value.replace(jaxpr=jaxpr, consts=consts or value.consts)
         if hasattr(value, "eqns"):
-            eqns, outvars = self._each(value.eqns), self._each(value.outvars)
-            changes = {name: new for name, new in (("eqns", eqns), ("outvars", outvars)) if new is not None}
+            parts = [name for name in ("eqns", "outvars", "consts") if hasattr(value, name)]
+            changes = {name: new for name in parts if (new := self._each(getattr(value, name))) is not None}
             return value.replace(**changes, debug_info=value.debug_info) if changes else value
         if hasattr(value, "primitive") and hasattr(value, "params"):
             invars, params = self._each(value.invars), self._each(list(value.params.values()))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.jaxprs import called, is_transposed, line_of, opened
 
 _NOT_BY_ELEMENT = {
@@ -98,10 +99,10 @@ class Asked:
         """The number of an argument of this name."""
         return self._names.get(name)
 
-    def is_by_element(self, name: str, line: str) -> bool:
+    def is_by_element(self, name: str, line: str, backward: bool) -> bool:
         """Whether the operations of this name at a line compute element by element."""
-        found = [step.eqn for step in self._steps if (step.name, step.line) == (name, line)]
-        return bool(found) and all(map(_by_element, found))
+        found = self._steps_of(name, line, backward)
+        return bool(found) and all(_by_element(step.eqn) for step in found)
 
     def reshaped(self, name: str, line: str, backward: bool, argument: int | None = None) -> tuple[int, ...] | None:
         """The shape into which the result of an operation is brought, or an argument, if nothing else is done to it."""
@@ -157,10 +158,12 @@ class Asked:
     def _starts(self, name: str, line: str, backward: bool, argument: int | None) -> list[int]:
         if argument is not None:
             return [self.inputs[argument]] if argument < len(self.inputs) else []
+        return [number for step in self._steps_of(name, line, backward) for number in step.makes]
+
+    def _steps_of(self, name: str, line: str, backward: bool) -> list[_Step]:
         named = [step for step in self._steps if (step.name, step.backward) == (name, backward)]
-        # XLA does not know the lines of what JAX's own functions do
-        steps = [step for step in named if step.line == line] or (named if len(named) == 1 else [])
-        return [number for step in steps for number in step.makes]
+        # XLA does not know the lines of what JAX's own functions do, nor, in JAX 0.7, of what is recomputed
+        return [step for step in named if step.line == line] or (named if len(named) == 1 else [])
 
     def _asks(self, start: int) -> Iterator[Ask]:
         pending, seen = [start], set[int]()
@@ -198,7 +201,7 @@ class Asked:
                 made = self._read(opened(inner)[0], reads, line, backward)
             if eqn.primitive.name == "scan":
                 body = opened(eqn.params["jaxpr"])[0]
-                first = eqn.params["num_consts"] + eqn.params["num_carry"]
+                first = sum(scan_sizes(eqn.params))
                 rows = [self._new() for _ in reads[first:]]
                 self._read(body, [*reads[:first], *rows], line, backward)
             if inner is None:

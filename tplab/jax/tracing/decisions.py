@@ -24,7 +24,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from tplab.errors import TraceError
-from tplab.jax.private import in_float64, is_float64
+from tplab.jax.private import in_float64, is_float64, scan_sizes
 from tplab.jax.ranks.context import vary, varying_axes, without_mesh
 from tplab.jax.ranks.program import Compiled, is_shape
 from tplab.jax.tracing.held import is_small
@@ -197,7 +197,8 @@ def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
             outcomes = [follow(branch, inputs[1:]) for branch in params["branches"]]
             return [inputs[0] or any(column) for column in zip(*outcomes, strict=True)]
         if name == "scan":
-            consts, carry = params["num_consts"], params["num_consts"] + params["num_carry"]
+            consts, num_carry = scan_sizes(params)
+            carry = consts + num_carry
             before, after = _settled(
                 inputs[consts:carry],
                 lambda state: follow(params["jaxpr"], [*inputs[:consts], *state, *inputs[carry:]]),
@@ -322,7 +323,7 @@ class _Reporter:
         return carry, report
 
     def _scan(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
-        params, first, num_carry = eqn.params, eqn.params["num_consts"], eqn.params["num_carry"]
+        params, (first, num_carry) = eqn.params, scan_sizes(eqn.params)
         second = first + num_carry
 
         def body(state: Any, row: Any) -> Any:

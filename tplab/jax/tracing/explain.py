@@ -206,7 +206,7 @@ class _Why:
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = sent.array, self._text(made, where)
         wide = self._as_wide(place, sent, None)
-        first = self._name_in_program(made), self._line(made), made.one.phase == "backward", self._argument(made)
+        first = *self._in_program(made), self._argument(made)
         shape = self.asked.shape(*first)
         if not self.asked.is_asked_whole(*first):
             wide = self._as_kept(place, prod(shape)) + wide
@@ -223,10 +223,10 @@ class _Why:
         ask = None if user is not None else self.asked.of(*first, op=sent.op, axis=axis)
         gathered = self._gathered_dim(place, sent)
         if user is not None:
-            operation, line = self._name_in_program(user), self._line(user)
+            operation, line, _ = used = self._in_program(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
-            found = self.asked.of(operation, line, user.one.phase == "backward", op=sent.op, axis=axis)
-            if found is not None and self.asked.is_by_element(operation, line):
+            found = self.asked.of(*used, op=sent.op, axis=axis)
+            if found is not None and self.asked.is_by_element(*used):
                 ask = found
             elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & found.axes):
                 more = f"; {found} of its result"
@@ -273,7 +273,7 @@ class _Why:
 
     def _as_it_is(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str) -> tuple[Any, ...] | None:
         """The spec that the array has already, if we know it."""
-        while self.flow.slot(made) is None and self.asked.is_by_element(_operation(made.one), self._line(made)):
+        while self.flow.slot(made) is None and self.asked.is_by_element(*self._in_program(made)):
             sources = {self.flow.source(given) for given in self.flow.operands(made)}
             sources = {source for source in sources if source.one.op not in _CONSTANT}
             if len(sources) != 1 or made in sources:
@@ -296,6 +296,10 @@ class _Why:
     def _argument(self, place: Place) -> int | None:
         """The number of the argument that an array is."""
         return None if self.flow.slot(place) is None else self.asked.argument(place.one.origin)
+
+    def _in_program(self, place: Place) -> tuple[str, str, bool]:
+        """An operation, as `Asked` knows it: its name, its line, and whether it is of the backward pass."""
+        return self._name_in_program(place), self._line(place), place.one.phase == "backward"
 
     def _name_in_program(self, place: Place) -> str:
         """The program's name of an operation."""

@@ -69,6 +69,13 @@ class Flow:
 
     # --- backwards -----------------------------------------------------------------------------------------------
 
+    def inside(self, place: Place) -> list[Place]:
+        """The instructions of a fusion; of any other instruction, itself."""
+        if place.one.op != "fusion":
+            return [place]
+        name = place.one.called("calls")[0]
+        return [Place(name, one) for one in self.module.computations[name]]
+
     def operands(self, place: Place) -> list[Place]:
         made = self._made[place.computation]
         return [Place(place.computation, made[name]) for name in place.one.operands if name in made]
@@ -76,15 +83,17 @@ class Flow:
     def source(self, place: Place) -> Place:
         """What made this array, or the parameter of the program that it is. We follow it through views, loops and
         collectives: a sum over ranks is, as a whole, what its operand is in parts."""
+        *_, source = self.back(place)
+        return source
+
+    def back(self, place: Place | None) -> Iterator[Place]:
+        """This array, what it is a view of, and so on, up to its source."""
         indices: list[int] = []  # of the tuple elements that we are in
         seen: set[tuple[str, str, tuple[int, ...]]] = set()
-        while (key := (place.computation, place.one.name, tuple(indices))) not in seen:
+        while place is not None and (key := (place.computation, place.one.name, tuple(indices))) not in seen:
             seen.add(key)
-            before = self._before(place, indices)
-            if before is None:
-                break
-            place = before
-        return place
+            yield place
+            place = self._before(place, indices)
 
     def before(self, place: Place) -> Place | None:
         """One step back; None where the array is made here."""
@@ -115,13 +124,10 @@ class Flow:
 
     def is_moved(self, place: Place) -> bool:
         """Whether another collective has moved this array before."""
-        indices: list[int] = []
-        while place.one.op in (*_VIEWS, "get-tuple-element") and place.one.collective is None:
-            before = self._before(place, indices)
-            if before is None:
-                return False
-            place = before
-        return place.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
+        for before in self.back(place):
+            if before.one.op not in (*_VIEWS, "get-tuple-element") or before.one.collective is not None:
+                return before.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
+        return False
 
     def _argument(self, computation: str, number: int, indices: list[int]) -> Place | None:
         """What a computation is called with; in a loop, what an iteration leaves, if that is different."""
@@ -152,11 +158,15 @@ class Flow:
         ones = self.module.computations[computation]
         return Place(computation, next((one for one in ones if one.is_root), ones[-1]))
 
+    def is_given(self, place: Place) -> bool:
+        """Whether it is a parameter of the program."""
+        return place.one.op == "parameter" and place.computation == self.module.entry
+
     def slot(self, place: Place) -> Slot | None:
         """The parameter of the program at this place, whole; None for anything else."""
-        computation, one = place
-        if one.op != "parameter" or computation != self.module.entry:
+        if not self.is_given(place):
             return None
+        one = place.one
         name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # of `lowered`, by the reader's names
         name = self._names.get(name, name)
         pieces = self._pieces(one)
@@ -183,6 +193,11 @@ class Flow:
         return pieces
 
     # --- forwards ------------------------------------------------------------------------------------------------
+
+    def users(self, place: Place) -> list[Place]:
+        """The instructions of its own computation that use it."""
+        computation, one = place
+        return [Place(computation, user) for user in self._users.get((computation, one.name), ())]
 
     def needed_by(self, place: Place, index: int | None = None) -> Iterator[Place]:
         """The instructions that compute with this array, including those in a fusion, and in a loop's later iterations.

@@ -162,6 +162,7 @@ class Module:
     entry          the name of the program's computation
     name           the function's name, as jit knows it
     num_ranks      how many ranks run it
+    donated        the numbers of the parameters whose memory it may use for its results
     """
 
     def __init__(self, text: str):
@@ -177,6 +178,7 @@ class Module:
         self.name = re.sub(r"^HloModule (?:jit_|pmap_)?([^, ]*).*", r"\1", text.partition("\n")[0]).strip("_")
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
         self.num_ranks = math.prod(map(int, counts))
+        self.donated = set(map(int, re.findall(r"\((\d+), \{[\d,]*\}, (?:may|must)-alias\)", text.partition("\n")[0])))
         self._tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}
         self._lines: dict[str, str] = {}
 

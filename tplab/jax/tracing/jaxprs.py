@@ -83,9 +83,10 @@ def frames_of(eqn: Any, jaxpr: Any) -> tuple[tuple[str, int], ...]:
 
 def line_of_frames(frames: Sequence[tuple[str, int]]) -> str:
     """The line of the user's program among frames, each a file and a line, the innermost first: the first that is not
-    in an installed package. If all are, it is the innermost that is neither JAX's nor tplab's. "" if there is none."""
+    in an installed package. If all are, it is the innermost that is not of this folder. "" if there is none."""
     outside = [frame for frame in frames if not frame[0].startswith(_NOT_THE_PROGRAM)]
-    return line_text(*(own_frames(outside) or frames)[0]) if frames else ""
+    found = own_frames(outside) or [frame for frame in frames if not frame[0].startswith(_TRACING)]
+    return line_text(*found[0]) if found else ""
 
 
 def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -103,4 +104,6 @@ _JAX = str(Path(str(jax.__file__)).parent) + os.sep
 _HERE = Path(__file__).resolve().parents[1]
 _BEGINNINGS = {str(_HERE / "ranks" / "program.py"), str(_HERE / "checking" / "lines.py")}
 """Where tplab calls the program."""
+_TRACING = str(_HERE / "tracing") + os.sep
+"""JAX 0.7 gives this for what is recomputed: its gradient is made when tplab asks for the whole program."""
 _NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tplab.jax.tracing.flow import Flow, Place
-from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.hlo import Array
+from tplab.jax.tracing.narrow import narrow_after, narrow_before
 
-_MOST_STEPS = 8  # from a collective to what made its operand narrow
 _MOST_MAKING = 64  # instructions that make the index of a piece
 
 
@@ -86,39 +86,13 @@ def _is_own(flow: Flow, place: Place) -> bool:
 
 
 def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
-    """The 16-bit dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says so."""
+    """The dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says float32."""
     one = place.one
     if not any(array.dtype == "float32" for array in one.arrays):
         return ""
     if not one.op.startswith("all-reduce"):
-        return _narrow_before(flow, flow.operands(place)[index or 0])
-    found = [_narrow_after(flow, place, each) for each in ([None] if index is None else range(len(one.arrays)))]
+        return narrow_before(flow, flow.operands(place)[index or 0])
+    found = [narrow_after(flow, place, each) for each in ([None] if index is None else range(len(one.arrays)))]
     if any(found):
         return found[index or 0]
     return "bfloat16" if any("promoted" in name for name in one.called("to_apply")) else ""
-
-
-def _narrow_before(flow: Flow, place: Place) -> str:
-    for _ in range(_MOST_STEPS):
-        given = flow.operands(place)
-        if place.one.op == "convert" and given:
-            is_written = place.one.primitive == "convert_element_type"
-            return "" if is_written else _narrow(given[0].one)
-        before = flow.before(place)
-        if before is None:
-            break
-        place = before
-    return ""
-
-
-def _narrow_after(flow: Flow, place: Place, index: int | None) -> str:
-    """The dtype to which XLA converts a sum that it has widened. What the program itself converts was a sum of float32,
-    also where XLA sends both together."""
-    for user in flow.handed_on(place, index):
-        if user.one.op == "convert" and (dtype := _narrow(user.one)):
-            return "" if user.one.primitive == "convert_element_type" else dtype
-    return ""
-
-
-def _narrow(one: Instruction) -> str:
-    return next((array.dtype for array in one.arrays if array.dtype in ("bfloat16", "float16")), "")

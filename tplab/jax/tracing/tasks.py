@@ -29,6 +29,7 @@ class Task:
     phase     "forward" or "backward"; "": not known
     reduction how a collective combines the ranks' inputs: "sum", "max", ...
     costs     the collective's name in tplab.cost, if it is not `op`
+    rate      compute: the dtype at whose FLOP/s it runs, if it is not `dtype`
     matmul    compute: (m, n, k, batch) of a matmul, for chips whose kernels have been measured
     """
 
@@ -53,6 +54,7 @@ class Task:
     costs: str = ""
     phase: str = ""
     reduction: str = ""
+    rate: str = ""
     matmul: tuple[int, int, int, int] | None = None
 
 
@@ -63,7 +65,7 @@ _VIEWS = {
 }  # fmt: skip
 _COPIES = {
     "convert_element_type", "bitcast_convert_type", "concatenate", "pad", "gather", "rev", "dynamic_update_slice",
-    "device_put",
+    "scatter", "device_put",
 }  # fmt: skip
 
 
@@ -82,6 +84,8 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
         return 2 * outputs[0].size * (kernel.size // kernel.shape[params["dimension_numbers"].rhs_spec[0]])
     if name in _COPIES:
         return 0
+    if is_update(name):
+        return inputs[-1].size
     return max(held.size for held in (*inputs, *outputs))
 
 
@@ -97,8 +101,30 @@ def matmul_of(name: str, params: dict[str, Any], inputs: Sequence[Held]) -> tupl
     return left.size // each, right.size // each, k, batch
 
 
-def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
-    """The bytes read and written: every operand and result; for an array that XLA updates in place, only the piece."""
-    if name == "dynamic_update_slice":
-        return 2 * inputs[1].num_bytes
-    return sum(held.num_bytes for held in (*inputs, *outputs))
+def rate_of(name: str, inputs: Sequence[Held]) -> str:
+    """The dtype of a product's operands, at whose FLOP/s it runs, whatever its result is; "" for anything else."""
+    if name not in ("dot_general", "conv_general_dilated"):
+        return ""
+    return str(max((held.dtype for held in inputs[:2]), key=lambda dtype: dtype.itemsize))
+
+
+def is_update(name: str) -> bool:
+    """Whether it writes a part of its first operand."""
+    return name == "dynamic_update_slice" or name.startswith("scatter")
+
+
+def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held], is_copied: bool = False) -> int:
+    """The bytes read and written: every operand and result; of those that are used in part, the part, as in `touched`.
+
+    is_copied   whether something else needs the array that is updated, so that a copy of it is updated
+    """
+    if name == "gather":
+        (rows,) = outputs
+        return min(inputs[0].num_bytes, rows.num_bytes) + rows.num_bytes + inputs[1].num_bytes
+    if not is_update(name):
+        return sum(held.num_bytes for held in (*inputs, *outputs))
+    whole, update = inputs[0], inputs[1] if name == "dynamic_update_slice" else inputs[2]
+    touched = 2 * update.num_bytes
+    if name.startswith("scatter"):
+        touched = (2 if name == "scatter" else 3) * update.num_bytes + inputs[1].num_bytes
+    return touched + (1 if whole.is_scalar else 2 if is_copied else 0) * whole.num_bytes  # zeros are only written

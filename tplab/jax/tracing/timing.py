@@ -20,13 +20,20 @@ class Span(NamedTuple):
     end: float
 
 
+Part = tuple[int, int]
+"""(task, rank): what a rank does of a task. A message is its sender's."""
+
+_NOTHING: Part = -1, -1
+
+
 class Wait(NamedTuple):
-    """A rank waited until a message or a collective, the task of that number, reached it."""
+    """A rank waited for a message or a collective, the task of that number, until it ended on `after`'s rank."""
 
     rank: int
     start: float
     end: float
     task: int
+    after: Part
 
 
 _ENDED, _READY, _SEND, _NEXT = range(4)  # the order at one instant, so that all that is ready goes first
@@ -41,21 +48,26 @@ class Timing:
     and the messages between actions go in lock-step.
 
     spans    for each task: rank -> when it computes, or when its message (for the sender) or collective is on the way
+    after    each part -> the one that held it up: whose result it needed, or what its rank or its links did before
     """
 
     def __init__(self, tasks: Sequence[Task], alive: set[int], num_ranks: int, cluster: Cluster | None):
         self._tasks, self._cluster, self._num_ranks = tasks, cluster, num_ranks
         self.spans: list[dict[int, Span]] = [{} for _ in tasks]
+        self.after: dict[Part, Part] = {}
         self._links = Links(cluster)
         self._clock = Clock(self._happens, self._booked, self._links.share)
         self._routes: dict[Any, Route] = {}
-        self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, float]] = {}  # messages left, and until when
-        self._arrivals: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
-        self._queues: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[float, Part]]] = {}  # messages left, the last
+        self._arrivals: list[list[tuple[float, int, Part]]] = [[] for _ in range(num_ranks)]
+        self._queues: list[list[tuple[int, float, Part]]] = [
+            [] for _ in range(num_ranks)
+        ]  # since when, because of what
         self._busy = [False] * num_ranks
+        self._free = [(0.0, _NOTHING)] * num_ranks  # since when, and what the rank had computed until then
         self._needed_by: dict[int, list[int]] = defaultdict(list)
         self._missing: dict[tuple[int, int], int] = {}
-        self._ready_at: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
+        self._ready_at: dict[tuple[int, tuple[int, ...]], list[tuple[float, Part]]] = defaultdict(list)
         for number in sorted(alive):
             self._enter(number)
         self._clock.run()
@@ -69,97 +81,98 @@ class Timing:
             missing = sum(rank in self._tasks[need].ranks for need in task.needs)
             self._missing[number, rank] = missing
             if not missing:
-                self._clock.at(0.0, _READY, number, rank)
+                self._clock.at(0.0, _READY, number, rank, _NOTHING)
 
-    def _happens(self, now: float, what: int, number: int, rank: int) -> None:
+    def _happens(self, now: float, what: int, number: int, rank: int, after: Part) -> None:
         if what == _NEXT:
             self._compute_next(now, rank)
         elif what == _READY:
-            self._begin(now, number, rank)
+            self._begin(now, number, rank, after)
         elif what == _SEND:
-            self._send(now, number, rank)
+            self._send(now, number, rank, after)
         else:
             if self._tasks[number].kind == "compute":
                 begun = self.spans[number][rank].start
                 done = self._clock.computed(rank, begun, self._seconds(number))
                 if done > self._clock.until:  # collectives that have begun meanwhile slow it
-                    self._clock.at(done, _ENDED, number, rank)
+                    self._clock.at(done, _ENDED, number, rank, after)
                     return
                 self.spans[number][rank] = Span(begun, done)
                 now = done
-                self._busy[rank] = False
-                self._clock.at(now, _NEXT, -1, rank)
-            self._release(now, number, rank)
+                self._busy[rank], self._free[rank] = False, (now, after)
+                self._clock.at(now, _NEXT, -1, rank, _NOTHING)
+            self._release(now, number, rank, after)
 
-    def _release(self, now: float, number: int, rank: int) -> None:
-        """The task has ended on this rank: tasks that needed nothing else can begin."""
+    def _release(self, now: float, number: int, rank: int, after: Part) -> None:
+        """The task has ended on this rank, with this part: tasks that needed nothing else can begin."""
         for following in self._needed_by[number]:
             key = (following, rank)
             if key in self._missing:
                 self._missing[key] -= 1
                 if not self._missing[key]:
-                    self._clock.at(now, _READY, following, rank)
+                    self._clock.at(now, _READY, following, rank, after)
 
-    def _begin(self, now: float, number: int, rank: int) -> None:
+    def _begin(self, now: float, number: int, rank: int, after: Part) -> None:
         if self._tasks[number].kind == "compute":
-            heappush(self._queues[rank], number)
-            self._clock.at(now, _NEXT, -1, rank)
+            heappush(self._queues[rank], (number, now, after))
+            self._clock.at(now, _NEXT, -1, rank, _NOTHING)
         else:
-            self._clock.at(now, _SEND, number, rank)
+            self._clock.at(now, _SEND, number, rank, after)
 
     def _compute_next(self, now: float, rank: int) -> None:
         if self._busy[rank] or not self._queues[rank]:
             return
-        number = heappop(self._queues[rank])
+        number, ready, after = heappop(self._queues[rank])
+        since, before = self._free[rank]
         self._busy[rank] = True
-        self.spans[number][rank] = Span(now, now)
-        self._clock.at(self._clock.computed(rank, now, self._seconds(number)), _ENDED, number, rank)
+        self.spans[number][rank], self.after[number, rank] = Span(now, now), before if since > ready else after
+        self._clock.at(self._clock.computed(rank, now, self._seconds(number)), _ENDED, number, rank, (number, rank))
 
     def _seconds(self, number: int) -> float:
         """How long a task computes, if nothing slows it."""
         task = self._tasks[number]
         if self._cluster is None:
             return task.seconds or 0.0
-        return self._cluster.compute_seconds(task.flops, task.num_bytes, task.dtype, task.matmul)
+        return self._cluster.compute_seconds(task.flops, task.num_bytes, task.rate or task.dtype, task.matmul)
 
-    def _send(self, now: float, number: int, rank: int) -> None:
+    def _send(self, now: float, number: int, rank: int, after: Part) -> None:
         task = self._tasks[number]
         if task.kind == "collective" or task.together:
-            self._join(now, number, rank)
+            self._join(now, number, rank, after)
             return
         gets_zeros = rank not in {target for _, target in task.pairs}
         # When hops are counted, a round ends with its messages: otherwise a tree's root would send to all at once.
         only_sends = gets_zeros and self._cluster is None and rank in {source for source, _ in task.pairs}
         if gets_zeros and not only_sends:
-            self._clock.at(now, _ENDED, number, rank)  # it need not wait for zeros
+            self._clock.at(now, _ENDED, number, rank, after)  # it need not wait for zeros
         for source, target in task.pairs:
             if source != rank:
                 continue
             if source == target:
-                self._clock.at(now, _ENDED, number, rank)
+                self._clock.at(now, _ENDED, number, rank, after)
                 continue
-            self._ask(now, number, (source, target), (source,) if only_sends else ())
+            self._ask(now, number, (source, target), (source,) if only_sends else (), after)
 
-    def _join(self, now: float, number: int, rank: int) -> None:
+    def _join(self, now: float, number: int, rank: int, after: Part) -> None:
         task = self._tasks[number]
         group = next(group for group in task.groups if rank in group)
         arrived = self._ready_at[number, group]
-        arrived.append(now)
+        arrived.append((now, after))
         if len(arrived) < len(group):
             return
-        ready = max(arrived)
+        ready, after = max(arrived)
         if not task.together:
-            self._ask(ready, number, group, group)
+            self._ask(ready, number, group, group, after)
             return
         # Lock-step: the messages leave when all ranks are here, and no rank goes on before the last has arrived.
         pairs = [(source, target) for source, target in task.pairs if source in group and source != target]
-        self._in_step[number, group] = len(pairs), ready
+        self._in_step[number, group] = len(pairs), (ready, after)
         for pair in pairs:
-            self._ask(ready, number, pair, group)
+            self._ask(ready, number, pair, group, after)
         if not pairs:
-            self._arrive_all(ready, number, group)
+            self._arrive_all(ready, number, group, after)
 
-    def _ask(self, ready: float, number: int, ranks: tuple[int, ...], members: tuple[int, ...]) -> None:
+    def _ask(self, ready: float, number: int, ranks: tuple[int, ...], members: tuple[int, ...], after: Part) -> None:
         """Ask for the links of a collective over these ranks, or of a message from the first to the second of them.
         `members` are the ranks that wait for it; for a message also its receiver."""
         task = self._tasks[number]
@@ -174,36 +187,39 @@ class Timing:
                 route = links.collective(task.costs, size, ranks)
             self._routes[key] = route
         said = task.where, task.op, task.num_bytes, task.axis
-        self._clock.ask(Request(route, ready, said, dict.fromkeys(ranks, number), (number, ranks, members)))
+        places = dict.fromkeys(ranks[:1] if is_message else ranks, number)
+        self._clock.ask(Request(route, ready, said, places, (number, ranks, members), after))
 
-    def _booked(self, request: Request) -> None:
+    def _booked(self, request: Request, before: Request | None) -> None:
         number, ranks, members = request.what
         task, span = self._tasks[number], Span(request.start, request.end)
+        after = request.after if before is None else (before.what[0], before.seen_from(request))
+        for rank in request.places:
+            self.spans[number][rank], self.after[number, rank] = span, after
         if task.kind == "collective":
             for rank in ranks:
-                self.spans[number][rank] = span
-            self._arrive_all(span.end, number, ranks)
+                self._arrive(span.end, number, rank, (number, rank))
             return
         source, target = ranks
-        self.spans[number][source] = span
         if task.together:
-            left, end = self._in_step[number, members]
-            left, end = left - 1, max(end, span.end)
-            self._in_step[number, members] = left, end
+            left, last = self._in_step[number, members]
+            left, last = left - 1, max(last, (span.end, (number, source)))
+            self._in_step[number, members] = left, last
             if not left:
-                self._arrive_all(end, number, members)
+                end, after = last
+                self._arrive_all(end, number, members, after)
             return
-        self._arrive(span.end, number, target)
+        self._arrive(span.end, number, target, (number, source))
         for rank in members:
-            self._clock.at(span.end, _ENDED, number, rank)
+            self._clock.at(span.end, _ENDED, number, rank, (number, source))
 
-    def _arrive_all(self, end: float, number: int, members: tuple[int, ...]) -> None:
+    def _arrive_all(self, end: float, number: int, members: tuple[int, ...], after: Part) -> None:
         for rank in members:
-            self._arrive(end, number, rank)
+            self._arrive(end, number, rank, after)
 
-    def _arrive(self, end: float, number: int, rank: int) -> None:
-        self._arrivals[rank].append((end, number))
-        self._clock.at(end, _ENDED, number, rank)
+    def _arrive(self, end: float, number: int, rank: int, after: Part) -> None:
+        self._arrivals[rank].append((end, number, after))
+        self._clock.at(end, _ENDED, number, rank, after)
 
     def waits(self) -> list[Wait]:
         """The times when a rank neither computed nor was done: from arrival to arrival."""
@@ -219,9 +235,9 @@ class Timing:
             now, place = 0.0, 0
             for span in [*sorted(spans), until]:
                 while place < len(arrivals) and arrivals[place][0] <= span.start:
-                    end, number = arrivals[place]
+                    end, number, after = arrivals[place]
                     if end > now:
-                        waits.append(Wait(rank, now, end, number))
+                        waits.append(Wait(rank, now, end, number, after))
                         now = end
                     place += 1
                 now = max(now, span.end)

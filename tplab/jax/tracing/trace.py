@@ -22,7 +22,7 @@ from tplab.jax.tracing.decisions import Decisions, Reports
 from tplab.jax.tracing.divergence import refuse_divergence
 from tplab.jax.tracing.held import Held, is_small
 from tplab.jax.tracing.tasks import Task
-from tplab.jax.tracing.timing import Timing
+from tplab.jax.tracing.timing import Part, Timing
 from tplab.jax.tracing.walk import Walk
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
@@ -58,10 +58,12 @@ def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster
     num_ranks = recorder.mesh.size
     hops = Timing(tasks, alive, num_ranks, None)
     times = hops if cluster is None else Timing(tasks, alive, num_ranks, cluster)
-    _Taking(recorder, record).down(tasks, hops, times, timed=cluster is not None)
+    taking = _Taking(recorder, record)
+    taking.down(tasks, hops, times, timed=cluster is not None)
+    after = taking.after(times)
     if cluster is None:
-        return recorder.trace(unit="steps")
-    return recorder.trace(cluster=cluster.name, figures=cluster.kind_on(num_ranks))
+        return recorder.trace(unit="steps", after=after)
+    return recorder.trace(cluster=cluster.name, figures=cluster.kind_on(num_ranks), after=after)
 
 
 def decisions_of(compiled: Compiled) -> Decisions:
@@ -106,21 +108,36 @@ class _Taking:
 
     def __init__(self, recorder: Recorder, record: int):
         self.recorder, self.left = recorder, record
+        self.parts: list[Part] = []  # what each note is about, or for a wait what it waits for
 
     def down(self, tasks: Sequence[Task], hops: Timing, times: Timing, timed: bool) -> None:
         for number, task in enumerate(tasks):
             spans, rounds = times.spans[number], hops.spans[number]
             if task.kind == "message":
-                self._message(task, spans, rounds)
+                self._message(number, task, spans, rounds)
             elif task.kind == "collective":
-                self._collective(task, spans, rounds)
+                self._collective(number, task, spans, rounds)
             else:
-                self._compute(task, spans, timed)
-        for rank, start, end, number in times.waits():
+                self._compute(number, task, spans, timed)
+        for rank, start, end, number, after in times.waits():
             task = tasks[number]
             self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where, task.phase)
+            self.parts.append(after)
 
-    def _compute(self, task: Task, spans: dict[int, Any], timed: bool) -> None:
+    def after(self, times: Timing) -> list[int]:
+        """For each note, the one that held it up, or -1."""
+        note_of: dict[Part, int] = {}
+        for note, part in enumerate(self.parts):
+            note_of.setdefault(part, note)
+        found = []
+        for note, part in enumerate(self.parts):
+            cause = times.after[part] if note_of[part] == note else part  # a wait has its cause itself
+            while cause in times.after and cause not in note_of:  # it took no time and is no event
+                cause = times.after[cause]
+            found.append(note_of.get(cause, -1))
+        return found
+
+    def _compute(self, number: int, task: Task, spans: dict[int, Any], timed: bool) -> None:
         """Where computing takes no time, only actions and what adds to received data are events, of no length."""
         for rank, span in spans.items():
             if not timed and rank not in task.adding and task.seconds is None:
@@ -130,6 +147,7 @@ class _Taking:
                 about = {"chunk": label.chunk, "contributors": label.contributors, "values": self._values(task, rank)}
             if timed:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
+            self.parts.append((number, rank))
             self.recorder.add(
                 rank,
                 "compute",
@@ -143,11 +161,12 @@ class _Taking:
                 **about,
             )
 
-    def _message(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
+    def _message(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         group_of = {rank: group for group in task.groups for rank in group}
         for source, target in sorted(task.pairs):
             if source in spans:
                 label = task.labels[source]
+                self.parts.append((number, source))
                 self.recorder.add_message(
                     source,
                     target,
@@ -166,7 +185,7 @@ class _Taking:
                     task.phase,
                 )
 
-    def _collective(self, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
+    def _collective(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0
         for group in task.groups:
             if group[0] not in spans:
@@ -176,6 +195,7 @@ class _Taking:
                 elements = task.num_bytes
             itemsize = task.num_bytes // elements if elements else 0
             for index, rank in enumerate(group):
+                self.parts.append((number, rank))
                 self.recorder.add(
                     rank,
                     "collective",

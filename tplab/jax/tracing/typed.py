@@ -16,7 +16,7 @@ import jax
 from tplab.checking.steps import Dims, How, Step
 from tplab.checking.typed import Fault, OnAxes, Types, Typing, lines_of, statement
 from tplab.checking.types import I, R, Type
-from tplab.jax.private import varying_axes_of
+from tplab.jax.private import scan_sizes, varying_axes_of
 from tplab.jax.ranks.program import Compiled
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.jaxprs import called, frames_of, is_transposed, opened, own_frames
@@ -167,7 +167,7 @@ class _Typist:
     def _scan(self, eqn: Any, inputs: list[int], about: dict[str, Any], back: bool) -> list[int]:
         """Two rounds: types may change in the first, from what the loop begins with."""
         params, stack = eqn.params, about["stack"]
-        num_consts, num_carry, body = params["num_consts"], params["num_carry"], params["jaxpr"]
+        (num_consts, num_carry), body = scan_sizes(params), params["jaxpr"]
         consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
         avals = [variable.aval for variable in body.jaxpr.invars[num_consts + num_carry :]]
         rows: list[int] = []

@@ -13,7 +13,7 @@ from tplab.jax.tracing.hlo import BRANCHES, Instruction
 from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.walk import MOST_ITERATIONS
-from tplab.jax.tracing.work import FREE, PASSED_ON, work_of
+from tplab.jax.tracing.work import PASSED_ON, Work, Works
 from tplab.trace.label import Label
 
 MOST_TASKS = 100_000
@@ -46,26 +46,24 @@ class Unroll:
     options  what is not in the module
     """
 
-    def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options):
+    def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options, works: Works | None = None):
         self.tasks: list[Task] = []
+        self._works = works or Works(flow)
         self._flow, self._module, self._mesh, self._chunk, self._options = flow, flow.module, flow.mesh, chunk, options
         self._num_messages = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
         """What a computation returns."""
         values: dict[str, Value] = {}
-        made = {one.name: one for one in self._module.computations[name]}
         result: Value = ()
-        for one in made.values():
+        for one in self._module.computations[name]:
             given = [values[operand] for operand in one.operands if operand in values]
-            values[one.name] = self._instruction(Place(name, one), given, made, parameters)
+            values[one.name] = self._instruction(Place(name, one), given, parameters)
             if one.is_root:
                 result = values[one.name]
         return result
 
-    def _instruction(
-        self, place: Place, values: list[Value], made: dict[str, Instruction], parameters: Sequence[Value]
-    ) -> Value:
+    def _instruction(self, place: Place, values: list[Value], parameters: Sequence[Value]) -> Value:
         one = place.one
         if one.op == "parameter":
             return parameters[int(one.given)] if parameters else ()
@@ -81,7 +79,6 @@ class Unroll:
             return values[0][one.index]
         if values and (one.op in PASSED_ON or one.op.endswith(("-done", "-update"))):
             return values[0]
-        operands = [made[name] for name in one.operands if name in made]
         needs = tuple(sorted(_needs(values)))
         if one.collective:
             return self._collective(place, needs)
@@ -91,9 +88,8 @@ class Unroll:
             return self._while(one, values[0])
         if one.op == "conditional":
             return self._conditional(one, values)
-        if one.op in FREE or all(array.size == 1 for x in (one, *operands) for array in x.arrays):
-            return needs
-        return self._add(self._computing(one, operands, needs))
+        work = self._works.of(place)
+        return needs if work is None else self._add(self._computing(one, work, needs))
 
     def _add(self, task: Task) -> tuple[int]:
         if len(self.tasks) == MOST_TASKS:
@@ -106,14 +102,12 @@ class Unroll:
 
     # --- what is computed and sent -------------------------------------------------------------------------------
 
-    def _computing(self, one: Instruction, operands: list[Instruction], needs: tuple[int, ...]) -> Task:
-        work = work_of(self._module, one, operands)
-        array = one.arrays[0]
+    def _computing(self, one: Instruction, work: Work, needs: tuple[int, ...]) -> Task:
         op = work.main.primitive or one.primitive or one.op
         where = self._module.where(work.main) or self._module.where(one)
         ranks = tuple(self._mesh.ranks)
-        about = array.shape, array.dtype, work.num_bytes, where, work.flops
-        return Task("compute", op, ranks, needs, *about, phase=work.main.phase, matmul=work.matmul)
+        about = work.array.shape, work.array.dtype, work.num_bytes, where, work.flops
+        return Task("compute", op, ranks, needs, *about, phase=work.main.phase, rate=work.rate, matmul=work.matmul)
 
     def _collective(self, place: Place, needs: tuple[int, ...]) -> Value:
         one, operands = place.one, [given.one for given in self._flow.operands(place)]
@@ -167,7 +161,8 @@ class Unroll:
                     f"how often the loop at {where} runs is known only when it runs. Say how often to follow it: "
                     "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
                 )
-            if iteration == 0 and num_tasks * times > WRITTEN_OUT and self._computes_only(before):
+            is_long = num_tasks * times > WRITTEN_OUT or one.primitive.startswith("scatter")  # XLA's own, for CPUs
+            if iteration == 0 and is_long and self._computes_only(before):
                 return _all(carry, self._as_one(before, times, one, where))
             if num_tasks and times > MOST_ITERATIONS:
                 raise TraceError(
@@ -218,7 +213,7 @@ class Unroll:
 
     def _tried(self, branch: str) -> list[Task]:
         """What a branch would do."""
-        trial = Unroll(self._flow, lambda *_: 0, self._options)
+        trial = Unroll(self._flow, lambda *_: 0, self._options, self._works)
         trial.run(branch, [()])
         return trial.tasks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,13 +11,15 @@ import jax
 import numpy as np
 
 from tplab.errors import TraceError
+from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import Chunk, Held, PerRank, computed, is_small, joined
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
-from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, matmul_of
+from tplab.jax.tracing.needed import Needed
+from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_collective
 
@@ -38,6 +39,7 @@ class Walk:
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
         self._phase = "forward"
+        self._needed: list[Needed] = []  # of the jaxprs that we are in, from the whole program's on
         self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and the number of tasks at that time
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
@@ -52,20 +54,22 @@ class Walk:
             literal.is_literal = True
             return literal
 
-        uses = Counter(id(atom) for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for atom in atoms)
+        needed = Needed(jaxpr, held, keeps_arguments=not self._needed)
+        self._needed.append(needed)
         phase = self._phase
         try:
-            for eqn in jaxpr.eqns:
+            for needed.now, eqn in enumerate(jaxpr.eqns):
                 line = line_of(eqn, jaxpr) or where
                 inputs = [read(atom) for atom in eqn.invars]
                 self._phase = "backward" if is_transposed(eqn) else phase
-                if (product := self._product_that_adds(eqn, inputs, uses, ranks)) is not None:
+                if (product := self._product_that_adds(eqn, inputs, needed, ranks)) is not None:
                     outputs = [self._added(product, eqn, inputs, ranks)]
                 else:
                     outputs = self._equation(eqn, inputs, ranks, line)
                 held.update(zip(eqn.outvars, outputs, strict=True))
         finally:
             self._phase = phase
+            self._needed.pop()
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
@@ -118,10 +122,11 @@ class Walk:
                     tuple(sorted(needs)),
                     first.shape,
                     str(first.dtype),
-                    bytes_of(name, inputs, outputs),
+                    bytes_of(name, inputs, outputs, is_update(name) and self._is_needed(inputs[0])),
                     where,
                     flops_of(name, eqn.params, inputs, outputs),
                     carried=first,
+                    rate=rate_of(name, inputs),
                     matmul=matmul_of(name, eqn.params, inputs),
                     **_about(labels, inputs),
                 )
@@ -138,13 +143,17 @@ class Walk:
             outputs[0].moved = eqn, inputs
         return outputs
 
-    def _product_that_adds(self, eqn: Any, inputs: list[Held], uses: Counter[int], ranks: Ranks) -> int | None:
+    def _is_needed(self, x: Held) -> bool:
+        """Whether anything needs it later, so that it cannot be overwritten."""
+        return any(needed.later(x) for needed in self._needed)
+
+    def _product_that_adds(self, eqn: Any, inputs: list[Held], needed: Needed, ranks: Ranks) -> int | None:
         """The product that an addition is part of, as in y += x w: nothing else uses it, and what is added was computed
         before it. (The product would have to wait for anything that is received.)"""
         if eqn.primitive.name not in ("add", "add_any") or inputs[0].shape != inputs[1].shape:
             return None
         for atom, held, other in zip(eqn.invars, inputs, reversed(inputs), strict=True):
-            if len(held.needs) == 1 and uses[id(atom)] == 1:
+            if len(held.needs) == 1 and needed.is_used_once(atom):
                 task = self.tasks[held.needs[0]]
                 is_product = task.op == "dot_general" and task.shape == held.shape and task.ranks == ranks
                 if is_product and all(n < held.needs[0] and self.tasks[n].kind == "compute" for n in other.needs):
@@ -238,8 +247,8 @@ class Walk:
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Every iteration, one after another."""
-        params, num_carry = eqn.params, eqn.params["num_carry"]
-        consts, carry, xs = _cut(inputs, params["num_consts"], num_carry)
+        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn.params)
+        consts, carry, xs = _cut(inputs, num_consts, num_carry)
         body, length = params["jaxpr"], params["length"]
         avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
         rows: list[list[Held]] = [[] for _ in eqn.outvars[num_carry:]]

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled module computes: FLOPs, and bytes read and written."""
+"""What an instruction of a compiled module computes: FLOPs, their dtype, and bytes read and written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tplab.jax.tracing.hlo import Instruction, Module
+from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.narrow import as_written, is_inserted
+from tplab.jax.tracing.touched import hands_on, is_combining, num_bytes
 
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
@@ -28,35 +31,53 @@ _COPIES = {
 
 class Work(NamedTuple):
     """main     the instruction that characterises it: a fusion's product, if it has one
+    array    what it makes, or the first of several
+    rate     the dtype in which it computes: that of a product's operands
     matmul   (m, n, k, batch) of that product
     """
 
     main: Instruction
+    array: Array
+    rate: str
     flops: int
     num_bytes: int
     matmul: tuple[int, int, int, int] | None = None
 
 
-def work_of(module: Module, one: Instruction, operands: Sequence[Instruction]) -> Work:
-    """What an instruction computes. A fusion counts everything inside it, but only the bytes that go in and out."""
-    if one.op != "fusion":
-        return Work(one, _flops(one, operands), _bytes(one, operands), _matmul(one, operands))
-    inside = {inner.name: inner for inner in module.computations[one.called("calls")[0]]}
-    flops, num_bytes, main, most, matmul = 0, 0, one, 0, None
-    for inner in inside.values():
-        its_operands = [inside[name] for name in inner.operands if name in inside]
-        its_flops = _flops(inner, its_operands)
-        flops += its_flops
-        if is_product(inner) and its_flops > most:
-            main, most, matmul = inner, its_flops, _matmul(inner, its_operands)
-        if inner.op == "parameter":  # perhaps only a piece of it is read, or written in place
-            pieces = [_piece(user, inner, inside) for user in inside.values() if inner.name in user.operands]
-            whole = sum(array.num_bytes for array in inner.arrays)
-            num_bytes += whole if None in pieces else sum(piece for piece in pieces if piece)
-        if inner.is_root:
-            piece = _piece(inner, inside[inner.operands[0]], inside) if inner.op == "dynamic-update-slice" else None
-            num_bytes += sum(array.num_bytes for array in one.arrays) if piece is None else piece
-    return Work(main, flops, num_bytes, matmul)
+class Works:
+    """What the instructions of a module compute. Each is worked out once, however often it runs."""
+
+    def __init__(self, flow: Flow):
+        self._flow = flow
+        self._known: dict[tuple[str, str], Work | None] = {}
+
+    def of(self, place: Place) -> Work | None:
+        """What an instruction computes; None if it moves no data."""
+        key = place.computation, place.one.name
+        if key not in self._known:
+            arrays = [array for x in (place, *self._flow.operands(place)) for array in x.one.arrays]
+            is_free = place.one.op in FREE or all(array.size == 1 for array in arrays) or hands_on(self._flow, place)
+            self._known[key] = None if is_free else self._of(place)
+        return self._known[key]
+
+    def _of(self, place: Place) -> Work:
+        """A fusion counts everything inside it, but only the bytes that go in and out."""
+        flow, inside = self._flow, self._flow.inside(place)
+        array = as_written(flow, place)
+        flops = {inner.one.name: _flops(flow, inner) for inner in inside}
+        products = [inner for inner in inside if is_product(inner.one)]
+        about = sum(flops.values()), num_bytes(flow, place)
+        if not products:
+            return Work(self._named(place, inside), array, array.dtype, *about)
+        main = max(products, key=lambda product: flops[product.one.name])
+        factors = [as_written(flow, operand) for operand in flow.operands(main)[:2]]
+        rate = max(factors, key=lambda factor: factor.itemsize).dtype
+        return Work(main.one, array, rate, *about, _matmul(main.one, factors))
+
+    def _named(self, place: Place, inside: Sequence[Place]) -> Instruction:
+        """The instruction itself; of a fusion to which XLA gave no name, the last inside it that has one."""
+        named = [inner.one for inner in inside if inner.one.primitive and not is_inserted(inner.one)]
+        return place.one if place.one.primitive or not named else named[-1]
 
 
 def is_product(one: Instruction) -> bool:
@@ -67,54 +88,36 @@ def is_product(one: Instruction) -> bool:
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)')
 
 
-def _matmul(one: Instruction, operands: Sequence[Instruction]) -> tuple[int, int, int, int] | None:
-    if len(operands) < 2:
+def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, int] | None:
+    if len(factors) < 2 or one.op == "convolution":
         return None
+    left, right = factors
     if one.op == "dot":
-        left, right = (x.arrays[0] for x in operands[:2])
         k = math.prod(left.shape[dim] for dim in one.dims("lhs_contracting_dims"))
         batch = math.prod(left.shape[dim] for dim in one.dims("lhs_batch_dims"))
-    elif one.op == "custom-call" and is_product(one):
-        left, right, product = (x.arrays[0] for x in (*operands[:2], one))
+    else:
+        product = one.arrays[0]
         batch = math.prod(product.shape[:-2])
         k = math.isqrt(left.size * right.size // max(1, product.size * batch))
-    else:
-        return None
     each = max(1, k * batch)  # a dim may be empty
     return left.size // each, right.size // each, k, batch
 
 
-def _flops(one: Instruction, operands: Sequence[Instruction]) -> int:
+def _flops(flow: Flow, place: Place) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
+    one, operands = place.one, [operand.one.arrays for operand in flow.operands(place)]
     if one.op == "dot":
-        contracted = [operands[0].arrays[0].shape[dim] for dim in one.dims("lhs_contracting_dims")]
-        return 2 * one.arrays[0].size * math.prod(contracted)
+        return 2 * one.arrays[0].size * math.prod(operands[0][0].shape[dim] for dim in one.dims("lhs_contracting_dims"))
     if one.op == "convolution":
-        kernel, labels = operands[1].arrays[0], re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
+        kernel, labels = operands[1][0], re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
         features = kernel.shape[labels[1].index("o")] if labels else 1
         return 2 * one.arrays[0].size * (kernel.size // features)
     if is_product(one):
-        left, right, product = (x.arrays[0] for x in (*operands[:2], one))  # [.., m, k] [.., k, n] -> [.., m, n]
+        left, right, product = operands[0][0], operands[1][0], one.arrays[0]  # [.., m, k] [.., k, n] -> [.., m, n]
         batch = math.prod(product.shape[:-2])
         return 2 * product.size * math.isqrt(left.size * right.size // max(1, product.size * batch))
+    if one.op == "scatter" and is_combining(flow, place):
+        return operands[-1][0].size
     if one.op in _COPIES or one.op in FREE or one.op in PASSED_ON:
         return 0
-    return max((array.size for x in (one, *operands) for array in x.arrays), default=0)
-
-
-def _bytes(one: Instruction, operands: Sequence[Instruction]) -> int:
-    """The bytes read and written: every operand and result; for an array read or updated in part, only that part."""
-    if one.op == "dynamic-slice":
-        return 2 * one.arrays[0].num_bytes
-    if one.op == "dynamic-update-slice":
-        return 2 * operands[1].arrays[0].num_bytes
-    return sum(array.num_bytes for x in (one, *operands) for array in x.arrays)
-
-
-def _piece(user: Instruction, array: Instruction, inside: dict[str, Instruction]) -> int | None:
-    """How many bytes of an array this instruction of a fusion reads or writes; None if all."""
-    if user.op == "dynamic-slice" and user.operands[0] == array.name:
-        return user.arrays[0].num_bytes
-    if user.op == "dynamic-update-slice" and user.operands[0] == array.name:
-        return inside[user.operands[1]].arrays[0].num_bytes
-    return None
+    return max((array.size for arrays in (one.arrays, *operands) for array in arrays), default=0)

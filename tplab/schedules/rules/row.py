@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TypeAlias
 
 import numpy as np
@@ -35,8 +34,11 @@ def weight_grads(stage: ArrayLike, microbatch: ArrayLike) -> Row:
 
 def row(kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joined: ArrayLike = 0) -> Row:
     """The actions of these columns; numbers are repeated to the length of the others."""
-    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(c, np.int32)) for c in (kind, stage, microbatch, joined)))
-    return np.stack(columns, axis=1)
+    columns = kind, stage, microbatch, joined
+    found = np.empty((max(map(np.size, columns)), 4), np.int32)
+    for place, column in enumerate(columns):
+        found[:, place] = column
+    return found
 
 
 def chain(*parts: Row) -> Row:
@@ -74,18 +76,18 @@ def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbat
     """
     cells: list[tuple[int, int, int, bool]] = []
     owed: list[tuple[int, int]] = []
-    taken: Counter[tuple[int, bool]] = Counter()
+    letter_of = {letter: (CODE[letter.upper()], *(big if letter.isupper() else small)) for letter in "FBIWfbiw"}
+    taken = dict.fromkeys("FBfb", 0)
     for index, letter in enumerate(letters):
         if letter in "()":
             continue
-        kind = W if letter == "*" else CODE[letter.upper()]
-        stage, first = big if letter.isupper() else small
+        kind, stage, first = letter_of.get(letter, (W, -1, 0))
         if kind == W:
-            stage, k = next(one for one in owed if letter == "*" or one[0] == stage)
-            owed.remove((stage, k))
+            stage, k = owed.pop(next(at for at, one in enumerate(owed) if stage in (-1, one[0])))
         else:
-            k = first + taken[stage, kind == F]
-            taken[stage, kind == F] += 1
+            counted = {"I": "B", "i": "b"}.get(letter, letter)
+            k = first + taken[counted]
+            taken[counted] += 1
         if kind == I:
             owed.append((stage, k))
         if microbatches is None or k < microbatches:

@@ -308,15 +308,17 @@ class _Generator(metaclass=_IsGenerator):
 
 
 def advice(error: BaseException, is_mapped: bool) -> str | None:
-    """Advice for a program that has failed because there is no GPU; None for others."""
+    """Advice for a program that has failed because there is no GPU, or too few; None for others."""
+    way_out = 'device="cpu" (on the command line, --device cpu) runs the program on the CPU, with every mention of cuda'
+    count = torch.cuda.device_count()
+    if count and "invalid device ordinal" in str(error):
+        have = "1 GPU" if count == 1 else f"{count} GPUs"
+        return f"this machine has {have}, and the rank asked for another; {way_out} mapped to it"
     if torch.cuda.is_available() or not _is_for_want_of_a_gpu(error):
         return None
     if is_mapped:
         return 'device="cpu" maps cuda to the CPU, and this use of it has no counterpart there'
-    return (
-        'this machine has no GPU; device="cpu" (on the command line, --device cpu) runs the program on the CPU, with '
-        "every mention of cuda mapped to it"
-    )
+    return f"this machine has no GPU; {way_out} mapped to it"
 
 
 _ASKS = re.compile(r"\b(is_available|is_nccl_available|device_count)\(")

@@ -28,7 +28,7 @@ class Burst:
             self._parts.append((entry, entry, flops, num_bytes))
 
     def note(self, recorder: Recorder, when: When) -> None:
-        """Record its events, now that the times are known."""
+        """Record its events, now that the times are known, and which of them each of its entries is a part of."""
         begin = self.begin
         last = begin if self.end is None else self.end
         flops = num_bytes = 0
@@ -38,7 +38,9 @@ class Burst:
                     self._note(recorder, begin, last, flops, num_bytes, -1)
                 begin, flops, num_bytes = first, 0, 0
             last, flops, num_bytes = following, flops + more_flops, num_bytes + more_bytes
+            when.part_of[first : following + 1] = begin
         self._note(recorder, begin, last, flops, num_bytes, self.held)
+        when.part_of[last] = begin
 
     def _note(self, recorder: Recorder, begin: int, last: int, flops: int, num_bytes: int, held: int) -> None:
         op, where, label, _ = self.about

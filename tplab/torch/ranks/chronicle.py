@@ -73,10 +73,11 @@ class Chronicle:
 
     @cached_property
     def _when(self) -> When:
-        start, end = self._lanes.times()
+        start, end, after = self._lanes.times()
         hops = start
         if self._cluster is not None:
             hops = Lanes(self.log, Links(None), computes=False, rounds=True).times().start
         entries = self.log.since(0)
         waits = np.flatnonzero(np.isin(entries[:, 1], (WAIT, ROUND)) & (entries[:, 3] >= 0))
-        return When(start, end, hops, np.stack([entries[waits, 3].astype(np.int64), waits], 1))
+        forms = np.stack([entries[waits, 3].astype(np.int64), waits], 1)
+        return When(start, end, hops, after, np.arange(len(entries)), forms)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -247,7 +248,25 @@ def _cost(
     num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
     if traits.picks:
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
+    elif packet in _PUTS:
+        is_sum = "add" in packet.__name__ or (len(args) > 3 and args[3] is True)
+        touched = _num_put(packet, args)
+        flops = touched if is_sum else 0
+        read = [min(x.nbytes, touched * x.itemsize) if x is args[_PUTS[packet]] else x.nbytes for x in inputs[:-1]]
+        num_bytes = sum(read) + (1 + is_sum) * touched * args[0].itemsize
     return Cost(packet.__name__, flops, num_bytes, outputs[0], _matmul(packet, args), attention)
+
+
+def _num_put(packet: Any, args: Any) -> int:
+    """How many elements an operation writes that puts values at places."""
+    whole, values = args[0], args[_PUTS[packet]]
+    if _PUTS[packet] == 3:  # of each place, a row in `index_`, an element in `scatter_`
+        return args[2].numel() if packet in (aten.scatter_, aten.scatter_add_) else values.numel()
+    indices = [x for x in args[1] if x is not None]
+    if any(x.dtype is torch.bool for x in indices):  # as many as are true, which only the data says
+        return values.numel()
+    kept = [size for size, x in zip_longest(whole.shape, args[1]) if x is None]
+    return prod((*torch.broadcast_shapes(*(x.shape for x in indices)), *kept))
 
 
 def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
@@ -276,6 +295,11 @@ _LEFT_OPERAND = {
 """Matmuls, and where their left operand is among the arguments."""
 
 
+_PUTS = {
+    aten.index_put_: 2, aten._index_put_impl_: 2, aten.index_add_: 3, aten.index_copy_: 3, aten.scatter_: 3,
+    aten.scatter_add_: 3,
+}  # fmt: skip
+"""What writes a part of its first argument, and where the values are among the arguments."""
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
 _COUNTED_AS = {
     aten.addmm_: aten.addmm,

@@ -1,5 +1,5 @@
 """The plans to compare for one choice of model, cluster and sizes: estimates of about a hundred, and the best one's
-forecast. A forecast simulates a plan's pipeline, an estimate does not; see `tplab.forecast.grid`."""
+forecast. A forecast simulates a plan's pipeline, an estimate does not; see `tplab.forecast.block`."""
 
 from __future__ import annotations
 

@@ -33,15 +33,15 @@ KINDS = {**NAMES, "optimizer": "optimizer's states"}
 def badge(one: Forecast) -> str:
     """Which kind of seconds these are, and how far off they were."""
     if one.cluster.fitted is None:
-        return "data sheet: a bound"
+        return "data sheet: at peak rates"
     low, high = one.low / one.seconds - 1, one.high / one.seconds - 1
     return f"forecast, {low:+.0%} to {high:+.0%}".replace("-", "−")
 
 
 def seconds_text(one: Forecast) -> str:
-    """ "29 s (26.2 to 32 s)"; on a data sheet, which is a bound, "at least 29 s"."""
+    """ "29 s (26.2 to 32 s)"; on a data sheet "29 s at peak rates"."""
     if not math.isfinite(one.high):
-        return f"at least {plain(one.seconds)} s"
+        return f"{plain(one.seconds)} s at peak rates"
     return f"{plain(one.seconds)} s ({plain(one.low)} to {plain(one.high)} s)"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.trace.critical_path import critical_path
+from tplab.trace.critical_path import critical_rows
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import words
@@ -52,7 +52,7 @@ def lanes(score: Score, measured: Durations | None = None) -> bytes:
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
     header |= {"work": score.work_legend, "talk": score.talk_legend}
     header |= {"measured": measured.rows, "by": measured.by} if measured and measured.rows else {}
-    return pack(header, {**_bars(score), "flops": flops, "critical": critical_rows(score)})
+    return pack(header, {**_bars(score), "flops": flops, "critical": _critical_bars(score)})
 
 
 def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
@@ -68,19 +68,12 @@ def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
     return list(texts), np.array(written, np.int32)
 
 
-def critical_rows(score: Score) -> np.ndarray:
-    """The bars of the critical path, in order."""
-    bars = score.bars
-    keys = zip(bars["rank"].tolist(), bars["start"].tolist(), bars["end"].tolist(), bars["op"].tolist())
-    row_of: dict[tuple[Any, ...], int] = {key: row for row, key in enumerate(keys)}
-    place = {op: code for code, op in enumerate(score.ops)}
-    path = []
-    for event in critical_path(score.trace):
-        sender = event.peer if event.kind == "receive" and event.peer is not None else event.rank
-        row = row_of.get((sender, event.start, event.end, place[event.op]))
-        if row is not None and row not in path[-1:]:
-            path.append(row)
-    return np.array(path, np.int32)
+def _critical_bars(score: Score) -> np.ndarray:
+    """The bars of the critical path, in order. A receive has no bar."""
+    bar_of = np.full(len(score.trace), -1, np.int32)
+    bar_of[score.bars["row"]] = np.arange(len(score.bars["row"]))
+    bars = bar_of[critical_rows(score.trace)]
+    return bars[bars >= 0]
 
 
 def _about(score: Score) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""One file for each thing that is tried. `tasks(place)` yields its checks."""

@@ -1,0 +1,68 @@
+"""Commands that may hang: each has a limit, after which it and all that it has started are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Done(NamedTuple):
+    """How a command ended. `code` is None if it was stopped at its limit."""
+
+    code: int | None
+    out: str
+    errors: str
+
+    @property
+    def tail(self) -> str:
+        return f"exit status {self.code}; {self.errors[-1500:] or self.out[-1500:]}"
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for another one, which imports tplab from here, shares the GPU with others,
+    and meets its own kind on this machine alone, also where that has no name in any network."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    lo = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "OMP_NUM_THREADS": "2"}
+    return {**os.environ, **lo, **shared, "PYTHONPATH": path, **(more or {})}
+
+
+def start(command: Sequence[str], more: Mapping[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
+    """Start Python with these arguments, as the first of a group of processes."""
+    where = {"cwd": ROOT, "env": environment(more), "start_new_session": True, "text": True}
+    return subprocess.Popen([sys.executable, *command], **(where | options))  # type: ignore[call-overload]
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a process and its group, first politely: torchrun then ends its workers, which are in other groups."""
+    for number, patience in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+def run(command: Sequence[str], limit: float, more: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
+    """Run Python with these arguments for at most `limit` seconds."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": cwd}
+    process = start(command, more, **pipes)
+    try:
+        out, errors = process.communicate(timeout=limit)
+        return Done(process.returncode, out, errors)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        out, errors = "", ""
+        with suppress(subprocess.TimeoutExpired, ValueError):
+            out, errors = process.communicate(timeout=5)
+        return Done(None, out or "", errors or "")
+    except BaseException:
+        stop(process)
+        raise

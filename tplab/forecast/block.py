@@ -1,0 +1,233 @@
+"""Plans in an array: what they have in common is computed once, and looked up by what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.cost import Cluster
+from tplab.forecast.activations import kept
+from tplab.forecast.layers import ends_seconds, layer_seconds, local
+from tplab.forecast.messages import send_seconds
+from tplab.forecast.model import Model
+from tplab.forecast.once import once_seconds
+from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack
+from tplab.forecast.stages import Stage, stages_on
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+MICRO = ("tp", "cp", "ep", "sequence_parallel", "microbatch")
+"""The fields of a plan on which depends what a microbatch takes and keeps in a layer."""
+
+
+class Way(NamedTuple):
+    """How microbatches go through a pipeline: the fields of a plan."""
+
+    schedule: str
+    virtual: int
+
+    def of(self, plan: Plan, **more: Any) -> Plan:
+        return replace(plan, schedule=self.schedule, virtual=self.virtual, **more)
+
+
+class Tables:
+    """What is computed for plans that are alike in all but their axes and what a search varies, by what it depends on.
+
+    cluster   None: only bytes are asked for
+    """
+
+    def __init__(self, model: Model, cluster: Cluster | None, sequence: int, stack: Stack):
+        self.model, self.sequence = model, sequence
+        self.cluster: Any = cluster
+        self.stack = stack.on(cluster) if cluster else stack
+        self._found: dict[Any, Any] = {}
+
+    def look_up(self, key: Any, make: Callable[..., Any], *given: Any) -> Any:
+        if key not in self._found:
+            self._found[key] = make(*given)
+        return self._found[key]
+
+
+tables = lru_cache(maxsize=16)(lambda base, *given: Tables(*given))
+"""The tables for all plans that are like `base`: those that an earlier search has filled."""
+
+
+class Family(NamedTuple):
+    """The schedules of a block with the same stages on each rank.
+
+    ways    which of the block's                        ranks   the stages of each rank
+    places  one rank for each kind of them, by kind     kinds   what it has: the stages' layers, embedding and head
+    """
+
+    ways: list[int]
+    ranks: list[tuple[Stage, ...]]
+    places: list[list[int]]
+
+    @property
+    def stages(self) -> tuple[tuple[int, bool, bool], ...]:
+        """What is in each stage of the model: (layers, whether the embedding is, whether the head is)."""
+        of = {stage.number: (stage.layers, stage.is_first, stage.is_last) for held in self.ranks for stage in held}
+        return tuple(of[number] for number in range(len(of)))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Plans in an array [pair, recompute, zero, way], on equally many pipeline ranks, whose stages are cut alike.
+
+    layouts    plans that differ in their axes
+    of, sizes  a layout's index and a microbatch, for each pair of them [pairs]
+    recomputes, zeros, ways    what each of them can have
+    """
+
+    layouts: Sequence[Plan]
+    of: np.ndarray
+    sizes: np.ndarray
+    batch: int
+    tables: Tables
+    recomputes: Sequence[str]
+    zeros: Sequence[int]
+    ways: Sequence[Way]
+
+    @classmethod
+    def of_plan(cls, plan: Plan, batch: int, tables: Tables) -> Block:
+        """One plan."""
+        pair = [plan], np.array([0]), np.array([plan.microbatch])
+        return cls(*pair, batch, tables, [plan.recompute], [plan.zero], [Way(plan.schedule, plan.virtual)])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return len(self.of), len(self.recomputes), len(self.zeros), len(self.ways)
+
+    @property
+    def pp(self) -> int:
+        return self.layouts[0].pp
+
+    def plan(self, place: int) -> Plan:
+        """The plan at an index of the flat array."""
+        pair, how, zero, way = (int(at) for at in np.unravel_index(place, self.shape))
+        about = {"microbatch": int(self.sizes[pair]), "recompute": self.recomputes[how], "zero": self.zeros[zero]}
+        return self.ways[way].of(self.layouts[self.of[pair]], **about)
+
+    def first(self, way: Way) -> Plan:
+        """The first layout, with stages as all have them."""
+        return self.tables.stack.cut(way.of(self.layouts[0]))
+
+    def part(self, pairs: Sequence[int], recompute: int, way: int) -> Block:
+        """Some of its plans."""
+        chosen = self.of[pairs], self.sizes[pairs], self.batch, self.tables
+        return Block(self.layouts, *chosen, [self.recomputes[recompute]], self.zeros, [self.ways[way]])
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Microbatches of each pipeline [pairs]."""
+        return self.batch // (np.array([plan.dp for plan in self.layouts])[self.of] * self.sizes)
+
+    @cached_property
+    def is_possible(self) -> np.ndarray:
+        """Whether a pipeline can have so many microbatches [pairs, ways]."""
+        found = np.ones((len(self.of), len(self.ways)), bool)
+        for way, one in enumerate(self.ways):
+            plan = self.first(one)
+            for count in set(self.counts.tolist()):
+                if plan.pipeline_refusal(self.tables.model, count):
+                    found[self.counts == count, way] = False
+        return found
+
+    @cached_property
+    def families(self) -> list[Family]:
+        found = dict[Any, list[int]]()
+        for at, way in enumerate(self.ways):
+            found.setdefault(way.of(self.layouts[0]).placement, []).append(at)
+        return [self._family(ways) for ways in found.values()]
+
+    def _family(self, ways: list[int]) -> Family:
+        plan, kinds = self.first(self.ways[ways[0]]), dict[Any, list[int]]()
+        ranks = [stages_on(self.tables.model, plan, place) for place in range(plan.pp)]
+        for place, held in enumerate(ranks):
+            kinds.setdefault(tuple((one.layers, one.is_first, one.is_last) for one in held), []).append(place)
+        return Family(ways, ranks, [*kinds.values()])
+
+    # --- what is looked up -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def micro(self) -> Array:
+        """One microbatch: the `Layer` of a layer, of the embedding and of the head [pairs, recomputes, 3, fields]."""
+        of = self.tables
+
+        def seconds(plan: Plan, how: str) -> Array:
+            layer, given = local(replace(plan, recompute=how)), (of.cluster, of.sequence, of.stack)
+            ends = layer if of.stack.plain else local(plan)  # plain ones are computed again, too
+            return np.array([layer_seconds(of.model, layer, *given), *ends_seconds(of.model, ends, *given)], float)
+
+        return self._each("micro", seconds, self.recomputes, MICRO)
+
+    @cached_property
+    def kept(self) -> Array:
+        """The fields of `Kept` [pairs, recomputes, fields]."""
+        of = self.tables
+
+        def bytes(plan: Plan, how: str) -> Sequence[float]:
+            return kept(of.model, replace(plan, recompute=how), of.sequence, of.stack)
+
+        return self._each("kept", bytes, self.recomputes, MICRO)
+
+    @cached_property
+    def sends(self) -> Array:
+        """Seconds of a message from one stage to the next [pairs]."""
+        of = self.tables
+
+        def seconds(plan: Plan, _: None) -> float:
+            return send_seconds(of.model, plan, of.cluster, of.sequence)
+
+        return self._each("send", seconds, [None], (*MICRO, "pp", "dp"))[:, 0]
+
+    def once(self, family: Family, place: int) -> Array:
+        """The fields of `Once`, of the rank at a place of its pipeline [pairs, recomputes, zeros, fields]."""
+        of, way, gathers = self.tables, self.ways[family.ways[0]], self.tables.stack.gathers
+
+        def seconds(plan: Plan, choice: tuple[str, int]) -> Sequence[float]:
+            plan = way.of(plan, recompute=choice[0], zero=choice[1])
+            return once_seconds(of.model, plan, place, of.cluster, of.stack)
+
+        # ZeRO 2 sends what ZeRO 1 does, and only with ZeRO 3 and late gathers does recomputation matter
+        choices = [(how if (zero, gathers) == (3, 3) else "none", {2: 1}.get(zero, zero))
+                   for how in self.recomputes for zero in self.zeros]  # fmt: skip
+        return self.of_rank("once", family, place, seconds, choices).reshape(*self.shape[:3], -1)
+
+    def of_rank(
+        self, name: str, family: Family, place: int, make: Callable[[Plan, Any], Any], choices: Sequence[Any]
+    ) -> Array:
+        """What depends on the parameters of the rank at a place of its pipeline, and on how many ranks have the same
+        [pairs, choices, ...]."""
+        held = family.ranks[place]
+        has = (sum(one.layers for one in held), *(any(part) for part in list(zip(*held))[2:4]), held[0].share)
+        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "sequence_parallel"))
+
+    def _each(
+        self, name: Any, make: Callable[[Plan, Any], Any], choices: Sequence[Any], fields: tuple[str, ...]
+    ) -> Array:
+        """What `make` gives for each pair and choice, looked up where only these fields of a plan matter."""
+        if fields not in self._alike:
+            axes = [one for one in fields if one != "microbatch"]
+            of_layout = [tuple(getattr(layout, one) for one in axes) for layout in self.layouts]
+            sizes = self.sizes.tolist() if "microbatch" in fields else [1] * len(self.of)
+            keys = [(of_layout[at], size) for at, size in zip(self.of.tolist(), sizes)]
+            pairs = dict(zip(keys, range(len(keys))))
+            at = {key: place for place, key in enumerate(pairs)}
+            self._alike[fields] = pairs, np.array([at[key] for key in keys], np.intp)
+        pairs, where = self._alike[fields]
+
+        def made(pair: int, choice: Any) -> Any:
+            return make(replace(self.layouts[self.of[pair]], microbatch=int(self.sizes[pair])), choice)
+
+        look_up = self.tables.look_up
+        found = [look_up((name, one, key), made, pair, one) for key, pair in pairs.items() for one in choices]
+        return np.array(found, float).reshape(len(pairs), len(choices), *np.shape(found[0]))[where]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, ...], tuple[dict[Any, int], np.ndarray]]:
+        return {}

@@ -1,0 +1,49 @@
+"""The cells of a row: text that people write in tables, read as numbers, switches and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+EMPTY = ("nan", "n/a", "<na>", "null", "none", "-")
+"""What tables write for a cell without a value. "none" is one of `recompute`."""
+
+
+def plain(column: str) -> str:
+    """A column's name, however it is written: " GPUs" is "gpus"."""
+    return column.strip().lower()
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a row as text, also those that say nothing."""
+    return {plain(name): str(cell).strip() for name, cell in row.items() if name and cell is not None}
+
+
+def says(column: str, cell: str) -> bool:
+    """Whether a cell has a value."""
+    return bool(cell) and (cell.lower() not in EMPTY or (column, cell.lower()) == ("recompute", "none"))
+
+
+def whole(name: str, text: str) -> int:
+    most = 10**9 if name in ("batch", "sequence") else 10**6
+    try:
+        number = float(text)
+        if number == int(number) and number <= most:
+            return int(number)
+    except (ValueError, OverflowError):  # no number; infinity
+        pass
+    raise ValueError(f"{name} is {text!r}; it must be a whole number, {most:,} at most")
+
+
+def number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be a number") from None
+
+
+def switch(name: str, text: str) -> bool:
+    for value, words in {True: ("true", "1", "1.0", "yes", "on"), False: ("false", "0", "0.0", "no", "off")}.items():
+        if text.lower() in words:
+            return value
+    raise ValueError(f"{name} is {text!r}; it must be true or false")

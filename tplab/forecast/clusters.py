@@ -1,0 +1,103 @@
+"""The cluster of a row or of a command: its name, its network, and what its nodes have."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tplab.cost import NAMED, Cluster, find
+from tplab.cost.named import CARDS
+from tplab.errors import ClusterError, near
+from tplab.forecast.cells import number, whole
+
+USUAL = "h100-measured"
+"""The cluster where none is named."""
+
+COLUMNS = {
+    "cluster": (
+        "NAME",
+        f"{', '.join(NAMED)}: forecasts, where the name says measured; else data sheets. Or a .json file",
+    ),
+    "fabric": ("NAME", f"the network between nodes: {', '.join(CARDS)}, or a .json file"),
+    "gpus_per_node": ("N", "GPUs of a node"),
+    "cards": ("N", "network cards of a node"),
+    "oversubscription": ("X", "by how much the network between nodes is too small for all cards at once"),
+}
+"""The columns of rows that say what a cluster is, which are flags too: what each is."""
+
+
+def cluster_of(given: Mapping[str, str], exactly: bool = False) -> tuple[str, Cluster]:
+    """(what is assumed, the cluster that the columns of `COLUMNS` say).
+
+    In a table "h100" is "h100-measured", and of a name that is not known but says a chip, as "dgx-h100", the measured
+    cluster of this chip is taken. `exactly`: a name is what `find` knows by it, so that "h100" is the data sheet.
+    """
+    note, cluster = _named(given.get("cluster", ""), exactly)
+    if "fabric" in given:
+        fabric = given["fabric"]
+        cluster = find(cluster, fabric if fabric.endswith(".json") else _plain(fabric))
+    changes: dict[str, Any] = {name: whole(name, given[name]) for name in ("gpus_per_node", "cards") if name in given}
+    if "oversubscription" in given:
+        changes["oversubscription"] = number("oversubscription", given["oversubscription"])
+    per_node = changes.pop("gpus_per_node", cluster.node_size)
+    if per_node != cluster.node_size:
+        if cluster.outer_link is None:
+            raise ClusterError(f"cluster {cluster.name!r} is one node, so it has no gpus_per_node={per_node}")
+        changes["node_size"] = per_node
+    return note, replace(cluster, **changes) if changes else cluster
+
+
+def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
+    if name.endswith(".json"):
+        return "", find(name)
+    plain = _plain(name)
+    spelled = plain.removesuffix("-80gb").removesuffix("-sxm")
+    known = {one.replace("_", "-"): cluster for one, cluster in NAMED.items()}
+    if not name:
+        return ("" if exactly else f"no cluster is named, so this is {USUAL}; "), NAMED[USUAL]
+    if exactly:
+        if plain not in known:
+            raise ClusterError(f"no cluster is named {name!r}{near(plain, NAMED)}")
+        return "", known[plain]
+    if f"{spelled}-measured" in known:
+        return f"cluster {name} is taken as {spelled}-measured; ", known[f"{spelled}-measured"]
+    if spelled in known:
+        return "", known[spelled]
+    chip = next((word for word in re.split("[^a-z0-9]+", plain) if f"{word}-measured" in known), "")
+    if not chip:
+        raise ClusterError(f"no cluster is named {name!r}{near(plain, NAMED)}")
+    cluster, memory = known[f"{chip}-measured"], re.search(r"(\d+)gb", plain)
+    note = f"cluster {name.lower()} was not measured, so this is {cluster.name}"
+    if memory:
+        cluster = replace(cluster, chip=replace(cluster.chip, memory=float(memory[1]) * 1e9))
+        note += f" with {memory[1]} GB"
+    return f"{note}; ", cluster
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-")
+
+
+def check_dtype(cluster: Cluster, dtype: str) -> None:
+    """Raise ClusterError if the cluster's chip has no figure for computing in this dtype."""
+    if dtype not in cluster.chip.flops:
+        known = ", ".join(cluster.chip.flops)
+        raise ClusterError(f"{cluster.chip.name} of {cluster.name!r} has no speed in {dtype}; it has one in {known}")
+
+
+def add_flags(parser: argparse.ArgumentParser, usual: str = "") -> None:
+    """Add a flag for each of `COLUMNS`: --cluster, --fabric, --gpus-per-node, ..."""
+    for name, (metavar, text) in COLUMNS.items():
+        also = f" (default: {usual})" if usual and name == "cluster" else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text + also)
+
+
+def flagged(given: argparse.Namespace, usual: str = "") -> Cluster:
+    """The cluster of these flags. Raises ClusterError or ValueError."""
+    cells = {name: value for name in COLUMNS if (value := getattr(given, name)) is not None}
+    if "cluster" not in cells and not usual:
+        raise ClusterError(f"--{next(iter(cells)).replace('_', '-')} says how a cluster is; give --cluster, too")
+    return cluster_of({"cluster": usual} | cells, exactly=True)[1]

@@ -1,0 +1,223 @@
+"""What a plan's schedule does: how long the pipeline takes with given stages, and how many microbatches are in memory.
+
+A makespan is the longest path through the schedule, and a path's seconds are a sum of those of its actions. So paths
+that are longest for some stages give the makespans for many, as the largest of a few sums:
+
+    makespan = max over paths of  layers on it x a layer's F, B, ..  + embeddings + heads + messages x seconds of one
+
+A schedule repeats itself: each further round of one microbatch per rank takes as long as the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.forecast.plan import few, round_of, rule_of
+from tplab.schedules.action import B, F, I, W
+from tplab.schedules.relax import relax
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+TAKES = np.array([[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5], [0, 0.5, -0.5]])
+"""F, B, I and W of a stage as sums of its (forward, backward, recompute): all of recomputation is before I."""
+CELLS = 1 << 21
+"""How many numbers are simulated at once."""
+
+
+TYPICAL = np.array([
+    [1, back + again, again, 0.03, 0.06, 0, head, 2 * head, 0, send]
+    for again in (0, 1) for head, back in ((0.3, 1.7), (1.2, 2.0), (4.0, 2.3)) for send in (0.0, 0.1)
+])  # fmt: skip
+"""Pipelines of models that people train, in forward passes of a layer: see `makespans`."""
+_known = dict[Any, Array]()
+"""Of a shape, the paths of typical pipelines."""
+
+
+class Shape(NamedTuple):
+    """A pipeline without its seconds.
+
+    rule, ranks, virtual, microbatches    of its schedule
+    stages    what is in each stage: (layers, whether the embedding is, whether the head is)
+    """
+
+    rule: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    stages: tuple[tuple[int, bool, bool], ...]
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+def makespans(
+    shapes: Sequence[Shape], seconds: Sequence[Array], counts: Sequence[Array], exact: bool = True
+) -> list[Array]:
+    """The makespans of pipelines that differ in their seconds and in how many microbatches they have.
+
+    seconds   for each shape [pipelines, 10]: forward, backward and recompute (a part of backward) of a layer, of the
+              embedding and of the head; and of a message to the next stage
+    counts    for each shape [pipelines]: microbatches, of which `few` are the shape's
+    exact     whether each pipeline is simulated. If not, paths are those of typical stages, which are remembered; no
+              pipeline takes less than they say, and few of them more
+    """
+    shorter = [shape._replace(microbatches=shape.microbatches - round_of(*shape[:2])) for shape in shapes]
+    grows = [bool(np.any(count > shape.microbatches)) for shape, count in zip(shapes, counts)]
+    wanted = dict[Shape, list[Array]]()
+    for shape, less, of, grow in zip(shapes, shorter, seconds, grows):
+        for one in (shape, less) if grow else (shape,):
+            wanted.setdefault(one, []).append(of if exact else TYPICAL)
+    known = {} if exact else _known
+    missing = {one: np.concatenate(of if exact else of[:1]) for one, of in wanted.items() if one not in known}
+    known.update(zip(missing, _paths([*missing], [*missing.values()])))
+    found = list[Array]()
+    for shape, less, of, count, grow in zip(shapes, shorter, seconds, counts, grows):
+        whole = np.max(of @ known[shape].T, axis=1)
+        if grow:
+            rounds = (count - shape.microbatches) / round_of(*shape[:2])
+            whole = whole + rounds * (whole - np.max(of @ known[less].T, axis=1))
+        found.append(whole)
+    return found
+
+
+class _Wires(NamedTuple):
+    """A schedule's columns as arrays [actions]: whose sum each takes, and what it waits for, at most two others.
+
+    takes    two indices of a table [stages x kinds, and nothing]: an action's own, and that of its partner, which it
+             takes as long as, too; of the second of a pair nothing
+    """
+
+    offsets: np.ndarray
+    takes: np.ndarray
+    needs: np.ndarray
+    crosses: np.ndarray
+
+
+@lru_cache(maxsize=1024)
+def _wires(rule: str, ranks: int, virtual: int, microbatches: int) -> _Wires:
+    schedule = rule_of(rule, ranks, microbatches, virtual)
+    needs = np.stack([schedule.needs.message, schedule.needs.partner])
+    crosses = (needs >= 0) & (schedule.rank[np.maximum(needs, 0)] != schedule.rank)
+    second, nothing = np.flatnonzero(schedule.joined), schedule.num_stages * len(TAKES)
+    own = schedule.stage.astype(np.intp) * len(TAKES) + schedule.kind
+    partner = np.full_like(own, nothing)
+    partner[second - 1], own[second] = own[second], nothing
+    few = 1 + bool(len(second))
+    return _Wires(schedule.offsets, np.stack([own, partner])[:few], needs[:few], crosses[:few])
+
+
+def _paths(shapes: Sequence[Shape], seconds: Sequence[Array]) -> list[Array]:
+    """For each shape the longest paths of its pipelines [paths, 10], of which each costs path @ seconds."""
+    wires = [_wires(*shape[:4]) for shape in shapes]
+    seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), 10)) for of in seconds]  # some once more
+    cells = [one.takes.shape[1] * len(of) for one, of in zip(wires, seconds)]
+    key = [(len(one.takes), len(of)) for one, of in zip(wires, seconds)]
+    rest = sorted(range(len(shapes)), key=lambda at: (key[at], cells[at] / shapes[at].ranks))
+    found = dict[int, Array]()
+    while rest:
+        chunk = [rest.pop()]
+        while rest and key[rest[-1]] == key[chunk[0]] and sum(cells[at] for at in chunk) < CELLS:
+            chunk.append(rest.pop())
+        found.update(zip(chunk, _simulated([(shapes[at], wires[at], seconds[at]) for at in chunk])))
+    return [found[at] for at in range(len(shapes))]
+
+
+def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
+    """All pipelines in one loop, as ranks that have nothing to do with each other; and then their paths, backward.
+
+    Seconds are counted in messages, so that these are equally long in all pipelines. Where they take no time, they take
+    very little: of paths that are equally long, those with few messages count.
+    """
+    wires, cases = [one for _, one, _ in asked], len(asked[0][2])
+    starts = np.cumsum([0, *(one.takes.shape[1] for one in wires)])
+    rows = np.cumsum([0, *(shape.ranks for shape, _, _ in asked)])
+    offsets = np.append(0, np.concatenate([one.offsets[1:] + at for one, at in zip(wires, starts)]))
+    needs = np.concatenate([one.needs + at * (one.needs >= 0) for one, at in zip(wires, starts)], axis=1)
+    crosses = np.concatenate([one.crosses for one in wires], axis=1)
+    tables = [np.vstack([_stages(shape), np.zeros(9)]) for shape, _, _ in asked]
+    takes = [one.takes + at for one, at in zip(wires, np.cumsum([0, *map(len, tables)]))]
+    units = [np.maximum(seconds[:, 9:], 1e-9 * seconds[:, :1]) for _, _, seconds in asked]
+    lasting = np.concatenate([table @ (of[:, :9] / unit).T for table, (_, _, of), unit in zip(tables, asked, units)])
+    takes, table = np.concatenate(takes, axis=1), np.concatenate(tables)
+    end, _ = relax(offsets, [*needs], [*crosses.astype(float)], _summed(lasting, takes))
+
+    last = offsets[1:] - 1  # each row's
+    at = np.concatenate([last[a:b][np.argmax(end[last[a:b]], axis=0)] for a, b in pairwise(rows)])
+    before = np.arange(len(end)) - 1
+    before[offsets[:-1]] = -1
+    paths, alive, case = np.zeros((len(at), 10)), np.arange(len(at)), np.tile(np.arange(cases), len(asked))
+    while len(alive):
+        here, of = at[alive], case[alive]
+        paths[alive, :9] += _summed(table, takes[:, here])
+        latest = before[here]
+        until = np.where(latest < 0, 0.0, end[latest, of])
+        sent = np.zeros(len(alive), bool)
+        for need, crossing in zip(needs[:, here], crosses[:, here]):
+            there = np.where(need < 0, -np.inf, end[need, of] + crossing)
+            is_later = there > until
+            until, latest, sent = (
+                np.where(is_later, *pair) for pair in ((there, until), (need, latest), (crossing, sent))
+            )
+        paths[alive, 9] += sent
+        at[alive] = latest
+        alive = alive[latest >= 0]
+    return [np.unique(one, axis=0) for one in paths.reshape(len(asked), cases, 10)]
+
+
+def _summed(table: Array, takes: np.ndarray) -> Array:
+    """The rows of the table at one or two indices each."""
+    return table[takes[0]] if len(takes) == 1 else table[takes[0]] + table[takes[1]]
+
+
+def _stages(shape: Shape) -> Array:
+    """What each stage's actions of each kind take [stages x kinds, 9]."""
+    return (np.array(shape.stages, float)[:, None, :, None] * TAKES[:, None]).reshape(-1, 9)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+Moment = tuple[int, tuple[int, ...]]
+"""A backward pass begins: of which of the rank's stages, and how many microbatches of each of them are in memory."""
+
+
+@lru_cache(maxsize=4096)
+def in_flight(rule: str, ranks: int, virtual: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
+    """For each pipeline rank, the moments of its schedule at which no other has as many microbatches of every stage.
+
+    A forward pass adds one to its stage, and the end of a backward pass takes one away. A rank that has all of the
+    first few rounds in memory has all microbatches there.
+    """
+    seen = int(few(rule, ranks, microbatches))
+    if seen < microbatches:
+        return tuple(
+            tuple((at, tuple(n if n < seen else microbatches for n in held)) for at, held in moments)
+            for moments in in_flight(rule, ranks, virtual, seen)
+        )
+    schedule = rule_of(rule, ranks, seen, virtual)
+    change = np.zeros(len(schedule), np.intp)
+    change[schedule.kind == F] = 1
+    change[(schedule.kind == B) | (schedule.kind == W)] = -1
+    found = []
+    for rank, held in enumerate(schedule.placement):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        slot, kind = schedule.slot[row], schedule.kind[row]
+        steps = np.where(slot[:, None] == np.arange(len(held)), change[row][:, None], 0)
+        begins = np.flatnonzero((kind == B) | (kind == I))
+        before = (np.cumsum(steps, axis=0) - steps)[begins]
+        rows = largest(np.column_stack([slot[begins], before]), 1)
+        found.append(tuple((at, tuple(held)) for at, *held in rows.tolist()))
+    return tuple(found)
+
+
+def largest(rows: np.ndarray, keys: int) -> np.ndarray:
+    """The rows, each once and sorted, for which no other with the same first `keys` columns is as large in all."""
+    rows = rows[np.lexsort(rows.T[::-1])]
+    rows = rows[np.append(True, np.any(rows[1:] != rows[:-1], axis=1))]
+    exceeds = np.ones((len(rows), len(rows)), bool)
+    for place, column in enumerate(rows.T):
+        exceeds &= column[:, None] == column if place < keys else column[:, None] <= column
+    return rows[exceeds.sum(axis=1) == 1]

@@ -1,0 +1,33 @@
+"""The parser of every command: `--version`, and one line for a mistake."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from typing import NoReturn
+
+from tplab import __version__
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with these two."""
+
+    def __init__(self, prog: str, description: str, **more: object):
+        super().__init__(prog=prog, description=description, **more)  # type: ignore[arg-type]  # as argparse takes them
+        self.add_argument("--version", action="version", version=f"tplab {__version__}")
+
+    @property
+    def name(self) -> str:
+        """ "tplab.forecast" of "python -m tplab.forecast"."""
+        return self.prog.rpartition(" ")[2]
+
+    def error(self, message: str) -> NoReturn:
+        """End the command with exit code 2 and one line: what is wrong, and where the flags are listed."""
+        unknown, flags = message.removeprefix("unrecognized arguments: "), list(self._option_string_actions)
+        if unknown != message and (meant := get_close_matches(unknown.split()[0].partition("=")[0], flags, 1)):
+            message += f"; did you mean {meant[0]}?"
+        self.refuse(f"{message} (--help lists the flags)")
+
+    def refuse(self, why: object) -> NoReturn:
+        """End the command with exit code 2 and this sentence."""
+        self.exit(2, f"{self.name}: {why}\n")

@@ -1,0 +1,118 @@
+"""The section of docs/clock.md about a GPU of our own: what `python -m benchmarks.device` has measured and tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.device import report
+from benchmarks.device.__main__ import RESULT
+from benchmarks.device.check import Check
+
+TITLE = "## On a GPU of our own\n"
+COMMAND = "python -m benchmarks.device"
+
+
+def section(file: Path = RESULT) -> str:
+    """Everything in it is read from the file; without one, it says so."""
+    if not file.exists():
+        return (
+            f"{TITLE}\nNot run yet. On a machine with a GPU, `{COMMAND}` takes eight minutes and writes the tables.\n"
+        )
+    about, checks = report.read(file)
+    measured = [check for check in checks if check.item == "clock" and check.figures.get("rows")]
+    return "\n".join([TITLE, _about(about), *_clock(measured), *_tried(checks)])
+
+
+def _about(about: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in about.get("packages", {}).items() if name in _SHOWN)
+    machine = about.get("chip", "a machine without a GPU")
+    driver = f", driver {about['driver']}, CUDA {about['cuda']}" if "driver" in about else ""
+    return (
+        f"{machine}{driver}, Python {about.get('python', '?')}, {versions}. {about['date']}, tplab {about['commit']}.\n"
+        f"`{COMMAND}` writes these tables.\n"
+    )
+
+
+_SHOWN = ("torch", "triton", "jax", "numpy")
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def _clock(checks: Sequence[Check]) -> list[str]:
+    if not checks:
+        return []
+    first = checks[0].figures
+    text = (
+        "Measured beside modelled, by class: what half of the rows are within, and nine of ten. The forecast is\n"
+        f'`cluster="{first["forecast"]}"`, and the data sheet is `cluster="{first["sheet"]}"`.\n'
+        '"Measured" is a CUDA graph of the operation, replayed; backward passes are measured eagerly. The last column\n'
+        "is the eager time as a multiple of that, in the middle row.\n"
+    )
+    head = ["class", "rows", "forecast off by", "data sheet off by", "eager takes"]
+    rows = [[check.what, str(len(check.figures["rows"])), *_spreads(check.figures["rows"])] for check in checks]
+    tables = [_details(check) for check in checks]
+    return [text, table(head, rows), *tables]
+
+
+def _spreads(rows: Sequence[Sequence[Any]]) -> list[str]:
+    measured, eager, forecast, sheet = (np.array([row[place] for row in rows], float) for place in (1, 2, 3, 4))
+    return [*(spread(found / measured - 1) for found in (forecast, sheet)), f"{np.median(eager / measured):.1f} x"]
+
+
+def spread(errors: Iterable[float]) -> str:
+    off = 100 * np.abs(np.array([*errors]))
+    return f"{np.median(off):.1f}, {np.quantile(off, 0.9):.0f} %"
+
+
+def _details(check: Check) -> str:
+    lines = []
+    for what, measured, eager, forecast, sheet, _ in check.figures["rows"]:
+        off = [f"{100 * (found / measured - 1):+.0f} %" for found in (forecast, sheet)]
+        lines.append([what, us(measured), us(eager), us(forecast), off[0], us(sheet), off[1]])
+    head = [f"{check.what}, microseconds", "measured", "eager", "forecast", "off by", "data sheet", "off by"]
+    return f"<details>\n<summary>{check.what}</summary>\n\n{table(head, lines)}\n</details>\n"
+
+
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f}" if seconds < 1e-4 else f"{seconds * 1e6:,.0f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *("--:" for _ in head[1:])], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+# --- what ran ---------------------------------------------------------------------------------------------------------
+
+
+def _tried(checks: Sequence[Check]) -> list[str]:
+    """What passed, failed and was not run, with the last line of each error."""
+    names = {True: "passed", False: "failed", None: "not run"}
+    items = list(dict.fromkeys(check.item for check in checks))
+    rows = []
+    for item in items:
+        mine = [check for check in checks if check.item == item]
+        counts = [str(sum(check.passed is state for check in mine)) for state in names]
+        rows.append([item.replace("_", " "), *counts, f"{sum(check.seconds for check in mine):.0f} s"])
+    text = "What ran there, by item of the command:\n"
+    found = [text, table(["item", *names.values(), "time"], rows)]
+    others = [check for check in checks if not check.passed]
+    if others:
+        lines = [
+            f"- {check.item.replace('_', ' ')}, {check.what}: {names[check.passed]}. {_why(check)}" for check in others
+        ]
+        found.append("\n".join(lines) + "\n")
+    return found
+
+
+def _why(check: Check) -> str:
+    """One line of what was said, safe in Markdown."""
+    lines = [line.strip() for line in check.said.splitlines() if line.strip()]
+    raised = [line for line in lines if "Error: " in line or ".Wrong: " in line]
+    last = (raised or lines or [""])[-1].split(".Wrong: ")[-1]
+    return f"`{last[:200].replace('`', chr(39))}`" if last else ""
