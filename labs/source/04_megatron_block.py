@@ -244,11 +244,11 @@ matrices(first, "The gradient of scale_2, its first four entries")
 # ## Why people stop at eight
 #
 # Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks are
-# in two nodes, and the network between nodes is not the same everywhere. So they have two bars: one for InfiniBand at its
-# full bandwidth, and one for the network on which the Ultra-Scale Playbook was measured. Operations that are as large on
-# two ranks as on one are *not divided*. Change the number of tokens. How much does each doubling save?
+# in two nodes, so they have two bars: one for InfiniBand at its full bandwidth, and one for the network of the Ultra-Scale
+# Playbook. Operations that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does
+# each doubling save?
 #
-# The marks at 4,096 tokens are **measured**, on an 8B model of this width: what a microbatch took, divided by its 32 blocks.
+# The marks at 4,096 tokens are **measured** on an 8B model of this width: the time of a microbatch, divided by its 32 blocks.
 # So they also hold a share of the embedding, the head and the optimizer, and the MLP is a third larger.
 
 # %%
