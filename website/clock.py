@@ -44,8 +44,8 @@ A modelled time in tplab is one of two things, and every trace, summary and widg
   that.
 
 Below is every table that the constants were fitted to, with its source, beside what the clock says.
-`python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most 21
-constants per chip: eight for NCCL (`tplab.cost.nccl`), six for matmuls, four for those in FP8 (`tplab.cost.kernels`),
+`python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most 22
+constants per chip: nine for NCCL (`tplab.cost.nccl`), six for matmuls, four for those in FP8 (`tplab.cost.kernels`),
 and three for attention (`tplab.cost.attention`). Twelve more are the same for all chips, and two describe one network.
 
 ## In short

@@ -32,6 +32,7 @@ STARTS_WITH = ("tplab.widgets.schedule.remote", "tplab.widgets.layouts.remote")
 DATA = (
     "tplab/cost/measured/*.csv",
     "tplab/cost/measured/constants.json",
+    "tplab/cost/measured/fabrics.json",
     "tplab/forecast/measured/constants.json",
 )  # what was measured, which they read
 LEFT_OUT = "tplab/widgets/__init__.py"

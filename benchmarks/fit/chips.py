@@ -27,13 +27,13 @@ from tplab.cost.nccl import Nccl, Ratios
 
 MIB = 2.0**20
 KINDS = ("a100", "b200", "h100")
-_OWN = ("start", "hop", "middle", "large", "ramp", "bandwidth", "in_switch")
+_OWN = ("start", "hop", "middle", "wait", "ramp", "bandwidth", "in_switch", "peer_copy")
 _RATIOS = tuple(name for name in Ratios._fields if name != "peer_ramp")
-_SWITCHES = [MIB * size for size in (0.5, 0.75, 1.1, 1.6, 2.2, 3.2, 4.5, 6.4, 9.0)]
+_SWITCHES = [MIB * size for size in (0.5, 0.7, 0.9, 1.1, 1.35, 1.6, 1.9, 2.2, 2.7, 3.2, 3.8, 4.5, 5.4, 6.4, 7.6, 9.0)]
 _BEGIN = {
-    "start": 7e-6, "hop": 1e-6, "middle": 2e-6, "large": 7e-6, "ramp": 6e-6 / MIB**0.5, "bandwidth": 3e11,
-    "in_switch": 3e11, "ll128": 2.0, "ll": 13.0, "copy": 0.35, "peer_hop": 0.35, "peer_ll": 150e-6 / MIB,
-    "peer_large": 1.1, "peer": 1.2,
+    "start": 7e-6, "hop": 1e-6, "middle": 2e-6, "wait": 5e-6, "ramp": 6e-6 / MIB**0.5, "bandwidth": 3e11,
+    "in_switch": 3e11, "peer_copy": 0.35, "ll128": 2.0, "ll": 13.0, "copy": 0.35, "peer_hop": 0.35,
+    "peer_ll": 150e-6 / MIB, "peer_large": 1.1, "peer": 1.2,
 }  # fmt: skip
 
 

@@ -99,16 +99,16 @@ def test_forecasts_are_values(cluster):
     assert {cluster: 1}[pickle.loads(pickle.dumps(cluster))] == 1
 
 
-def test_21_constants_per_chip():
+def test_22_constants_per_chip():
     """NCCL's own, matmuls in 16 bit with the memory's bandwidth, in 8 bit, and of attention share, narrow and start."""
     own = len([field for field in fields(Nccl) if field.name != "ratios"])
-    assert own + (len(Tiles._fields) + 1) + (len(Tiles._fields) - 1) + 3 == 21
+    assert own + (len(Tiles._fields) + 1) + (len(Tiles._fields) - 1) + 3 == 22
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
 FITTED = {
-    "collectives": {"a100": (0.039, 0.094), "b200": (0.032, 0.145), "h100": (0.042, 0.118)},
+    "collectives": {"a100": (0.033, 0.095), "b200": (0.029, 0.106), "h100": (0.036, 0.113)},
     "matmuls": {"a100": (0.051, 0.152), "b200": (0.062, 0.187), "h100": (0.047, 0.132)},
     "matmuls in 8 bit": {"b200": (0.04, 0.11), "h100": (0.086, 0.261)},
     "attention": {"b200": (0.041, 0.167), "h100": (0.05, 0.166)},
@@ -116,7 +116,7 @@ FITTED = {
 """Median and 90th percentile on the rows that were fitted, with the constants frozen."""
 
 HELD_OUT = {
-    "collectives": {"a100": (0.046, 0.11), "b200": (0.038, 0.16), "h100": (0.05, 0.136)},
+    "collectives": {"a100": (0.042, 0.104), "b200": (0.034, 0.125), "h100": (0.049, 0.132)},
     "matmuls": {"a100": (0.051, 0.158), "b200": (0.063, 0.188), "h100": (0.048, 0.134)},
     "matmuls in 8 bit": {"b200": (0.04, 0.112), "h100": (0.092, 0.271)},
     "attention": {"b200": (0.042, 0.174), "h100": (0.053, 0.175)},
@@ -167,7 +167,7 @@ def test_a_forecast_carries_its_error_on_rows_it_has_not_seen():
         errors = known(of(gpu)).errors
         assert dict(errors) == {name: Error(*held_out[gpu]) for name, held_out in HELD_OUT.items() if gpu in held_out}
     for name, (median, most) in {
-        "collectives": (0.06, 0.16),
+        "collectives": (0.05, 0.14),
         "matmuls": (0.07, 0.19),
         "matmuls in 8 bit": (0.1, 0.28),
         "attention": (0.06, 0.18),
@@ -327,7 +327,7 @@ def test_a_sum_in_the_switch_is_faster_than_any_ring():
     assert taken.algorithm == "NVLS"
     assert 1.75 * n / taken.seconds > 400e9
     ring = replace(known(H100_MEASURED).nccl, in_switch=0.0).taken("all_reduce", n, 8).seconds
-    assert 1.75 * n / ring < 360e9
+    assert 1.75 * n / ring < 370e9
     names = [cost.collective("all_reduce", size, 8, H100_MEASURED).algorithm for size in (512, 2**19, 2**26)]
     assert names == ["LL", "LL128", "NVLS"]
 

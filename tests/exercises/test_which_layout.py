@@ -30,7 +30,7 @@ def test_guesses():
     sizes = {run.plan.microbatch for run in measured_runs("playbook-3b", 16) if run.plan.tp == 1}
     assert all(str(size) in unknown.text for size in sizes) and "dp 16" not in unknown.text
     assert "may not fit" in check_guess(16, 1, 4, **cell).text and "does not fit" in check_guess(16, 1, 16, **cell).text
-    assert "does not divide" in unknown.text and "Forecast: 4.17 s: computing" in check_guess(16, 1, 2, **cell).text
+    assert "does not divide" in unknown.text and "Forecast: 4.11 s: computing" in check_guess(16, 1, 2, **cell).text
     assert "No run of llama3-8b" in check_guess(16, 1, 2, "llama3-8b", 16).text
 
 

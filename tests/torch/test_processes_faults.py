@@ -3,12 +3,14 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,25 @@ def test_a_process_that_ends(end, match):
     assert error.rank == 1
     assert are_gone(pids, 0)  # not only the one
     lives_on(Mesh(tp=2))
+
+
+def test_a_rank_that_is_lost_is_named_and_not_those_that_notice_first():
+    """A process closes its connections one after another, so that others may have ended before its end is noticed."""
+
+    def program():
+        all_reduce(torch.ones(3), "tp")
+        if axis_index("tp") == 1:
+            for fd in map(int, os.listdir("/dev/fd")):
+                with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:  # some are no sockets
+                    if one.family == socket.AF_INET and one.getpeername():  # and some are not connected
+                        one.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.5)  # seconds, in which rank 0 fails and ends
+            os._exit(3)
+        return all_reduce(torch.ones(3), "tp")
+
+    for _ in range(3):
+        error = fails(program, Mesh(tp=2), RankError, "rank 1's process ended with exit status 3")
+        assert error.rank == 1
 
 
 def test_a_process_that_ended_between_two_runs_is_replaced():

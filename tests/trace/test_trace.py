@@ -392,7 +392,7 @@ def columns(**changed: Any) -> Trace:
 
 FAULTS = {
     "a trace needs the column 'kind'; only axis, group, peer, bytes, flops, shape, dtype, message, step, chunk, "
-    "contributors, where, held, phase, reduction, part, types may be left out":
+    "contributors, where, held, phase, reduction, part, types, after may be left out":
         lambda: Trace.from_columns(Mesh(tp=2), rank=[0]),
     f"a trace has no column 'flop'; its columns are {NAMES}": lambda: columns(flop=1),
     f"a trace has no column 'time'; its columns are {NAMES}": lambda: example().column("time"),
@@ -408,6 +408,8 @@ FAULTS = {
     "event 0 lasts from 0.0 to nan; give finite times": lambda: columns(end=np.nan),
     "event 0 lasts from -inf to 1.0; give finite times": lambda: columns(start=-np.inf),
     "event 0 carries chunk 3 of 1; give chunks=[(origin rank, piece), ...]": lambda: columns(chunk=3, chunks=[(0, 0)]),
+    "event 1 comes after event 2, but there are 2 events": lambda: columns(after=[-1, 2]),
+    "event 0 has after -2, which is too small": lambda: columns(after=[-2, 0]),
     "column 'op' has 1 rows, and 'rank' has 2; they must be as many": lambda: columns(op=["x"]),
     "column 'bytes' has 3 rows, and 'rank' has 2; they must be as many": lambda: columns(bytes=[1, 2, 3]),
     "column 'bytes' holds 1.5; it must hold 64-bit whole numbers": lambda: columns(bytes=[1, 1.5]),

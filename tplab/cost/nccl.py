@@ -1,18 +1,20 @@
 """How long NCCL takes within one node, as measured: start, hops, three protocols, rings and sums in the switch.
 
-S bytes (the whole tensor; of an all_to_all what each rank has), R ranks, h hops: R-1, and 2(R-1) for an all_reduce. A
-rank's link carries x = (h + copy)/R S bytes; `copy` is for the part that a rank only copies within its own memory.
+S bytes (the whole tensor; of an all_to_all what each rank has), R ranks, h hops: R-1, and 2(R-1) for an all_reduce. Of
+the tensor, y = (h + 1)/R S bytes pass a rank, and its link carries x = (h + copy)/R S: `copy` is for the part that a
+rank only copies within its own memory.
 
-    few bytes      start + h hop + min(x / ll, middle + x / ll128)          protocols LL and LL128
-    x >= switch    start + h hop + large + ramp sqrt(x) + x / bandwidth     protocol Simple
-    all_reduce     the last term is (1 + 1/R) S / in_switch where the switch adds (NVLS: three ranks or more, H100 on)
-    all_to_all     start' + (R-1) hop' + min(S/R / ll', large' + ramp' sqrt(x) + x / bandwidth')
+    few bytes      start + h hop + min(y / ll, middle + y / ll128)              protocols LL and LL128
+    y >= switch    start + h hop + ramp sqrt(x) + |(h wait, x / bandwidth)|     protocol Simple
+    all_reduce     S (1 + 1/R) / in_switch for x / bandwidth where the switch adds (NVLS: three ranks or more, H100 on)
+    all_to_all     start' + (R-1) hop' + min(S/R / ll', large' + ramp' sqrt(x') + x' / bandwidth'); x' has peer_copy
 
-NCCL does not take what is fastest: it guesses, by a table of its own. So at `switch` the time jumps, as it does in the
-rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth is reached only by and by, as more
-channels and larger pieces are used.
+|(a, b)| is the root of a^2 + b^2: each hop waits for a whole chunk, and where there are many bytes, chunks that follow
+hide that. NCCL does not take what is fastest: it guesses, by a table of its own. So at `switch` the time jumps, as it
+does in the rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth is reached only by and by,
+as more channels and larger pieces are used.
 
-Eight constants belong to a kind of GPU. How the protocols compare is the same for all: `Ratios`, of which eight are
+Nine constants belong to a kind of GPU. How the protocols compare is the same for all: `Ratios`, of which eight are
 fitted to all kinds together and one, peer_ramp, was chosen. `python -m benchmarks.fit.chips` fits them again.
 
 Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, "Demystifying NCCL".
@@ -21,6 +23,7 @@ Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import hypot
 from typing import NamedTuple
 
 from tplab.errors import ClusterError
@@ -64,21 +67,23 @@ class Nccl:
     start       s before the first byte
     hop         s for each hop
     middle      s more with LL128
-    large       s more with Simple
+    wait        s that a hop waits for a chunk, with Simple
     ramp        s per square root of a byte
     bandwidth   B/s over a rank's link, with Simple
-    switch      B over a rank's link from which NCCL takes Simple
+    switch      B that pass a rank from which NCCL takes Simple
     in_switch   B/s of a sum in the switch; 0: the switch does not add
+    peer_copy   `copy` of an all_to_all
     """
 
     start: float
     hop: float
     middle: float
-    large: float
+    wait: float
     ramp: float
     bandwidth: float
     switch: float
     in_switch: float
+    peer_copy: float
     ratios: Ratios
 
     def __post_init__(self):
@@ -104,15 +109,16 @@ class Nccl:
         hops = (num_ranks - 1) * (2 if op == "all_reduce" else 1)
         latency = self.start + hops * self.hop
         carried = (hops + self.ratios.copy) / num_ranks * nbytes
-        few = self._few(min(carried, self.switch))
-        if carried < self.switch:
+        whole = (hops + 1) / num_ranks * nbytes
+        few = self._few(min(whole, self.switch))
+        if whole < self.switch:
             return Taken(latency + few.seconds, few.protocol)
         passing, protocol = carried / self.bandwidth, "Simple"
         if op == "all_reduce" and self.in_switch and num_ranks > 2:
             added = (1 + 1 / num_ranks) * nbytes / self.in_switch
             if added < passing:
                 passing, protocol = added, "NVLS"
-        many = self.large + self.ramp * carried**0.5 + passing
+        many = self.ramp * carried**0.5 + hypot(hops * self.wait, passing)
         return Taken(latency + max(few.seconds, many), protocol)  # more bytes never take less time
 
     def _few(self, carried: float) -> Taken:
@@ -123,7 +129,7 @@ class Nccl:
     def _all_to_all(self, nbytes: float, num_ranks: int) -> Taken:
         ratios = self.ratios
         latency = self.start * ratios.start + (num_ranks - 1) * self.hop * ratios.peer_hop
-        carried = (num_ranks - 1 + ratios.copy) / num_ranks * nbytes
+        carried = (num_ranks - 1 + self.peer_copy) / num_ranks * nbytes
         few = Taken(nbytes / num_ranks * ratios.peer_ll, "LL")
         many = self.start * ratios.peer_large + ratios.peer_ramp * self.ramp * carried**0.5
         most = Taken(many + carried * ratios.peer / self.bandwidth, "Simple")

@@ -182,7 +182,7 @@ WORDS = {name: what for name, (what, _) in LOST.items()} | {
 """What the parts of a step are, for a sentence."""
 FORBIDDEN = ("plans", "forecast", "forecast_rows", "forecast_file", "step", "best_of", "Job")
 
-ENOUGH = 1.15
+ENOUGH = 1.2
 """A plan may take so many times as long as the best one that a search over all plans finds."""
 
 

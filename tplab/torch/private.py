@@ -1,6 +1,6 @@
 """Every private name of torch that tplab uses: what it is for, and why nothing public does.
 
-torch makes no promise about them: a new version may rename them. All were tried on torch 2.11 and 2.13.
+torch makes no promise about them: a new version may rename them. All were tried on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

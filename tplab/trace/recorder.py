@@ -262,7 +262,7 @@ class Recorder:
         times: When | None = None,
         figures: str = "",
         warnings: Sequence[str] = (),
-        after: Sequence[int] = (),
+        after: Sequence[int] | np.ndarray = (),
     ) -> Trace:
         """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them.
 

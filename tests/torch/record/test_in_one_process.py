@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tplab.torch.record import start
-from tplab.torch.record.listener import Heard
+from tplab.torch.record.group import RecordedGroup
+from tplab.torch.record.listener import Heard, Listener
 from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
 from tplab.trace import merge
@@ -151,3 +152,15 @@ def test_each_gpu_has_a_clock_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     recording.stop()
     begins = [operation.begin - now for operation in read(tmp_path / "rank0.jsonl").operations]
     assert [round(begin / 3600) for begin in begins] == [2, 1, 2]
+
+
+def test_a_gather_into_one_tensor_is_noted_as_a_gather():
+    opts = dist.GatherOptions()  # type: ignore[attr-defined]
+    opts.rootRank, opts.asyncOp = 2, False
+    x = torch.ones(2, 3)
+    for rank, num_bytes in ((0, 24), (2, 0)):
+        listener = Listener(rank, range(3), "world")
+        (one,) = listener.hear("gather_single", (torch.empty(18), x, opts), {})
+        (several,) = listener.hear("gather", ([[torch.empty(2, 3)] * 3], [x], opts), {})
+        assert one == several and (one.op, one.num_bytes) == ("gather", num_bytes)
+    assert ("gather_single" in vars(RecordedGroup)) == hasattr(dist, "gather_single")  # torch has it since 2.14

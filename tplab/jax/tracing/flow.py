@@ -58,8 +58,10 @@ class Flow:
         """names   JAX's names of arguments -> the reader's, where they differ"""
         self.module, self.mesh, self._names = module, mesh, names or {}
         self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
+        self.dtypes: dict[tuple[str, str], str] = {}  # those of the program, as far as they are known
         self._callers: dict[str, Place] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
+        self._given: dict[str, dict[int, Place]] = {}
         for name, ones in module.computations.items():
             for one in ones:
                 for inner in one.called("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES):
@@ -204,14 +206,10 @@ class Flow:
 
         index   which element of it, where it is a tuple
         """
-        return (user for user, computes in self._walk(place, index) if computes)
+        return (user for user, computes in self.walk(place, index) if computes)
 
-    def handed_on(self, place: Place, index: int | None = None) -> Iterator[Place]:
-        """The views and copies of this array, until something computes with it."""
-        return (user for user, computes in self._walk(place, index) if not computes)
-
-    def _walk(self, place: Place, index: int | None) -> Iterator[tuple[Place, bool]]:
-        """What passes this array on, and with True what computes with it."""
+    def walk(self, place: Place, index: int | None = None) -> Iterator[tuple[Place, bool]]:
+        """The views and copies of this array, and with True what computes with it."""
         computation, one = place
         pending = [place]
         if index is not None:
@@ -238,8 +236,12 @@ class Flow:
                     yield Place(computation, user), True
 
     def _parameters(self, computation: str, numbers: list[int]) -> list[Place]:
-        ones = self.module.computations[computation]
-        return [Place(computation, one) for one in ones if one.op == "parameter" and int(one.given) in numbers]
+        if computation not in self._given:
+            ones = self.module.computations[computation]
+            self._given[computation] = {
+                int(one.given): Place(computation, one) for one in ones if one.op == "parameter"
+            }
+        return [place for number, place in self._given[computation].items() if number in numbers]
 
     def _handed_out(self, place: Place) -> list[Place]:
         """The fusion or call whose result this is."""

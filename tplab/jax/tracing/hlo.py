@@ -86,7 +86,7 @@ class Instruction:
         """What it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"."""
         return re.sub(r"\\(.)", r"\1", self._found(r'op_name="((?:[^"\\]|\\.)*)"'))
 
-    @property
+    @cached_property
     def primitive(self) -> str:
         """The last name of the origin: JAX's name of the operation. "" where XLA merged several different ones."""
         _, merged, several = self.origin.rpartition("/(")  # "jit(f)/(jvp()/dot_general:jvp()/reduce_sum)"

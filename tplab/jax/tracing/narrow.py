@@ -23,10 +23,12 @@ def is_inserted(one: Instruction) -> bool:
 
 def as_written(flow: Flow, place: Place) -> Array:
     """The array that is made here, with the dtype that it has in the program."""
-    array = place.one.arrays[0]
+    array, key = place.one.arrays[0], (place.computation, place.one.name)
     if len(place.one.arrays) > 1 or not _is_float(array) or array.itemsize == 1 or flow.is_given(place):
         return array
-    return array._replace(dtype=narrow_before(flow, place) or narrow_after(flow, place) or array.dtype)
+    if key not in flow.dtypes:
+        flow.dtypes[key] = narrow_before(flow, place) or narrow_after(flow, place) or array.dtype
+    return array._replace(dtype=flow.dtypes[key])
 
 
 def narrow_before(flow: Flow, place: Place) -> str:
@@ -50,14 +52,16 @@ def narrow_after(flow: Flow, place: Place, index: int | None = None) -> str:
     index   which element, where it is a tuple
     """
     array = narrowest = place.one.arrays[index or 0]
-    for user in flow.handed_on(place, index):
-        if user.one.op == "convert" and _is_narrower(user.one.arrays[0], narrowest):
+    sums: list[Place] = []
+    for user, computes in flow.walk(place, index):
+        if computes:
+            sums += [user] if user.one.collective in ("all_reduce", "reduce_scatter") else []
+        elif user.one.op == "convert" and _is_narrower(user.one.arrays[0], narrowest):
             if not is_inserted(user.one):
                 return "" if narrowest is array else narrowest.dtype
             narrowest = user.one.arrays[0]
     if narrowest is not array:
         return narrowest.dtype
-    sums = [user for user in flow.needed_by(place, index) if user.one.collective in ("all_reduce", "reduce_scatter")]
     if len(sums) != 1 or len(sums[0].one.arrays) != len(flow.operands(sums[0])):
         return ""
     given = flow.operands(sums[0])

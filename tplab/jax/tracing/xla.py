@@ -47,7 +47,9 @@ def trace(
     Ranks are numbered as the devices of the mesh. The mesh is the one that the arguments, the results or the function
     itself are sharded over; of several it is the one with the most axes, and without any its one axis is "devices". XLA
     compiles for the devices of that mesh. On the modelled clock, what is sent and what is computed overlap wherever the
-    data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less.
+    data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less. There a product has the
+    dtype of its operands in your program, also where XLA for CPUs makes them float32, and what is read or updated in
+    part takes the time of that part.
     Raises TraceError where only the running program knows what is sent.
     """
     known = None if cluster is None else find(cluster)

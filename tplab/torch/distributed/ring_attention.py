@@ -2,7 +2,7 @@
 
 `torch.distributed.tensor.experimental.context_parallel` knows three kernels, all of them for GPUs. DTensor has no rule
 for `aten._scaled_dot_product_flash_attention_for_cpu`, which the same call uses on the CPU. Its two operations take and
-return the same as those for GPUs, so torch's rings run over them as they are (torch 2.11, 2.13).
+return the same as those for GPUs, so torch's rings run over them as they are (torch 2.11, 2.13, 2.14).
 """
 
 from __future__ import annotations

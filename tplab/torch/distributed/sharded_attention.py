@@ -1,7 +1,7 @@
 """DTensor's rule for the CPU's flash attention: each rank has some of the heads, or of the batch, or everything.
 
 DTensor has such rules for the kernels of GPUs, and none for `aten._scaled_dot_product_flash_attention_for_cpu`, which
-`scaled_dot_product_attention` uses on the CPU (torch 2.11, 2.13).
+`scaled_dot_product_attention` uses on the CPU (torch 2.11, 2.13, 2.14).
 """
 
 from __future__ import annotations

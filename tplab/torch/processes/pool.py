@@ -117,6 +117,8 @@ class Pool:
         while len(outcomes) < self.num_ranks and (left := deadline - time.monotonic()) > 0:
             for member, message in self._messages(min(left, POLL)):
                 if message is None:
+                    if (said := outcomes.get(member.rank)) is not None and said.raised is not None:
+                        continue  # it ended because another was lost, whose end may be noticed later
                     return self._death_of(member)
                 if isinstance(message, Report):
                     reports[member.rank] = message

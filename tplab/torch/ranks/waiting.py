@@ -138,10 +138,7 @@ class WaitingRank(ClockedRank):
         home = self.home
         other = type(self)(self.rank, self.world, self.seat.turns.beside(home.seat, thread), home)
         other.labels = self.labels
-        if self._is_timed:  # what was computed so far is an event, and the thread comes after it
-            self._catch_up()
-            self._seen_at = self._now()
-        other._follow(self.log.add(self.lane, MARK, 0.0))
+        other._follow(self.moment())
         other.began_at = self._line(self.world.lines.frame())
         other._provenance.stop()
         return other
