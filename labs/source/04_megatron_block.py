@@ -274,8 +274,8 @@ playbook, infiniband = (cost.find("h100-measured", fabric=name)
 PER_GPU = {4: 6215, 8: 3595, 16: 964}  # tokens per second of each of 16 H100s, by tp
 
 def measured(ranks, tokens):
-    if tokens == 4096 and ranks in PER_GPU:
-        return tokens / (ranks * PER_GPU[ranks]) / 32
+    is_known = tokens == 4096 and ranks in PER_GPU
+    return tokens / (ranks * PER_GPU[ranks]) / 32 if is_known else None
 
 def bars(tokens):
     rows = [Row(f"{n} rank{'s' * (n > 1)}", parts_of(n, tokens, playbook),
