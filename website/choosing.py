@@ -83,7 +83,7 @@ def _row(model: str, gpus: int, batch: int, sequence: int) -> str:
     found = plans(model, CLUSTER, gpus=gpus, batch=batch, sequence=sequence)
     best = found[0]
     job = f"{model}, {gpus} GPUs, {batch:,} x {sequence:,} tokens"
-    interval = f"{best.low:.3g} to {best.high:.3g}"
+    interval = best.step.between
     return f"| {job} | {best.plan} | {best.seconds:.3g} | {interval} | {best.mfu:.0%} | {_others(found)} |"
 
 

@@ -1,11 +1,16 @@
-"""Fits what forecasts of a training step need beyond the clock, and prints how far off they are.
+"""Fits what forecasts of a training step need beyond the clock, and how far off they are, class by class.
 
     python -m benchmarks.fit.steps            fit, and print constants and errors
     python -m benchmarks.fit.steps --write    and write the constants to tplab/forecast/measured/constants.json
 
-Fitted are two numbers of nanotron (factor and host), one of Megatron, one of FSDP, and one of a B200 in 16 bit. A third
-of nanotron's and Megatron's runs, always the same, is left out, and its errors are printed apart. Logarithms of
-constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
+Fitted are: of nanotron a factor and the host; of Megatron a factor, one of a B200 in 16 bit, and what a layer of
+experts takes longer on each chip; of torch FSDP a factor, the host and its share of attention's speed, and compiled a
+factor.
+Logarithms of constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
+
+Errors are of rows that a fit has not seen: in each of five folds the constants are fitted to the other four, and to
+nothing else. Of every class (`tplab.forecast.classes`) they give an interval, in which nine of ten steps are: by
+quantiles where there are 20 rows or more, and as Student's t says where there are fewer.
 """
 
 from __future__ import annotations
@@ -13,172 +18,215 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from math import ceil, floor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.fit.least import least, write
-from tplab.forecast.measured import Run, playbook, runs, split
-from tplab.forecast.stacks import CONSTANTS, Stack, constants, find_stack
+from benchmarks.fit.least import least, rounded, write
+from tplab.forecast import layers
+from tplab.forecast.classes import ENOUGH, Key, Measured, keys_of, name_of
+from tplab.forecast.measured import Run, foundry, playbook, runs
+from tplab.forecast.stacks import COMPILED, CONSTANTS, Stack, constants, find_stack
 from tplab.forecast.step import Step, step
 
-COVERED = 0.9
-"""The share of the fitted runs that lie between `low` and `high`."""
-FEW = 40
-"""Of so many runs or fewer, quantiles say little."""
+FOLDS = 5
+MANY = 20
 HOST = 1e-3
 """s per layer where no run tells: about two hundred kernels, each started in 5 us."""
+T95 = (0, 6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
+       1.746, 1.740, 1.734, 1.729, 1.725)  # fmt: skip
+"""Student's t: 95 % are below, by degrees of freedom."""
 
 
-class Errors(NamedTuple):
-    """Shares of the measured time, over so many runs: half are nearer than `median`, nine of ten than `most`, and all
-    than `worst`. covered: the share of the runs between low and high."""
-
-    rows: int
-    median: float
-    most: float
-    worst: float
-    covered: float
-
-
-def ratios(rows: Iterable[Run], stacks: Mapping[str, Stack] | None = None) -> np.ndarray:
-    """measured / forecast of each run."""
-    return np.array([run.seconds / forecast_of(run, (stacks or {}).get(run.stack)).seconds for run in rows])
+@cache
+def every() -> tuple[Run, ...]:
+    """All published steps."""
+    return (*playbook(), *runs(), *foundry())
 
 
 def forecast_of(run: Run, stack: Stack | None = None) -> Step:
     return step(run.model, run.plan, run.on, run.batch, run.sequence, stack or run.stack)
 
 
-def errors(rows: Sequence[Run], stacks: Mapping[str, Stack] | None = None) -> Errors:
-    found = [forecast_of(run, (stacks or {}).get(run.stack)) for run in rows]
-    inside = [step.low <= run.seconds <= step.high for run, step in zip(rows, found)]
-    off = np.array([abs(step.seconds / run.seconds - 1) for run, step in zip(rows, found)])
-    numbers = (np.median(off), np.quantile(off, 0.9), off.max(), np.mean(inside))
-    return Errors(len(rows), *(round(float(number), 3) for number in numbers))
+def ratios(rows: Iterable[Run], stack: Stack | None = None) -> np.ndarray:
+    """measured / forecast of each run."""
+    return np.array([run.seconds / forecast_of(run, stack).seconds for run in rows])
 
 
-def regret(rows: Iterable[Run], stacks: Mapping[str, Stack] | None = None) -> list[float]:
+def regret(rows: Iterable[Run]) -> list[float]:
     """For every model and number of GPUs: by which share the run that the forecast takes for the fastest was slower
     than the fastest one."""
     cells: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for run in rows:
-        seconds = forecast_of(run, (stacks or {}).get(run.stack)).seconds
-        cells[run.model.name, run.plan.ranks].append((seconds, run.seconds))
+        cells[run.model.name, run.plan.ranks].append((forecast_of(run).seconds, run.seconds))
     return [min(cell)[1] / min(measured for _, measured in cell) - 1 for cell in cells.values()]
 
 
 # ------------------------------------------------------------------------------------------------------------- fitting
 
 
-def fit_stack(rows: Sequence[Run], begin: Mapping[str, float], scale: float = 0.03) -> dict[str, float]:
+def fit_stack(rows: Sequence[Run], stack: Stack, begin: Mapping[str, float], scale: float) -> dict[str, float]:
     """The constants of a stack that `begin` names, with which the runs come nearest to their forecasts.
 
     scale   from which error on a run counts as an outlier: its loss grows linearly
     """
-    stack, names = find_stack(rows[0].stack), list(begin)
+    names = list(begin)
 
     def residuals(theta: np.ndarray) -> np.ndarray:
-        tried = replace(stack, **dict(zip(names, np.exp(theta).tolist())))
-        return -np.log(ratios(rows, {stack.name: tried}))
+        return -np.log(ratios(rows, replace(stack, **dict(zip(names, np.exp(theta).tolist())))))
 
     _, theta = least(residuals, np.log(list(begin.values())), scale)
-    return dict(zip(names, np.exp(theta).tolist()))
+    return dict(zip(names, (rounded(value) for value in np.exp(theta).tolist())))
+
+
+class Fit(NamedTuple):
+    """The runs that a stack's constants are fitted to, and how."""
+
+    name: str
+    chosen: Callable[[Run], bool]
+    begin: Mapping[str, float]
+    scale: float
+    more: Mapping[str, float] = {}
+
+
+def _is_dense(run: Run) -> bool:
+    return run.stack == "megatron" and run.is_fitted and not run.model.experts
+
+
+FITS = (
+    Fit("nanotron", lambda run: run.stack == "nanotron" and run.is_fitted, {"factor": 1.2, "host": 4e-3}, 0.03),
+    Fit("megatron", lambda run: _is_dense(run) and "b200" not in run.cluster, {"factor": 1.1}, 0.3, {"host": HOST}),
+    Fit(
+        "fsdp",
+        lambda run: run.stack == "fsdp" and not run.plan.compiled,
+        {"factor": 1.2, "host": 1e-3, "attention_share": 0.7},
+        0.05,
+    ),
+    Fit(COMPILED, lambda run: run.stack == "fsdp" and bool(run.plan.compiled), {"factor": 1.1}, 0.3, {"host": HOST}),
+)
+
+
+def fit_constants(rows: Sequence[Run]) -> dict[str, Any]:
+    """The constants of all stacks, fitted to those of these runs that may be."""
+    found: dict[str, Any] = {}
+    for name, chosen, begin, scale, more in FITS:
+        some = [run for run in rows if chosen(run)]
+        found[name] = {**fit_stack(some, replace(find_stack(name), **more), begin, scale), **more}
+    found["deepspeed"] = found["megatron"]
+    megatron = replace(find_stack("megatron"), **found["megatron"])
+    known = constants()["chips"]["B200"]
+    b200 = [run for run in rows if _is_dense(run) and "b200" in run.cluster]
+    chips = {"B200": rounded(known * fit_stack(b200, megatron, {"factor": 1.1}, 0.3)["factor"] / megatron.factor)}
+    routing = {chip: _routing(megatron, [run for run in rows if _has_experts(run, chip)]) for chip in ("H100", "B200")}
+    return {"stacks": found, "chips": chips, "routing": routing}
+
+
+def _has_experts(run: Run, chip: str) -> bool:
+    return run.stack == "megatron" and run.is_fitted and bool(run.model.experts) and chip.lower() in run.cluster
+
+
+def _routing(megatron: Stack, rows: Sequence[Run]) -> float:
+    """Seconds per layer of experts and microbatch that are lacking, at the median."""
+    lacking = []
+    for run in rows:
+        count = run.plan.microbatches(run.batch)
+        plain = replace(megatron, name="no routing")  # by another name, no constant of experts belongs to it
+        without = step(run.model, run.plan, run.on, run.batch, run.sequence, plain)
+        lacking.append((run.seconds - without.seconds) / (run.model.layers / run.plan.pp * count))
+    return rounded(float(np.median(lacking)))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def off_fold() -> dict[Run, float]:
+    """log(measured / forecast) of every run by constants that were fitted to runs of other folds."""
+    fold = {id(run): int(np.random.default_rng((1, place)).integers(FOLDS)) for place, run in enumerate(every())}
+    found = dict[int, float]()
+    for number in range(FOLDS):
+        rest = [run for run in every() if fold[id(run)] != number]
+        held = [run for run in every() if fold[id(run)] == number]
+        with using(fit_constants(rest)):
+            found |= {id(run): float(np.log(ratios([run])[0])) for run in held}
+    return {run: found[id(run)] for run in every()}
+
+
+class using:
+    """While it is open, forecasts have other constants."""
+
+    def __init__(self, found: Mapping[str, Any]):
+        self.found = found
+
+    def __enter__(self) -> None:
+        from tplab.forecast import stacks
+
+        self.before = dict(stacks.STACKS), dict(constants())
+        stacks.STACKS = {  # type: ignore[misc]
+            name: replace(stack, **self.found["stacks"].get(name, {})) for name, stack in stacks.STACKS.items()
+        }
+        constants().update({name: self.found[name] for name in ("chips", "routing")})  # type: ignore[attr-defined]
+        _forget()
+
+    def __exit__(self, *_: object) -> None:
+        from tplab.forecast import stacks
+
+        stacks.STACKS, known = self.before  # type: ignore[misc]
+        constants().update(known)  # type: ignore[attr-defined]
+        _forget()
+
+
+def _forget() -> None:
+    for function in (layers.layer_seconds, layers.ends_seconds):
+        function.cache_clear()
+
+
+def classes(off: Mapping[Run, float]) -> dict[str, dict[str, Any]]:
+    """What is written of each class with enough rows."""
+    rows: dict[Key, list[tuple[float, int]]] = defaultdict(list)
+    for run, log in off.items():
+        stack = find_stack(run.stack, run.plan).name
+        for key in dict.fromkeys(keys_of(stack, run.model, run.plan, run.on)):
+            rows[key].append((log, run.plan.ranks))
+    found = {key: _measured(name_of(key), some) for key, some in sorted(rows.items()) if len(some) >= ENOUGH}
+    return {
+        one.name: {name: value for name, value in one._asdict().items() if name != "name"} for one in found.values()
+    }
+
+
+def _measured(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
+    logs = np.sort([log for log, _ in rows])
+    n, off = len(logs), np.abs(np.exp(-logs) - 1)
+    if n >= MANY:
+        low, high = logs[max(0, floor((n + 1) * 0.05) - 1)], logs[min(n, ceil((n + 1) * 0.95)) - 1]
+    else:
+        width = T95[n - 1] * logs.std(ddof=1) * (1 + 1 / n) ** 0.5
+        low, high = logs.mean() - width, logs.mean() + width
+    shares = (rounded(float(value)) for value in (np.exp(low), np.exp(high), np.median(off), np.quantile(off, 0.9)))
+    return Measured(name, n, *shares, max(ranks for _, ranks in rows))
 
 
 def fit_all() -> dict[str, Any]:
     """All constants, as they are written."""
-    nanotron, others = split(playbook())[0], split(runs())[0]
-    megatron = [run for run in others if run.stack == "megatron"]
-    plain = [run for run in megatron if run.cluster != "b200-measured"]
-    chip = [run for run in runs() if run.cluster == "b200-measured"]  # four: none is left out
-    found = {
-        "nanotron": fit_stack(nanotron, {"factor": 1.3, "host": 4e-3}),
-        "megatron": {**fit_stack(plain, {"factor": 1.1}, 0.3), "host": HOST},  # papers' tables have no outliers
-        "fsdp": {**fit_stack([run for run in runs() if run.stack == "fsdp"], {"factor": 1.1}), "host": HOST},
-    }
-    b200 = constants()["chips"]["B200"] * fit_stack(chip, {"factor": 1.1})["factor"] / found["megatron"]["factor"]
-    for name, rows in (("nanotron", nanotron), ("megatron", plain)):
-        found[name] |= interval(ratios(rows, {name: replace(find_stack(name), **found[name])}))
-    widest = {"low": min(of["low"] for of in found.values() if "low" in of)}
-    widest["high"] = max(of["high"] for of in found.values() if "high" in of)
-    found["fsdp"] |= widest
-    found["deepspeed"] = {**found["megatron"], **widest}
-    megatron = {"megatron": replace(find_stack("megatron"), **found["megatron"])}
-    experts = interval(ratios([run for run in runs() if run.model.experts], megatron))
-    written = {"stacks": found, "chips": {"B200": b200}, "experts": experts}
-    return json.loads(json.dumps(written), parse_float=lambda text: float(f"{float(text):.4g}"))
-
-
-def interval(by: np.ndarray) -> dict[str, float]:
-    """Between which shares of the forecast COVERED of the measured times lie. If there are few, two standard deviations
-    around their mean stand in."""
-    if len(by) > FEW:
-        low, high = np.quantile(by, ((1 - COVERED) / 2, (1 + COVERED) / 2))
-    else:
-        mean, width = np.log(by).mean(), 2 * np.log(by).std(ddof=1)
-        low, high = np.exp((mean - width, mean + width))
-    return {"low": float(low), "high": float(high)}
-
-
-TABLES = (
-    ("nanotron on H100, playbook", "nanotron", "h100-measured"),
-    ("Megatron on A100, papers", "megatron", "a100-measured"),
-    ("Megatron on H100, FP8", "megatron", "h100-measured"),
-    ("Megatron on B200", "megatron", "b200-measured"),
-)
-"""What a table of errors has a line for: its name, the stack, the cluster."""
-
-
-def table(stacks: Mapping[str, Stack] | None = None) -> list[tuple[str, Errors | None, Errors | None]]:
-    """(what, errors on the runs that were fitted, on those left out) for each of TABLES."""
-    found = []
-    for name, stack, cluster in TABLES:
-        parts = split(playbook() if stack == "nanotron" else runs())
-        if cluster == "b200-measured":
-            parts = parts[0] + parts[1], []
-        chosen = [[run for run in part if (run.stack, run.cluster) == (stack, cluster)] for part in parts]
-        found.append((name, *(errors(rows, stacks) if rows else None for rows in chosen)))
-    return found
-
-
-UNSEEN = {
-    "Megatron on A100, table 1, never fitted": ("narayanan2021",),
-    "Megatron on A100, table 2, never fitted": ("narayanan2021-ptd",),
-    "Llama 3 on H100, never fitted": ("llama3",),
-    "DeepSpeed ZeRO 3 on A100, rules chosen": ("narayanan2021-zero3",),
-    "mixtures of experts on H100, interval fitted": ("bridge-25.11", "bridge-25.09", "modelzoo"),
-}
-"""Rows that no constant of their seconds was fitted to: a name, and their sources. How DeepSpeed sends was chosen when
-its rows were known; the interval of mixtures of experts is that of their rows."""
-
-
-def unseen(stacks: Mapping[str, Stack] | None = None) -> list[tuple[str, Errors]]:
-    """(what, errors) for each of UNSEEN."""
-    found = []
-    for name, sources in UNSEEN.items():
-        rows = [run for run in runs() if run.source in sources and not run.is_fitted]
-        found.append((name, errors(rows, stacks)))
-    return found
+    found = fit_constants(every())
+    for name in ("chips", "routing"):
+        constants().setdefault(name, found[name])  # type: ignore[attr-defined]
+    return {**found, "classes": classes(off_fold())}
 
 
 def main(arguments: Sequence[str]) -> None:
     found = fit_all()
+    print(json.dumps({name: found[name] for name in ("stacks", "chips", "routing")}, indent=1))
+    for name, of in found["classes"].items():
+        shares = f"median {of['median']:6.1%}   nine of ten {of['most']:6.1%}   {of['low']:.2f} to {of['high']:.2f}"
+        print(f"{name:90} {of['rows']:4} rows   {shares}   up to {of['ranks']} ranks")
     if "--write" in arguments:
         write(CONSTANTS, found)
-    print(json.dumps(found, indent=1))
-    stacks = {name: replace(find_stack(name), **of) for name, of in found["stacks"].items()}
-    lines = [(name, which, of) for name, *pair in table(stacks) for which, of in zip(("fitted", "left out"), pair)]
-    for name, of in [(f"{name}, {which}", of) for name, which, of in lines] + unseen(stacks):
-        if of:
-            median, most, worst, covered = (100 * share for share in of[1:])
-            text = f"median {median:4.1f} %   nine of ten {most:4.1f} %   worst {worst:4.0f} %"
-            print(f"{name:39} {of.rows:3} runs   {text}   covered {covered:3.0f} %")
-    for which, rows in zip(("fitted", "left out"), split(playbook())):
-        mean, worst = (100 * of(regret(rows, stacks)) for of in (np.mean, max))
-        print(f"chosen plan slower than the best, {which}: mean {mean:.1f} %, worst {worst:.1f} %")
+    clean = [run for run in playbook() if run.is_fitted]
+    print("chosen plan slower than the best: " + ", ".join(f"{lost:.1%}" for lost in sorted(regret(clean))))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from dataclasses import replace
-
 from tplab.cost.chip import Chip
 from tplab.cost.link import Link
 

@@ -92,7 +92,8 @@ def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron
     mask = rows * model.hidden // outside if model.dropout else 0
     head = token // outside + 4 * rows * (1 if model.norm == "rms" else 2) // outside  # into the norm
     head += token // (1 if stack.plain else outside)  # into the head
-    logits = int(stack.keeps.logits * rows * model.vocab_on_rank(plan.tp) * size)
+    entries = model.vocab if stack.keeps.whole_ends else model.vocab_on_rank(plan.tp)
+    logits = int(stack.keeps.logits * rows * entries * size)
     if not stack.plain:
         # Backward through an MLP: the gradients of its output, which are gathered, and between its two matmuls.
         features = (2 if model.gated else 1) * max(1, model.experts_per_token) * model.ffn_width // plan.tp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from tplab.errors import PlanError
@@ -33,7 +32,7 @@ def beside(trace: Trace, found: Forecast) -> str:
         if event.op != "broadcast":
             sent[_axis(event, plan.mesh)] += event.bytes
     took = time_text(found.seconds, "s")
-    if found.low < found.high < math.inf:
+    if found.low is not None and found.high is not None:
         took += f" ({time_text(found.low, 's')} to {time_text(found.high, 's')})"
     where = f"{found.cluster.name}, {found.cluster.kind_on(plan.ranks)}"
     lines = [f"a step of {found.model.name or 'the model'}, {plan}, would take {took} on {where}"]

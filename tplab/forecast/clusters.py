@@ -73,7 +73,9 @@ def _named(name: str, exactly: bool) -> tuple[str, Cluster]:
     cluster, memory = known[f"{chip}-measured"], re.search(r"(\d+)gb", plain)
     note = f"cluster {name.lower()} was not measured, so this is {cluster.name}"
     if memory:
-        sheet = A100_40GB if (chip, memory[1]) == ("a100", "40") else replace(cluster.chip, memory=float(memory[1]) * 1e9)
+        sheet = (
+            A100_40GB if (chip, memory[1]) == ("a100", "40") else replace(cluster.chip, memory=float(memory[1]) * 1e9)
+        )
         cluster = replace(cluster, chip=replace(sheet, launch=cluster.chip.launch, kernels=cluster.chip.kernels))
         note += f" with {memory[1]} GB"
     return f"{note}; ", cluster

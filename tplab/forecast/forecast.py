@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tplab.cost import Cluster, find
+from tplab.forecast.classes import Measured
 from tplab.forecast.memory import Held, memory, room
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.step import Step, pipeline, step
+from tplab.forecast.step import OUTSIDE, Step, pipeline, step
 from tplab.forecast.why import it_does_not_fit, it_takes_so_long
 from tplab.schedules import Simulation
 
@@ -39,13 +40,19 @@ class Forecast:
         return self.step.seconds
 
     @property
-    def low(self) -> float:
-        """Nine of ten measured steps took between `low` and `high` seconds, where they were forecast to take this."""
+    def low(self) -> float | None:
+        """Nine of ten measured steps of its class took between `low` and `high` seconds, where they were forecast to
+        take this; None: the plan is outside what was measured."""
         return self.step.low
 
     @property
-    def high(self) -> float:
+    def high(self) -> float | None:
         return self.step.high
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured of steps like this one, and how far off their forecasts were; None: nothing."""
+        return self.step.measured
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -114,14 +121,13 @@ class Forecast:
             given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
             return it_does_not_fit(*given, self.held)
         text = it_takes_so_long(self.plan, self.parts, self.peak, self.usable)
-        if self.model.experts and self.cluster.fitted is not None:
-            low, high = self.low / self.seconds, self.high / self.seconds
-            text += f"; few mixtures of experts were measured: expect {low:.1f} to {high:.1f} times these seconds"
+        if self.measured is None and self.cluster.fitted is not None:
+            text += f"; {OUTSIDE}, so there is no interval"
         return text
 
     def __str__(self) -> str:
         gib, rate = 2**30, f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-        took = f"{self.seconds:.3g} s ({self.low:.3g} to {self.high:.3g}), {rate}, MFU {self.mfu:.1%}"
+        took = f"{self.seconds:.3g} s ({self.step.between}), {rate}, MFU {self.mfu:.1%}"
         held = f"{self.peak.total / gib:.1f} of {self.usable / gib:.1f} GiB on rank {self.worst_rank}"
         return f"{self.plan}: {took}; {held}. {self.why}"
 

@@ -18,6 +18,8 @@ class Keeps:
     workspace  bytes of libraries (cuBLAS has 32 MiB, Transformer Engine another 32)
     spare      bytes per parameter beside parameters, gradients and optimizer: gradients in 16 bit before they are added
     extra      tensors [tokens, h] that a layer keeps beyond those that are known
+    whole_ends whether each tensor-parallel rank has the whole embedding and whole logits, as with torch's DTensor
+    whole_sums whether gradients that are added up over several microbatches stay whole with ZeRO 3, as in torch's FSDP
     too_high   by how much, at most, a forecast of memory was too high for runs that did run: a part of the forecast
     source     where the figures come from
     """
@@ -27,6 +29,8 @@ class Keeps:
     workspace: int = 0
     spare: float = 0.0
     extra: float = 0.0
+    whole_ends: bool = False
+    whole_sums: bool = False
     too_high: float = 0.1
     source: str = "assumed"
 
@@ -51,9 +55,16 @@ KEEPS: Mapping[str, Keeps] = MappingProxyType(
             "other half the median error is 10.5 % (vinjn/nanotron-ultrascale-playbook 924e4d0)",
         ),
         "fsdp": Keeps(
-            too_high=0.45,
-            source="assumed. One run on an H200 had 80.7 GB where this says 137.7: it kept all in bfloat16, without "
-            "float32 copies (KempnerInstitute/KempnerForge 5666d0d)",
+            logits=5.0,
+            whole_ends=True,
+            whole_sums=True,
+            source="as of the compiled one, whose cross-entropy makes four copies of the logits, and one more: assumed",
+        ),
+        "fsdp-compiled": Keeps(
+            logits=4.0,
+            whole_ends=True,
+            whole_sums=True,
+            source="chosen on six runs on one to four H200s (KempnerInstitute/KempnerForge 5666d0d)",
         ),
         "tplab": Keeps(logits=2.0, spare=4.0, too_high=0.0, source="counted, tensor by tensor"),
     }

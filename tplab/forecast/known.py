@@ -66,7 +66,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "megatron-310b": _gpt(96, 16384, 128),
     "megatron-530b": _gpt(105, 20480, 128),
     "megatron-1t": _gpt(128, 25600, 160),
-    # mosaicml/llm-foundry, commit 061f2c7, scripts/train/yamls/pretrain: positions are learned, for as long as a sequence
+    # mosaicml/llm-foundry, commit 061f2c7, scripts/train/yamls/pretrain: as many learned positions as a sequence has
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),

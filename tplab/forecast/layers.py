@@ -67,6 +67,8 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
         [shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in (True, False)
     ]
     host = stack.host * (4 / 3 if plan.recompute == "full" else 1)
+    if model.experts:
+        ways[0][2], ways[1][2] = ways[0][2] + stack.routing / 3, ways[1][2] + stack.routing * 2 / 3
     axes = [sum(pair) for pair in zip(*ways)]
     return _with_host(forward + sum(ways[0]), backward + again + sum(ways[1]), host, forward + backward, again, *axes)
 
@@ -120,7 +122,9 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
         shape = plan.microbatch, model.heads // plan.tp, one, one, model.head_width, dtype, True
         kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
         there, back = (
-            plan.cp * cluster.chip.attention_seconds(*shape, way, kv_heads=kv_heads, kernel=kernel) / stack.attention_share
+            plan.cp
+            * cluster.chip.attention_seconds(*shape, way, kv_heads=kv_heads, kernel=kernel)
+            / stack.attention_share
             for way in (False, True)
         )
         return there, back

@@ -96,9 +96,15 @@ def _states(block: Block, family: Family, place: int) -> Array:
     model, stack = block.tables.model, block.tables.stack
 
     def of(plan: Plan) -> tuple[int, ...]:
-        return (*state_bytes(model, plan, place, stack), stack.keeps.workspace + wasted_bytes(model, plan, stack))
+        beside = stack.keeps.workspace + wasted_bytes(model, plan, stack)
+        whole = held_parameters(model, plan, place, stack).total * ITEMSIZE[plan.grad_dtype]
+        return (*state_bytes(model, plan, place, stack), beside, whole)
 
-    return block.of_rank("states", family, place, of, [{"zero": zero} for zero in block.zeros])
+    found = block.of_rank("states", family, place, of, [{"zero": zero} for zero in block.zeros])
+    if stack.keeps.whole_sums:  # from one microbatch to the next
+        is_whole = (block.counts > 1)[:, None] & (np.array(block.zeros) == 3)
+        found[..., 1] = np.where(is_whole, found[..., 5], found[..., 1])
+    return found[..., :5]
 
 
 @lru_cache(maxsize=4096)
@@ -113,15 +119,18 @@ def state_bytes(model: Model, plan: Plan, place: int, stack: Stack) -> tuple[int
         2      size         grad / R    12 / R              8 / R
         3      4 / R        grad / R    8 / R               8 / R      the pieces are float32 and have no other copy
 
-    Rajbhandari et al. 2020, section 3. With ZeRO 3 the layer that runs and the next one are gathered.
+    With states in bfloat16 the parameters have no other copy, and 12 and 8 are 4. Rajbhandari et al. 2020, section 3.
+    With ZeRO 3 the layer that runs and the next one are gathered.
     """
     size, grad = plan.kept_size, ITEMSIZE[plan.grad_dtype]
     held = held_parameters(model, plan, place, stack)
-    moments = 8 if size >= 4 or plan.zero == 3 else 12
+    state = ITEMSIZE[plan.state_dtype or "float32"]
+    moments = 2 * state + (state if size < state and plan.zero < 3 else 0)
+    repeated = held.embedding * (plan.tp - 1) if stack.keeps.whole_ends else 0
     parameters = gradients = optimizer = 0.0
-    for numbers, ranks in ((held.dense, plan.copies), (held.experts, plan.expert_copies)):
+    for numbers, ranks in ((held.dense + repeated, plan.copies), (held.experts, plan.expert_copies)):
         divided = [ranks if plan.zero >= stage else 1 for stage in (3, 2, 1)]
-        parameters += numbers * (max(size, 4) if plan.zero == 3 else size) / divided[0]
+        parameters += numbers * (max(size, state) if plan.zero == 3 else size) / divided[0]
         gradients += numbers * grad / divided[1] + numbers * stack.keeps.spare
         optimizer += numbers * moments / divided[2]
     gathered = 2 * held.unit * size if plan.zero == 3 else 0

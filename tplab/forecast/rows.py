@@ -215,8 +215,8 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
         "memory_gb_by_rank": " ".join(held),
         "memory_gib": f"{found.peak.total / 2**30:.2f}",
         "fits": str(found.fits).lower(),
-        "low": f"{found.low:.6g}",
-        "high": f"{found.high:.6g}",
+        "low": "" if found.low is None else f"{found.low:.6g}",
+        "high": "" if found.high is None else f"{found.high:.6g}",
         "why": note + found.why,
     }
 

@@ -17,6 +17,7 @@ import numpy as np
 from tplab.cost import Cluster, find
 from tplab.errors import PlanError, ScheduleError
 from tplab.forecast.block import Block, Way, tables
+from tplab.forecast.classes import class_of
 from tplab.forecast.clusters import USUAL
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.memory import room
@@ -24,6 +25,7 @@ from tplab.forecast.model import Model
 from tplab.forecast.plan import ALIASES, Plan, divisors, takes_virtual
 from tplab.forecast.ranking import Estimate, Ranking
 from tplab.forecast.stacks import Stack, find_stack
+from tplab.forecast.step import OUTSIDE
 from tplab.schedules import RULES
 
 SCHEDULES = ("1f1b", *(name for name in RULES if name not in ("one_f_one_b", "interleaved_1f1b")))
@@ -109,6 +111,7 @@ def plans(
     schedules: Sequence[str] = SCHEDULES,
     virtual: int = VIRTUAL,
     exact: int = EXACT,
+    inside: bool = True,
     **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
@@ -124,6 +127,8 @@ def plans(
                 embedding and the head were layers
     exact       how many of the best have their pipelines simulated, and so are in their true order. Of the others, one
                 in twenty may take up to 1 % longer than its place says
+    inside      only plans of a class that was measured (`tplab.forecast.classes`), on a measured cluster. The others
+                have no interval
     chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
@@ -144,6 +149,15 @@ def plans(
     base = replace(Plan(), **_fields(stack, cluster) | chosen)
     stack = find_stack(stack, base)
     layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
+    if inside and cluster.fitted is not None:
+        measured = [plan for plan in layouts if class_of(stack, model, plan, cluster)]
+        if layouts and not measured:
+            raise PlanError(
+                f"none of {len(layouts)} layouts of this model on {gpus} GPUs with {stack.name} is of a class that was "
+                "measured; plans(..., inside=False) searches them, without intervals"
+            )
+        refused[OUTSIDE] += len(layouts) - len(measured)
+        layouts = measured
     if not layouts:
         reasons = "; ".join(reason for reason, _ in refused.most_common(5))
         raise PlanError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,7 +13,6 @@ from typing import Any
 from tplab.cost import Cluster
 from tplab.data.buckets import BUCKET_BYTES
 from tplab.forecast.keeps import KEEPS, Keeps
-from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 
 CONSTANTS = Path(__file__).parent / "measured" / "constants.json"
@@ -29,7 +27,7 @@ class Stack:
     host       s that the host takes to start the kernels of one layer, forward and backward
     hidden     with overlap, the share of the messages of layers that is hidden, and the share of gradients that can be
                at most. It is the same for all stacks whose runs were measured
-    gathers_each     whether every matmul of a tensor-parallel layer gathers its input by itself, as torch's DTensor does
+    gathers_each       whether every matmul of a tensor-parallel layer gathers its input by itself, as torch's DTensor
     gathers    how often ZeRO 3 gathers a layer that is recomputed, for each microbatch: 2, so early that computing can
                hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
@@ -39,7 +37,7 @@ class Stack:
     balance    what the stages of its pipelines have equally much of, where a plan does not say: see `Plan.balance`
     passes     how often its kernels read and write what fused ones would read and write once
     bucket     bytes of gradients, or of parameters, that one collective sends
-    low, high  nine of ten measured steps took between low and high times the forecast
+    routing    s that a layer of experts takes longer for each microbatch, whatever its size, on the chip at hand
     plain      made of plain layers, as tplab.torch's own are: without fused kernels more is kept; inputs that were
                gathered are kept, and not gathered again; recomputation includes the embedding and the head; gradients
                of norms are summed after every microbatch; the two uses of a tied embedding have a copy each
@@ -60,26 +58,17 @@ class Stack:
     balance: str = "layers"
     passes: float = 1.0
     bucket: float = BUCKET_BYTES
-    low: float = 1.0
-    high: float = 1.0
+    routing: float = 0.0
     plain: bool = False
     keeps: Keeps = field(default_factory=Keeps)
     source: str = ""
 
-    def between(self, model: Model) -> tuple[float, float]:
-        """`low` and `high` for a model. Of mixtures of experts only five steps were measured, and they lie further from
-        their forecasts than steps of any stack: `low` and `high` are theirs. A bound without an upper end keeps none.
-        """
-        if not model.experts or math.isinf(self.high):
-            return self.low, self.high
-        experts = constants()["experts"]
-        return min(self.low, experts["low"]), max(self.high, experts["high"])
-
     def on(self, cluster: Cluster) -> Stack:
-        """Without what was fitted to the measured clock where the cluster is a data sheet: that is a bound."""
-        if cluster.fitted is not None:
-            return self
-        return replace(self, factor=1.0, host=0.0, low=1.0, high=math.inf)
+        """On this cluster: `routing` is that of its chip, and on a data sheet nothing is left that was fitted."""
+        if cluster.fitted is None:
+            return replace(self, factor=1.0, host=0.0, attention_share=1.0)
+        of_chips = constants()["routing"] if self.name == "megatron" else {}
+        return replace(self, routing=of_chips.get(cluster.chip.name.split()[0], 0.0))
 
     def cut(self, plan: Plan) -> Plan:
         """The plan with stages as this stack cuts them, if the plan does not say how."""

@@ -6,8 +6,8 @@
     step       pipeline + gradients and parameters that are not hidden + optimizer + what the host does once per step
 
 The layers' `factor` and `host` belong to a stack, and were fitted to published runs (`benchmarks.fit.steps`) on the
-measured clock. On a data sheet they are left out, and the result is a bound. Besides, there are four rules for all
-stacks and plans:
+measured clock. On a data sheet they are left out, and the result is a time at peak rates. Besides, there are four rules
+for all stacks and plans:
 
     overlap    two fifths of the messages of tensor, context and expert parallelism are hidden. Gradients are sent
                during the last microbatch's backward pass, and at most two fifths of their time are hidden
@@ -27,6 +27,7 @@ import numpy as np
 
 from tplab.cost import Cluster
 from tplab.forecast.block import Array, Block, Family, Tables
+from tplab.forecast.classes import Measured, class_of
 from tplab.forecast.layers import AXES, Layer
 from tplab.forecast.model import Model
 from tplab.forecast.once import Once, at_end
@@ -36,6 +37,7 @@ from tplab.forecast.stacks import Stack, find_stack
 from tplab.schedules import Costs, Simulation, simulate
 
 FORWARD, BACKWARD, RECOMPUTE = (Layer._fields.index(name) for name in ("forward", "backward", "recompute"))
+OUTSIDE = "outside what was measured"
 ONCE = 0.5
 """What a step costs the host once, as a part of what one microbatch costs it."""
 
@@ -48,14 +50,27 @@ class Step:
     parts         seconds by reason; they add up to `seconds`. "computing", "recompute", "tp", "cp", "ep" and "host" are
                   of the pipeline rank that has most to do. "bubble" is what it waits for, and "pp" how much of that is
                   due to messages; "dp" are gradients and parameters that are not hidden
-    low, high     nine of ten of the measured steps that this was fitted to took between low and high; for mixtures of
-                  experts, see `Stack.between`
+    measured      what was measured of steps of its class; None: it is outside what was measured
     """
 
     seconds: float
     parts: Mapping[str, float]
-    low: float
-    high: float
+    measured: Measured | None
+
+    @property
+    def low(self) -> float | None:
+        """Nine of ten measured steps of its class took between `low` and `high` seconds, where they were forecast to
+        take this; None: outside what was measured."""
+        return self.seconds * self.measured.low if self.measured else None
+
+    @property
+    def high(self) -> float | None:
+        return self.seconds * self.measured.high if self.measured else None
+
+    @property
+    def between(self) -> str:
+        """ "0.91 to 1.08" seconds, or that nothing of its kind was measured."""
+        return f"{self.low:.3g} to {self.high:.3g}" if self.measured else OUTSIDE
 
 
 def step(
@@ -66,9 +81,7 @@ def step(
     stack.cut(plan).check(model, batch, sequence)
     (found,) = seconds_of([Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))])
     parts = {name: float(of.item()) for name, of in found.items()}
-    seconds = sum(parts.values())
-    low, high = stack.on(cluster).between(model)
-    return Step(seconds, parts, seconds * low, seconds * high)
+    return Step(sum(parts.values()), parts, class_of(stack, model, plan, cluster))
 
 
 def seconds_of(blocks: Sequence[Block], exact: bool = True) -> list[dict[str, Array]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tplab.forecast import Forecast, Plan
@@ -34,14 +33,17 @@ def badge(one: Forecast) -> str:
     """Which kind of seconds these are, and how far off they were."""
     if one.cluster.fitted is None:
         return "data sheet: at peak rates"
-    low, high = one.low / one.seconds - 1, one.high / one.seconds - 1
-    return f"forecast, {low:+.0%} to {high:+.0%}".replace("-", "−")
+    if one.measured is None:
+        return "forecast, outside what was measured"
+    return f"forecast, {one.measured.low - 1:+.0%} to {one.measured.high - 1:+.0%}".replace("-", "−")
 
 
 def seconds_text(one: Forecast) -> str:
-    """ "29 s (26.2 to 32 s)"; on a data sheet "29 s at peak rates"."""
-    if not math.isfinite(one.high):
+    """ "29 s (26.2 to 32 s)"; on a data sheet "29 s at peak rates"; of what nobody measured "29 s, outside ..."."""
+    if one.cluster.fitted is None:
         return f"{plain(one.seconds)} s at peak rates"
+    if one.low is None or one.high is None:
+        return f"{plain(one.seconds)} s, outside what was measured"
     return f"{plain(one.seconds)} s ({plain(one.low)} to {plain(one.high)} s)"
 
 
