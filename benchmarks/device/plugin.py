@@ -3,13 +3,15 @@
     python -m pytest -p benchmarks.device.plugin --ranks-on cuda --told FILE tests/layers
 
 With --ranks-on, `tplab.torch.run` puts arguments and ranks on that device, makes new tensors there, and gives results
-back on the CPU, where the test compares them. --told writes a line of JSON for each test, as soon as it is over.
+back on the CPU, where the test compares them. Weights that a rank draws are those that the CPU draws from the same seed,
+so that a module that a test makes again outside has the same ones. --told writes a line of JSON for each test, as soon as it is over.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(fn)
         def program(*mine: Any, **also: Any) -> Any:
-            with torch.device(device):
+            with torch.device(device), drawn_on_the_cpu():
                 return fn(*mine, **also)
 
         out = run(program, mesh, *args, **(options | {"device": device}))
@@ -58,6 +60,26 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return run_there
+
+
+def drawn_on_the_cpu() -> AbstractContextManager[object]:
+    """Inside, the initializers of modules fill tensors with the numbers of the CPU's generator: from the same seed, a GPU
+    draws others."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    initializers = (torch.Tensor.uniform_, torch.Tensor.normal_)
+
+    class Drawn(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = kwargs or {}
+            if func not in initializers or args[0].device.type in ("cpu", "meta") or given.get("generator") is not None:
+                return func(*args, **given)
+            x, *bounds = args
+            with torch.no_grad():
+                return x.copy_(func(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *bounds, **given))
+
+    return Drawn()
 
 
 class _Told:
