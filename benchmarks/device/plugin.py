@@ -3,8 +3,8 @@
     python -m pytest -p benchmarks.device.plugin --ranks-on cuda --told FILE tests/layers
 
 With --ranks-on, `tplab.torch.run` puts arguments and ranks on that device, makes new tensors there, and gives results
-back on the CPU, where the test compares them. Weights that a rank draws are those that the CPU draws from the same seed,
-so that a module that a test makes again outside has the same ones. --told writes a line of JSON for each test, as soon as it is over.
+back on the CPU, where the test compares them. A module's first weights are those that the CPU draws from the same seed:
+a test makes the module again outside, for comparison. --told writes a line of JSON for each test that is over.
 """
 
 from __future__ import annotations
@@ -63,21 +63,27 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drawn_on_the_cpu() -> AbstractContextManager[object]:
-    """Inside, the initializers of modules fill tensors with the numbers of the CPU's generator: from the same seed, a GPU
-    draws others."""
+    """Inside, modules fill their first weights with numbers of the CPU's generator: a GPU's draws others from the same
+    seed."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    initializers = (torch.Tensor.uniform_, torch.Tensor.normal_)
+    from tplab.torch.private import no_dispatch
+
+    init = torch.nn.init
+    draws = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
 
     class Drawn(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             given = kwargs or {}
-            if func not in initializers or args[0].device.type in ("cpu", "meta") or given.get("generator") is not None:
+            x: Any = args[0] if args else given.get("tensor")
+            if func not in draws or x.device.type in ("cpu", "meta") or given.get("generator") is not None:
                 return func(*args, **given)
-            x, *bounds = args
+            about = {name: value for name, value in given.items() if name != "tensor"}
             with torch.no_grad():
-                return x.copy_(func(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *bounds, **given))
+                with no_dispatch():
+                    drawn = func(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args[1:], **about)
+                return x.copy_(drawn)
 
     return Drawn()
 

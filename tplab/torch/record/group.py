@@ -14,7 +14,6 @@ from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
 from tplab.trace.recorded.rank_file import ANY
 
-
 FEWEST = 2
 """Ranks of a group whose calls are noted: a smaller one sends nothing."""
 
