@@ -3,13 +3,15 @@
     python -m pytest -p benchmarks.device.plugin --ranks-on cuda --told FILE tests/layers
 
 With --ranks-on, `tplab.torch.run` puts arguments and ranks on that device, makes new tensors there, and gives results
-back on the CPU, where the test compares them. --told writes a line of JSON for each test, as soon as it is over.
+back on the CPU, where the test compares them. A module's first weights are those that the CPU draws from the same seed:
+a test makes the module again outside, for comparison. --told writes a line of JSON for each test that is over.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(fn)
         def program(*mine: Any, **also: Any) -> Any:
-            with torch.device(device):
+            with torch.device(device), drawn_on_the_cpu():
                 return fn(*mine, **also)
 
         out = run(program, mesh, *args, **(options | {"device": device}))
@@ -58,6 +60,32 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return run_there
+
+
+def drawn_on_the_cpu() -> AbstractContextManager[object]:
+    """Inside, modules fill their first weights with numbers of the CPU's generator: a GPU's draws others from the same
+    seed."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    from tplab.torch.private import no_dispatch
+
+    init = torch.nn.init
+    draws = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
+
+    class Drawn(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = kwargs or {}
+            x: Any = args[0] if args else given.get("tensor")
+            if func not in draws or x.device.type in ("cpu", "meta") or given.get("generator") is not None:
+                return func(*args, **given)
+            about = {name: value for name, value in given.items() if name != "tensor"}
+            with torch.no_grad():
+                with no_dispatch():
+                    drawn = func(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args[1:], **about)
+                return x.copy_(drawn)
+
+    return Drawn()
 
 
 class _Told:

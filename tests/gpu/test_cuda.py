@@ -1,7 +1,10 @@
 """Simulated ranks that share one GPU: `run(..., device="cuda")`."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tplab import Mesh, P
@@ -14,6 +17,7 @@ from tplab.torch import (
     axis_index,
     broadcast,
     copy_to,
+    device_mesh,
     ppermute,
     reduce_from,
     reduce_scatter,
@@ -135,6 +139,42 @@ def test_the_callers_stream_is_the_ranks():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert on_gpu(lambda: torch.cuda.current_stream() == stream, FOUR).per_rank == [True] * 4
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_ranks_with_streams_of_their_own_get_each_others_numbers(is_started: bool):
+    """Each makes what it sends long after it has said so, as kernels before it take their time."""
+
+    def program() -> tuple[float, float]:
+        rank = dist.get_rank()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(20_000_000 * (4 - rank))
+            x = torch.full((1000,), 1.0 + rank, device="cuda")
+            work = dist.all_reduce(x, async_op=is_started)
+            if work is not None:
+                work.wait()
+            y = torch.empty(4, 1000, device="cuda")
+            torch.cuda._sleep(20_000_000 * rank)
+            dist.all_gather_into_tensor(y, x * (1 + rank))
+            return x.sum().item(), y.sum().item()
+
+    for found in on_gpu(program, FOUR, distributed=True).per_rank:
+        assert found == (10 * 1000, 10 * 10 * 1000)
+
+
+def test_fsdp_is_on_the_device_of_the_run():
+    from torch.distributed.fsdp import fully_shard
+
+    def program() -> tuple[str, Tensor]:
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Linear(8, 8, device="cuda"), mesh=device_mesh())
+        return device_mesh().device_type, model(torch.ones(2, 8, device="cuda"))
+
+    torch.manual_seed(0)
+    want = nn.Linear(8, 8, device="cuda")(torch.ones(2, 8, device="cuda"))
+    for kind, y in on_gpu(program, FOUR, distributed=True, seed=0).per_rank:
+        assert kind == "cuda"
+        torch.testing.assert_close(y, want)
 
 
 def test_the_measured_clock_waits_for_the_gpu():

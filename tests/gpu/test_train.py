@@ -46,8 +46,9 @@ print("losses", *losses(Mesh(tp=1), 3), torch.cuda.max_memory_allocated() > 0)
 def test_under_torchrun(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--master-port=0", str(script)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=None).stdout
+    where = ["--standalone", "--local-addr", "127.0.0.1"]  # port 0 would hang: the worker looks for its store there
+    command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=1", str(script)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout
     (line,) = [line for line in shown.splitlines() if line.startswith("losses")]
     *found, used = line.split()[1:]
     assert used == "True"

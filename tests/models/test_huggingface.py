@@ -49,13 +49,29 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Angles(nn.Module):
+    """Llama's cosines and sines without its rounding to float32, in which a GPU's differ from the CPU's."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.register_buffer("frequencies", given.inv_freq, persistent=False)
+
+    def forward(self, x, position_ids):
+        angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+REPLACED = {"RMSNorm": Norm, "RotaryEmbedding": Angles}
+
+
 def exact(model):
     """The model in float64 throughout, every parameter far from where it starts."""
     generator = torch.Generator().manual_seed(0)
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Norm(module))
+        for ending, made in REPLACED.items():
+            if type(module).__name__.endswith(ending):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, made(module))
     model.double().loss_function = loss_in_float64
     with torch.no_grad():
         for parameter in model.parameters():

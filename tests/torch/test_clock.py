@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tplab import Mesh, P
@@ -126,7 +127,11 @@ def test_views_and_allocations_are_free():
         assert costs(lambda x: (x.t(), x.reshape(-1), x[1:].flatten(), x.split(2)), torch.ones(4, 4)) == []
 
 
-ROWS = torch.tensor([1, 3])
+ROWS, TARGETS = torch.tensor([1, 3]), torch.tensor([0, 7, 2, 2])
+
+
+def nll_backward(x: Tensor, _: Tensor) -> None:
+    F.nll_loss(x.requires_grad_(), TARGETS).backward()
 
 
 def test_what_other_operations_cost():
@@ -157,6 +162,10 @@ def test_what_other_operations_cost():
         (lambda x, y: x.index_add_(0, ROWS, y[:2]), ("index_add_", 16, 3 * 4 * 16 + 16)),
         (lambda x, y: x.scatter_(0, ROWS[:, None], y[:2]), ("scatter_", 0, 2 * 4 * 2 + 16)),
         (lambda x, y: x.scatter_add_(0, ROWS[:, None], y[:2]), ("scatter_add_", 2, 3 * 4 * 2 + 16)),
+        # of four rows of scores, one score each; torch also returns what the weights of the targets add up to
+        (lambda x, y: F.nll_loss(x, TARGETS), ("nll_loss_forward", 4, 4 * 4 + 4 * 8 + 2 * 4)),
+        # zeros in the place of all scores, and one number in each row
+        (nll_backward, ("nll_loss_backward", 4, 4 * n + 4 * 4 + 4 * 8 + 2 * 4)),
     ]
     for program, wanted in cases:
         assert costs(program, x, y)[-1] == wanted, wanted

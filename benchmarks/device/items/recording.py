@@ -1,10 +1,13 @@
-"""A real run, recorded: `torchrun -m tplab.record`, with NCCL on the GPU and with gloo on the CPU, merged."""
+"""A real run, recorded: `torchrun -m tplab.record`, with NCCL and gloo on the GPU and gloo on the CPU, merged.
+
+NCCL has no two ranks on one GPU. A group of one sends nothing, and so is not recorded: here it is, to hear NCCL.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from benchmarks.device import process
@@ -17,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tplab.torch.record import group
 
+group.FEWEST = 1
 DEVICE = torch.device("WHERE")
-dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+dist.init_process_group("BACKEND")
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
 model = DistributedDataParallel(nn.Sequential(*layers).to(DEVICE), bucket_cap_mb=4)
@@ -40,16 +45,17 @@ dist.destroy_process_group()
 
 
 def tasks(place: Place) -> Iterator[Task]:
-    yield Task("2 ranks, gloo on the CPU", partial(recorded, 2, "cpu", 64 if place.quick else 1024), 90)
+    yield Task("2 ranks, gloo on the CPU", partial(recorded, 2, "cpu", "gloo", 64 if place.quick else 1024), 90)
     if place.device == "cuda":
-        yield Task("1 rank, NCCL on the GPU", partial(recorded, 1, "cuda", 1024), 90)
+        yield Task("1 rank, NCCL on the GPU", partial(recorded, 1, "cuda", "nccl", 1024), 90)
+        yield Task("2 ranks, gloo on the GPU", partial(recorded, 2, "cuda", "gloo", 1024), 90)
     yield Task("tplab.merge", partial(command, place), 90)
 
 
-def recorded(ranks: int, device: str, width: int) -> Figures:
+def recorded(ranks: int, device: str, backend: str, width: int) -> Figures:
     """Every rank has its collectives, each with a time; those on the GPU begin and end within the run."""
     with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder), ranks, device, width)
+        record(Path(folder), ranks, device, backend, width)
         merged = merge(Path(folder) / "trace")
     trace = merged.trace
     events = [event for event in trace.events if event.kind == "collective"]
@@ -69,9 +75,9 @@ def recorded(ranks: int, device: str, width: int) -> Figures:
     return figures
 
 
-def record(folder: Path, ranks: int, device: str, width: int) -> None:
-    script = folder / "train.py"
-    script.write_text(SCRIPT.replace("WHERE", device).replace("WIDTH", str(width)), encoding="utf8")
+def record(folder: Path, ranks: int, device: str, backend: str, width: int) -> None:
+    script, values = folder / "train.py", {"WHERE": device, "BACKEND": backend, "WIDTH": str(width)}
+    script.write_text(reduce(lambda text, item: text.replace(*item), values.items(), SCRIPT), encoding="utf8")
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -90,7 +96,7 @@ def command(place: Place) -> Figures:
     """The command for people. The page of --html needs packages of notebooks, so the trace is written instead."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        record(folder, 1, place.device, 64)
+        record(folder, 1, place.device, "nccl" if place.device == "cuda" else "gloo", 64)
         file = folder / "trace.json"
         done = process.run(["-m", "tplab.merge", str(folder / "trace"), "--trace", str(file)], 60)
         if done.code or not file.exists():

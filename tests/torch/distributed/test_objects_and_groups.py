@@ -158,6 +158,16 @@ def test_a_rank_that_is_in_no_part_of_a_split_gets_none():
     assert on(3, program).per_rank == [2, None, 2]
 
 
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_the_mesh_is_on_the_device_of_the_run(device: str | None):
+    """Tensors without numbers count as the CPU's."""
+
+    def program() -> tuple[bool, str]:
+        return device_mesh() is device_mesh("cpu"), device_mesh().device_type
+
+    assert run(program, Mesh(dp=2), distributed=True, device=device).per_rank == [(True, "cpu")] * 2
+
+
 def test_groups_that_are_axes_have_their_names():
     """However they were made: by DeviceMesh, or by hand."""
 

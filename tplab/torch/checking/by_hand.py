@@ -75,7 +75,7 @@ class ByHand:
                 step.lines["norm"] = self._origins.here()
             return
         x = many[0]
-        if x.device.type != "cpu" or self._names.at(address_of(x))[0] != "gradient":
+        if x.is_meta or self._names.at(address_of(x))[0] != "gradient":
             return
         if name in _CLAMPS:
             step.lines["clamp"] = self._origins.here()

@@ -60,7 +60,7 @@ def times(name: str, args: Sequence[Any]) -> float | None:
 
 def _is_constant(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.numel() == 1 and not x.requires_grad and x.device.type == "cpu" and type(x) is Tensor
+        return x.numel() == 1 and not x.requires_grad and not x.is_meta and type(x) is Tensor
     return isinstance(x, int | float)
 
 

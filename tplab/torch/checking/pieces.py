@@ -57,7 +57,7 @@ def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
 def sampled(gradient: Tensor) -> np.ndarray:
     """A few elements of this rank's part of a gradient."""
     x = dense(local_of(gradient).detach()).reshape(-1)
-    return x[torch.from_numpy(some_of(x.numel()))].double().numpy()
+    return x[torch.from_numpy(some_of(x.numel())).to(x.device)].double().cpu().numpy()
 
 
 def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, A
 
 
 def _is_data(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.requires_grad and x.dim() > 0 and x.device.type == "cpu"
+    return isinstance(x, Tensor) and not x.requires_grad and x.dim() > 0 and not x.is_meta
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -273,7 +273,7 @@ class Watched:
 
     def send(self, call: Any, x: Tensor | None) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
-        if x is not None and x.device.type == "cpu":
+        if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
             if x.numel() == 1 and x.is_floating_point():
                 value = float(local_of(x).detach())

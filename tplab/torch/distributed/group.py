@@ -18,6 +18,7 @@ from torch import Tensor
 from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
 from tplab.torch.distributed.rare import all_reduce_sparse, monitored_barrier
 from tplab.torch.distributed.seen import seen_by_modes
+from tplab.torch.distributed.streams import on_one_stream
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
@@ -132,7 +133,7 @@ class Group(Asked, dist.ProcessGroup):
         """`dist.send` waits for this at once: until the receiver has said that it will take the message."""
         (x,) = several(tensors)
         call = self._message("send", target, tag)
-        return Started(self.member, self.member.here().begin(call, _dense(x)), x, None)
+        return Started(self.member, self._begun(call, _dense(x)), x, None)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         (x,) = several(tensors)
@@ -140,8 +141,7 @@ class Group(Asked, dist.ProcessGroup):
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         call = self._message("receive", source, tag)
-        pending = self.member.here().begin(call, _dense(x))
-        return Started(self.member, pending, x, lambda y: self._write_all("recv", x, y), source)
+        return Started(self.member, self._begun(call, _dense(x)), x, lambda y: self._write_all("recv", x, y), source)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         (x,) = several(tensors)
@@ -156,13 +156,18 @@ class Group(Asked, dist.ProcessGroup):
             with no_dispatch():
                 x = (x * factor).to(x.dtype)
         if opts is None or opts.asyncOp:
-            return Started(self.member, self.member.here().begin(call, x), x, take, queue=self.unfinished)
-        result = self.member.here().do(call, x, is_lent=True)
-        while self.unfinished:  # everything started before this is done too
-            self.unfinished[0].wait()
-        with no_dispatch():
-            take(result)
+            return Started(self.member, self._begun(call, x), x, take, queue=self.unfinished)
+        with on_one_stream(self.member, x):
+            result = self.member.here().do(call, x, is_lent=True)
+            while self.unfinished:  # everything started before this is done too
+                self.unfinished[0].wait()
+            with no_dispatch():
+                take(result)
         return Taken()
+
+    def _begun(self, call: Call, x: Tensor) -> Any:
+        with on_one_stream(self.member, x):
+            return self.member.here().begin(call, x)
 
     def _together(self, works: Sequence[Work], opts: Any) -> Work:
         """Several collectives as one."""

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def device_mesh(device_type: str = "cpu") -> DeviceMesh:
+def device_mesh(device_type: str | None = None) -> DeviceMesh:
     """The mesh of this run as a `DeviceMesh` whose dims have the names of the axes, for FSDP2, DTensor and the like.
+
+    device_type   by default that of the run: "cuda" in run(..., device="cuda"), elsewhere "cpu", also for tensors
+                  without numbers. FSDP2 moves parameters there
 
     Every rank must call it, as DeviceMesh makes the process groups of all dims. Another call returns the same mesh.
     Raises OutsideRunError outside `run(..., distributed=True)`.
@@ -27,6 +30,9 @@ def device_mesh(device_type: str = "cpu") -> DeviceMesh:
         raise OutsideRunError(
             "device_mesh works inside run(..., distributed=True), where the world of torch.distributed is the mesh"
         )
+    if device_type is None:
+        place = groups.member.world.device
+        device_type = "cpu" if place is None or place.type == "meta" else place.type
     found = groups.meshes.get(device_type)
     if found is None:
         shape = tuple(mesh.shape.values())

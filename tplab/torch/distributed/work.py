@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tplab.torch.distributed.streams import on_one_stream
 from tplab.torch.private import at_end_of_backward, c10d_C, graph_task, no_dispatch
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.watches import OF_THREADS
@@ -116,7 +117,7 @@ class Started(Work):
         if not self._has_data:
             self._has_data = True
             assert self._take is not None
-            with no_dispatch():  # this is no operation of the program
+            with on_one_stream(self._member, self._x), no_dispatch():  # this is no operation of the program
                 self._take(y)
 
     def is_completed(self) -> bool:

@@ -248,6 +248,10 @@ def _cost(
     num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
     if traits.picks:
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
+    elif packet in _SCORES:  # one of each row is read, or one number written into a row of zeros
+        scores, target = args[_SCORES[packet] : _SCORES[packet] + 2]
+        flops = target.numel()
+        num_bytes += flops * scores.itemsize - scores.nbytes
     elif packet in _PUTS:
         is_sum = "add" in packet.__name__ or (len(args) > 3 and args[3] is True)
         touched = _num_put(packet, args)
@@ -300,6 +304,10 @@ _PUTS = {
     aten.scatter_add_: 3,
 }  # fmt: skip
 """What writes a part of its first argument, and where the values are among the arguments."""
+_SCORES = {
+    aten.nll_loss_forward: 0, aten.nll_loss2d_forward: 0, aten.nll_loss_backward: 1, aten.nll_loss2d_backward: 1,
+}  # fmt: skip
+"""Losses that look at the scores of targets only, and where all scores are among the arguments."""
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
 _COUNTED_AS = {
     aten.addmm_: aten.addmm,

@@ -24,6 +24,7 @@ class World:
     num_left_to_keep   the number of messages whose values will still be kept
     inherited          makes the context that a rank's thread needs
     fuses_attention    whether its modelled clock is that of a chip that computes attention in one kernel
+    stream             the caller's stream on the GPU that the ranks share, on which they all begin; None elsewhere
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class World:
         self.lines = Lines()
         self.groups: dict[tuple[int, ...], Group] = {}
         self.inherited = inherited_state(device)
+        self.stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
 
     def values(self, x: Tensor) -> np.ndarray | None:
         """The values of `x`, if it is small and not too many have been kept."""

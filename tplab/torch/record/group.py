@@ -14,6 +14,9 @@ from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
 from tplab.trace.recorded.rank_file import ANY
 
+FEWEST = 2
+"""Ranks of a group whose calls are noted: a smaller one sends nothing."""
+
 
 class _IsAnyGroup(type(dist.ProcessGroup)):
     """For torch, which checks the type of groups: every process group passes."""
@@ -130,9 +133,9 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return ANY if self._listener is None else self._listener.place.group[position]
 
     def _listen(self) -> Listener | None:
-        """A listener, once torch has entered the group in its tables; None for a group of one rank."""
+        """A listener, once torch has entered the group in its tables; None for a group that is too small."""
         ranks = group_tables().get(self)
-        if not ranks or len(ranks) == 1:
+        if not ranks or len(ranks) < FEWEST:
             return None
         members = sorted(ranks, key=ranks.__getitem__)
         self._listener = Listener(members[self.real.rank()], members, self.group_name)
