@@ -29,7 +29,7 @@ def test_a_forecast_says_its_interval_or_that_it_has_none():
     inside = forecast(LLAMA, Plan(dp=16, tp=8, zero=1), "h100-measured", batch=64, sequence=4096, stack="nanotron")
     assert inside.measured and inside.low == inside.measured.low * inside.seconds
     assert f"({inside.low:.3g} to {inside.high:.3g})" in str(inside) and "outside" not in inside.why
-    outside = forecast("llama3-70b", Plan(dp=8, pp=2), "h100-measured", batch=64, sequence=4096, stack="deepspeed")
+    outside = forecast(LLAMA, Plan(dp=32, pp=2, zero=1), "h100-measured", batch=64, sequence=4096, stack="deepspeed")
     assert outside.measured is outside.low is outside.high is None
     assert "(outside what was measured)" in str(outside)
     assert outside.why.endswith("outside what was measured, so there is no interval")
