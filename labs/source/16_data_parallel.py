@@ -28,7 +28,7 @@ from functools import partial
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P
-from tplab.data.hiding import tokens_to_hide
+from tplab.data.hiding import thresholds
 from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, levels, timeline
 from torch import nn
@@ -220,9 +220,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 
 # %%
 for ranks in (8, 16, 64):
-    for name, kind in {"h100": "data sheet", "h100-measured": "forecast"}.items():
-        tokens = tokens_to_hide("data parallel", name, ranks)
-        print(f"{ranks:2} H100s, {kind:10} {tokens:,} tokens per rank")
+    print(ranks, "H100s")
+    for row in thresholds("data parallel", ranks):
+        print(row)
 
 # %% [markdown]
 # On paper, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs. By the
@@ -267,6 +267,11 @@ levels(
     about="3 billion parameters, H100s",
     sentence="On paper hardly anything is lost; 128 real GPUs lose more than a third.",
 )
+
+# %%
+print("nodes  measured  forecast  data sheet")
+for row in zip(NODES, measured, *reversed(modelled.values())):
+    print("{:>5}  {:6.0f} %  {:6.0f} %  {:8.0f} %".format(*row))
 
 # %% [markdown]
 # At 128 GPUs, with 8,192 tokens for each, the forecast loses an eighth, and real GPUs more than a third. Our model averages
