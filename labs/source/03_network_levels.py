@@ -192,18 +192,17 @@ levels(
 )
 
 # %%
-print("       measured, its range  forecast, waiting for hops  data sheet, in GB/s")
+print("nodes  measured (range)   forecast (waiting for hops)  data sheet, in GB/s")
 for k, row, *both in zip(nodes, rows, forecast, sheet):
     took = cost.find("h100-measured").collective_cost("all_reduce", 256e6, 8 * k)
     mean, low, high = (x / 1e9 for x in (row.bus_bandwidth, row.low, row.high))
-    print(f"{k:2} nodes    {mean:3.0f}, {low:3.0f} to {high:3.0f} {both[0]:15.0f}",
-          f"{took.latency / took.seconds:16.0%} {both[1]:11.0f}")
+    print(f"{k:5}  {mean:3.0f} ({low:3.0f} to {high:3.0f}) {both[0]:10.0f}",
+          f"({took.latency / took.seconds:3.0%} of its time) {both[1]:13.0f}")
 
 # %% [markdown]
 # On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured. The
-# forecast has two reasons for this. On more nodes, each card reaches a smaller part of its bandwidth, as on a network that
-# is shared with other jobs. And an all-reduce waits for every **hop** to the next node: on 64 nodes that is most of its
-# time.
+# forecast has two reasons for this. On more nodes, each card reaches a smaller part of its bandwidth, as if the network
+# were shared with others. And an all-reduce waits for its hops from node to node: on 64 nodes, 70 % of the time.
 #
 # The forecast was fitted to these very points and to training steps on this cluster, so where it agrees, that proves
 # little. On two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to
