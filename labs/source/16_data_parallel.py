@@ -201,8 +201,8 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# One node hides nine tenths with 2,048 tokens, and two nodes with 4,096, although a network card has only a ninth of
-# NVLink's bandwidth: the all-reduce uses all eight cards of a node at once, as in [lab 03](03_network_levels.ipynb).
+# With 2,048 tokens, one node and two nodes hide nine tenths, although a network card has only a ninth of NVLink's
+# bandwidth: the all-reduce uses all eight cards of a node at once, as in [lab 03](03_network_levels.ipynb).
 #
 # </details>
 #

@@ -217,8 +217,8 @@ CLAIMS = (
     ),
     Claim(
         DATA,
-        "One node hides nine tenths with 2,048 tokens, and two nodes with 4,096",
-        lambda: min(hidden(8, 2048), hidden(16, 4096)) > 0.85 > max(hidden(8, 1024), hidden(16, 2048)),
+        "With 2,048 tokens, one node and two nodes hide nine tenths",
+        lambda: all(0.85 < hidden(ranks, 2048) < 0.95 for ranks in (8, 16)),
     ),
     Claim(
         DATA,

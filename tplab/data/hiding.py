@@ -109,9 +109,7 @@ def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Thres
         cluster = find(name, fabric)
         of = cluster.fabric.error if cluster.fabric and num_ranks > (cluster.node_size or num_ranks) else None
         error = of.median if of else 0.0
-        low, tokens, high = (
-            tokens_to_hide(scheme, cluster, num_ranks, width, 1 + off) for off in (-error, 0.0, error)
-        )
+        low, tokens, high = (tokens_to_hide(scheme, cluster, num_ranks, width, 1 + off) for off in (-error, 0.0, error))
         row = Threshold(cluster.kind_on(num_ranks), tokens, low, high)
         found += [row] if row not in found else []  # in one node the network does not matter
     return found

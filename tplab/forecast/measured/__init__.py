@@ -62,7 +62,7 @@ class Sharded(NamedTuple):
     model               its parameters, as "7b"
     gpu                 "h100_80gb", "a100_80gb" or "a100_40gb"
     tokens_per_second   of each GPU
-    precision           as MosaicML calls it: "amp_bf16" has parameters in float32 and computes in bfloat16
+    precision           as MosaicML writes it: "amp_bf16", "bf16" or "amp_fp8"
     sharding            "FULL_SHARD" is ZeRO 3, "SHARD_GRAD_OP" gathers parameters once per step
     """
 
@@ -123,16 +123,18 @@ def _run(row: dict[str, str]) -> Run:
 @cache
 def llmfoundry() -> tuple[Sharded, ...]:
     """MPT of four sizes on 8 to 512 A100s and H100s, measured by MosaicML."""
-    numbers = ("gpus", "sequence", "microbatch", "accumulation")
     return tuple(
         Sharded(
-            row["model"],
-            row["gpu"],
-            *(int(row[name]) for name in numbers),
-            float(row["tokens_per_second"]),
-            row["sharding"],
-            row["precision"],
-            row["recomputed"] == "1",
+            model=row["model"],
+            gpu=row["gpu"],
+            gpus=int(row["gpus"]),
+            sequence=int(row["sequence"]),
+            microbatch=int(row["microbatch"]),
+            accumulation=int(row["accumulation"]),
+            tokens_per_second=float(row["tokens_per_second"]),
+            sharding=row["sharding"],
+            precision=row["precision"],
+            recomputed=row["recomputed"] == "1",
         )
         for row in _rows("llmfoundry.csv")
     )
