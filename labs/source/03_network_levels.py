@@ -201,17 +201,16 @@ for k, row, *both in zip(nodes, rows, forecast, sheet):
 
 # %% [markdown]
 # On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured. The
-# forecast has two reasons for this. On more nodes, each card reaches a smaller part of its bandwidth, as if the network
-# were shared with others. And an all-reduce waits for its hops from node to node: on 64 nodes, 70 % of the time.
+# forecast has two reasons: each card reaches less of its bandwidth, as if others shared the network, and an all-reduce
+# waits for its hops from node to node: on 64 nodes, 70 % of the time.
 #
-# The forecast was fitted to these very points and to training steps on this cluster, so where it agrees, that proves
-# little. On two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to
-# 177 GB/s. The lesson: **measure your network before you choose a layout**, and cross it as seldom as you can.
+# The forecast was fitted to these points and to training steps on this cluster, so where it agrees, that proves little. On
+# two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to 177 GB/s.
+# **Measure your network before you choose a layout.**
 #
 # ## The same in JAX
 #
-# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a
-# node, and the middle one pairs GPUs of different nodes.
+# XLA keeps the three collectives. The first and the last stay in a node, and the middle one pairs GPUs of different nodes.
 
 # %%
 import tplab.jax as tj

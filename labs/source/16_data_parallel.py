@@ -229,14 +229,14 @@ for ranks in (8, 16, 64):
 # At the data sheets' rates, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs.
 # By the forecast, a node needs about 1,400 tokens per rank: measured matmuls are slower, and hide more. With InfiniBand
 # NDR, 64 GPUs need no more than a node. On the playbook's network ([lab 03](03_network_levels.ipynb)), they need about 3,300
-# tokens per rank. The range in brackets is what that network's error does to the number.
+# tokens per rank. The range in brackets comes from that network's error.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide?
 #
 # <details><summary>Answer</summary>
 #
-# Ask what one GPU needs when there are so many of them. With InfiniBand NDR, the forecast says 2,700 GPUs, and the data
-# sheet 1,600. On the playbook's network it is only 600, because with 600 GPUs each needs about 6,500 tokens per rank.
+# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only 600,
+# because with 600 GPUs each needs about 6,500 tokens per rank.
 # Beyond that, send fewer bytes, or let several ranks share a replica.
 #
 # </details>

@@ -152,14 +152,13 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
 # they wait 1.52 ms with InfiniBand NDR, and 4.08 ms with the playbook's network.
 #
 # With `tp` first, `dp` is faster, but it gains only about half of what `tp` loses, because it sends half as many bytes.
-# Besides, an all-reduce of activations is on the critical path: the next matmul needs its result. A gradient
-# is needed only by the optimizer, so it can travel while the backward pass goes on
+# Besides, the next matmul needs the activations at once, while gradients can travel during the backward pass
 # ([lab 16](16_data_parallel.ipynb)). **So the axis that carries activations should be last.** This is why tensor
-# parallelism rarely leaves the node, and its size is rarely above eight.
+# parallelism rarely leaves the node.
 #
 # ## See it run
 #
-# Here is the step with each gradient sent as soon as it is computed. The picture shows the slower order, `tp` first.
+# Now each gradient is sent as soon as it is computed. The picture shows the slower order, `tp` first.
 
 # %%
 def overlapped(x, a, b):
