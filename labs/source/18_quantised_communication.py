@@ -335,7 +335,8 @@ from dataclasses import replace
 
 h100 = cost.find("h100")
 ETHERNET = cost.Link("400 Gb/s for 8 GPUs", 20e-6, 50e9 / 8)  # latency, B/s per card
-names = "data sheet", "InfiniBand NDR, forecast", "playbook's network, forecast"
+names = ("InfiniBand NDR, data sheet", "InfiniBand NDR, forecast",
+         "playbook's network, forecast")
 CLUSTERS = {name: cost.find(*on) for name, on in zip(names, H100S)}
 CLUSTERS["Ethernet, data sheet"] = replace(h100, outer_link=ETHERNET)
 
