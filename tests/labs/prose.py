@@ -53,6 +53,12 @@ def printed(lab: str) -> str:
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
 
 
+def milliseconds(lab: str, line: str, network: str = "") -> float:
+    """The number of ms in the printed line that begins so and names this network."""
+    (found,) = (one for one in printed(lab).splitlines() if one.startswith(line) and network in one)
+    return numbers(found[len(line) : found.index(" ms")])[-1].value
+
+
 class Number(NamedTuple):
     """A number in a text, and how exact it is: 2,500 is known to 100, and 0.47 to 0.01."""
 

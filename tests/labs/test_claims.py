@@ -1,37 +1,48 @@
 """Each sentence of the labs about speed and memory holds on measured rows, or is what a cell prints."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
-from tests.labs.claims import CLAIMS, LABS, Claim, Given, Quote
-from tests.labs.prose import HOW_MUCH, numbers, printed, says_how_much, sentences
+from tests.labs import claims
+from tests.labs.claims import LABS
+from tests.labs.entries import Claim, Entry, Given, Quote
+from tests.labs.prose import HOW_MUCH, Number, numbers, printed, says_how_much, sentences
 
-ENTRIES = {kind: [pytest.param(entry, id=entry.says) for entry in CLAIMS if isinstance(entry, kind)]
-           for kind in (Claim, Quote, Given)}  # fmt: skip
+
+def each(*kinds: type[Entry]) -> pytest.MarkDecorator:
+    found = [(lab, entry) for lab, entries in LABS.items() for entry in entries if isinstance(entry, kinds)]
+    return pytest.mark.parametrize(("lab", "entry"), found, ids=[f"{lab[:2]}: {entry.says}" for lab, entry in found])
 
 
-def are_rounded_from(says: str, values) -> bool:
+def are_rounded_from(says: str, values: Sequence[float]) -> bool:
     said = numbers(says)
-    return len(said) == len(values) and all(map(lambda number, value: number.is_rounded_from(value), said, values))
+    return len(said) == len(values) and all(map(Number.is_rounded_from, said, values))
 
 
-@pytest.mark.parametrize("entry", [entry for entries in ENTRIES.values() for entry in entries])
-def test_the_lab_says_so(entry: Claim | Quote | Given):
-    assert entry.lab in LABS
-    assert any(entry.says in sentence for sentence in sentences(entry.lab)), f"{entry.lab} no longer says this"
+def test_every_file_of_claims_is_of_a_lab():
+    files = {path.stem for path in Path(claims.__file__).parent.glob("[a-z]*.py")}
+    assert files == {lab[3:] for lab in LABS}
 
 
-@pytest.mark.parametrize("claim", ENTRIES[Claim])
-def test_it_holds(claim: Claim):
-    found = claim.holds()
-    assert found is True or (not isinstance(found, bool) and are_rounded_from(claim.says, found)), found
+@each(Claim, Quote, Given)
+def test_the_lab_says_so(lab: str, entry: Entry):
+    assert any(entry.says in sentence for sentence in sentences(lab)), f"{lab} no longer says this"
 
 
-@pytest.mark.parametrize("quote", ENTRIES[Quote])
-def test_it_is_printed(quote: Quote):
-    outputs = printed(quote.lab)
-    assert [line for line in quote.lines if line not in outputs] == [], "the lab does not print this"
-    there = [number.value for line in quote.lines for number in numbers(line)]
-    said = numbers(quote.says)
+@each(Claim)
+def test_it_holds(lab: str, entry: Claim):
+    found = entry.holds()
+    assert found is True or (not isinstance(found, bool) and are_rounded_from(entry.says, found)), found
+
+
+@each(Quote)
+def test_it_is_printed(lab: str, entry: Quote):
+    outputs = printed(lab)
+    assert [line for line in entry.lines if line not in outputs] == [], "the lab does not print this"
+    there = [number.value for line in entry.lines for number in numbers(line)]
+    said = numbers(entry.says)
     assert said
     assert [one.value for one in said if not any(map(one.is_rounded_from, there))] == []
 
@@ -42,11 +53,11 @@ def test_every_sentence_about_speed_or_memory_has_an_entry(lab: str):
     left = dict[str, str]()
     for sentence in sentences(lab):
         rest = sentence
-        for entry in CLAIMS:
-            rest = rest.replace(entry.says, "…") if entry.lab == lab else rest
+        for entry in LABS[lab]:
+            rest = rest.replace(entry.says, "…")
         if not sentence.endswith("?") and (found := HOW_MUCH.search(rest)):
             left[sentence] = found[0]
-    assert left == {}, "each needs a Claim, a Quote or a Given in tests/labs/claims.py"
+    assert left == {}, f"each needs a Claim, a Quote or a Given in tests/labs/claims/{lab[3:]}.py"
 
 
 @pytest.mark.parametrize(
