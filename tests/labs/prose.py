@@ -12,7 +12,7 @@ UNITS = r"%|ms|us|s|GB|GiB|MB|MiB|KiB|GB/s|Gb/s|TFLOP/s|tokens/s|tokens per (sec
 PART = r"(half|twice|(third|quarter|fifth|sixth|seventh|eighth|ninth|tenth)s?)"
 HOW_MUCH = re.compile(
     rf"""(?<![\w.,])\d[\d.,]*\s?({UNITS.replace(" ", "[ ]")})(?![\w/])
-      | \b(faster|slower|fastest|slowest|sooner|longer)\b
+      | \b(faster|slower|fastest|slowest|sooner(?![ ]or[ ]later)|(?<!no[ ])longer)\b
       | \btimes[ ]as\b | \bas[ ](fast|slow)[ ]as\b | \b(halves|doubles)[ ]the[ ](time|memory)\b
       | \b(los\w+|sav\w+|hid\w+|wait\w*|gains?|within|than|below)[ ](\w+[ ]){{0,3}}{PART}\b
     """,

@@ -79,7 +79,15 @@ def test_what_says_how_much(sentence: str):
 
 
 @pytest.mark.parametrize(
-    "sentence", ["Take eight H100s", "The third axis is cp", "Each rank has half of x", "On 64 GPUs"]
+    "sentence",
+    [
+        "Take eight H100s",
+        "Copies are no longer copies",
+        "Sooner or later it hangs",
+        "The third axis is cp",
+        "Each rank has half of x",
+        "On 64 GPUs",
+    ],
 )
 def test_what_does_not(sentence: str):
     assert not says_how_much(sentence)
