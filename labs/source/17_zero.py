@@ -347,8 +347,8 @@ for ranks in (8, 64, 256, 512):
 # Inside a node, all messages hide from about 1,900 tokens per rank. Over several nodes, the network decides. On 64 GPUs,
 # the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's
 # network, on which the Ultra-Scale Playbook was measured ([lab 03](03_network_levels.ipynb)). The range in brackets is
-# what that network's error does to the number. On 512 GPUs it is about 2,600 tokens per rank and about 20,500 tokens per
-# rank. The two grow apart because a ring waits for each of its hops, and on the playbook's network a hop takes longer.
+# what that network's error does to the number. On 512 GPUs the two are about 2,600 tokens per rank and about 20,500 tokens
+# per rank. They grow apart because a ring waits for each of its hops, and on the playbook's network a hop takes longer.
 #
 # Which of them is nearer to another real cluster? MosaicML
 # [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B, 32 blocks of

@@ -40,7 +40,7 @@ CLAIMS = (
         lambda: tokens("ZeRO 3", 64, NDR, PLAYBOOK),
     ),
     Claim(
-        "On 512 GPUs it is about 2,600 tokens per rank and about 20,500 tokens per rank",
+        "On 512 GPUs the two are about 2,600 tokens per rank and about 20,500 tokens per rank",
         lambda: [512, *tokens("ZeRO 3", 512, NDR, PLAYBOOK)],
     ),
     Claim(
