@@ -12,8 +12,9 @@
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
 # *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2.
-# Only the order of its axes differs, and with it the axis whose messages cross from node to node. Ranks wait for messages,
-# and in the pipeline's bubble. The times are modelled, from the data sheets of H100s and InfiniBand NDR.*
+# Only the order of its axes differs, and with it the axis whose messages cross from node to node. These are the times of
+# rank 0, modelled from the data sheets of H100s and InfiniBand NDR. It waits for messages, and for the last stage, which
+# also has the head and the loss.*
 
 # %%
 import subprocess
