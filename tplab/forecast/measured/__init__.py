@@ -56,6 +56,37 @@ class Run(NamedTuple):
         return find(self.cluster, self.fabric or None)
 
 
+class Sharded(NamedTuple):
+    """A step of torch's FSDP that trains MPT. No constant is fitted to these rows.
+
+    model               its parameters, as "7b"
+    gpu                 "h100_80gb", "a100_80gb" or "a100_40gb"
+    tokens_per_second   of each GPU
+    precision           as MosaicML writes it: "amp_bf16", "bf16" or "amp_fp8"
+    sharding            "FULL_SHARD" is ZeRO 3, "SHARD_GRAD_OP" gathers parameters once per step
+    """
+
+    model: str
+    gpu: str
+    gpus: int
+    sequence: int
+    microbatch: int
+    accumulation: int
+    tokens_per_second: float
+    sharding: str
+    precision: str
+    recomputed: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of each GPU, in a step."""
+        return self.sequence * self.microbatch * self.accumulation
+
+    @property
+    def seconds(self) -> float:
+        return self.tokens / self.tokens_per_second
+
+
 @cache
 def playbook() -> tuple[Run, ...]:
     """nanotron on 8 to 512 H100s. Those with a pipeline are not fitted: its engine was later replaced."""
@@ -89,6 +120,26 @@ def _run(row: dict[str, str]) -> Run:
     return Run(row["source"], row["stack"], model, *about, is_fitted=row["fitted"] == "1", fabric=row["fabric"])
 
 
+@cache
+def llmfoundry() -> tuple[Sharded, ...]:
+    """MPT of four sizes on 8 to 512 A100s and H100s, measured by MosaicML."""
+    return tuple(
+        Sharded(
+            model=row["model"],
+            gpu=row["gpu"],
+            gpus=int(row["gpus"]),
+            sequence=int(row["sequence"]),
+            microbatch=int(row["microbatch"]),
+            accumulation=int(row["accumulation"]),
+            tokens_per_second=float(row["tokens_per_second"]),
+            sharding=row["sharding"],
+            precision=row["precision"],
+            recomputed=row["recomputed"] == "1",
+        )
+        for row in _rows("llmfoundry.csv")
+    )
+
+
 def is_left_out(place: int) -> bool:
     """Whether the run at this place of its table is in the third that no fit sees."""
     return int(np.random.default_rng((0, place)).integers(3)) == 0
@@ -116,7 +167,7 @@ def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 
 def sources(name: str) -> list[str]:
-    """The lines at the top of a table, which say where it comes from: "playbook" or "runs"."""
+    """The lines at the top of a table, which say where it comes from: "playbook", "runs" or "llmfoundry"."""
     lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("#")]
 
