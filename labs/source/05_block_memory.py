@@ -279,7 +279,7 @@ timeline(trace)
 # By this model, splitting the tokens also saves a sixth of the time: the bytes are the same, and each rank does a quarter of
 # the norms and residuals. The second gather takes back about 40 µs. How much you save depends on how long norms and
 # dropout take. Megatron fuses them, and there Korthikanti et al. **measured** 19.0 ms instead of 19.6, forward and backward,
-# for a layer of a 22-billion-parameter model on eight A100s: 3%.
+# for a layer of a 22-billion-parameter model on eight A100s, which is 3%.
 #
 # ## The same in JAX
 #

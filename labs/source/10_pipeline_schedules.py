@@ -274,8 +274,8 @@ for name, schedule in rules.items():
 # schedules that a search found for each model (ZB-1p and ZB-2p).
 #
 # So which one should you choose? GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. Begin with 1F1B, and as
-# many microbatches as the batch allows. If its bubble is still large, ZB-V and interleaving shorten the step most, and send
-# at least twice as many messages. ZB-H1 sends no more, and gains less. Each split backward keeps more *bytes* per microbatch
+# many microbatches as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most,
+# and send at least twice as many messages. ZB-H1 sends no more, and gains less. Each split backward keeps more *bytes* per microbatch
 # than 1F1B: between I and W, a rank also needs gradients of outputs ([lab 13](13_pipeline_memory.ipynb)).
 
 # %% [markdown]

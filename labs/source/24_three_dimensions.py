@@ -260,12 +260,12 @@ print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
 #
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, by the data sheet, a step takes 42, 43 and 55 ms: only tensor parallelism across the nodes costs
+# On InfiniBand, by the data sheet, a step takes 41, 43 and 55 ms: only tensor parallelism across the nodes costs
 # much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data
 # parallelism, and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for
 # the network of the Ultra-Scale Playbook are 57, 60 and 82 ms. There the order matters more than on paper. The first
-# two are always close, and nobody has measured which of them is ahead. That tensor parallelism is slowest across nodes was
-# measured: see [lab 04](04_megatron_block.ipynb).
+# two are close, and nobody has measured which of them is ahead. What tensor parallelism across nodes costs was measured: see
+# [lab 04](04_megatron_block.ipynb).
 #
 # </details>
 #

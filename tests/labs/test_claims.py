@@ -2,9 +2,12 @@
 
 import pytest
 
-from tests.labs.claims import CLAIMS, LABS, Claim, Given, Quote
+from tests.labs import claims, claims_of_layers
+from tests.labs.claims import Claim, Given, Quote
 from tests.labs.prose import HOW_MUCH, numbers, printed, says_how_much, sentences
 
+CLAIMS = (*claims.CLAIMS, *claims_of_layers.CLAIMS)
+LABS = (*claims.LABS, *claims_of_layers.LABS)
 ENTRIES = {kind: [pytest.param(entry, id=entry.says) for entry in CLAIMS if isinstance(entry, kind)]
            for kind in (Claim, Quote, Given)}  # fmt: skip
 

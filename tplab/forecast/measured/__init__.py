@@ -146,7 +146,7 @@ def is_left_out(place: int) -> bool:
 
 
 def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:
-    """Two runs of the playbook each that differ in tp alone, `few` and `many`: the same model, GPUs, microbatch and ZeRO.
+    """Runs of the playbook that differ in tp alone, `few` and `many`: of the same model, GPUs, microbatch and ZeRO.
 
     ranks   GPUs at most: at 512, single runs took up to six times as long as others like them
     """
