@@ -303,9 +303,10 @@ from statistics import median
 from tplab.forecast import Model, forecast
 from tplab.forecast.measured import pairs
 
-def seconds(run, cluster):
-    about = {"batch": run.batch, "sequence": run.sequence, "stack": run.stack}
-    return forecast(run.model, run.plan, cluster, **about).seconds if cluster else run.seconds
+def seconds(run, cluster):  # None: as measured
+    sizes = {"batch": run.batch, "sequence": run.sequence, "stack": run.stack}
+    found = run if cluster is None else forecast(run.model, run.plan, cluster, **sizes)
+    return found.seconds
 
 print("tp       microbatch  pairs  measured             Playbook  InfiniBand")
 for few, many in ((4, 8), (8, 16)):
@@ -320,22 +321,18 @@ for few, many in ((4, 8), (8, 16)):
 
 # %% [markdown]
 # On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen GPUs get through fewer
-# tokens than eight. The Playbook's network was fitted to these runs, so it had to agree. No published run tests what
-# the forecast says for InfiniBand.
+# tokens than eight. The Playbook's network was fitted to these runs, so its column had to agree. No published run tests the
+# one for InfiniBand. By the forecast, what costs is the latency of each message, four times in every block. So eight is not a
+# law: in an NVL72 rack, 72 GPUs share NVLink.
 #
-# A node uses all its eight network cards at once ([lab 03](03_network_levels.ipynb)). By the forecast, what costs is the
-# latency of each message, four times in every block. So eight is not a law: in an NVL72 rack, 72 GPUs share NVLink.
+# **A block of today.** Our block is GPT-3's. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven matrices per block, and
+# still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped queries**). On sixteen ranks,
+# each of these would be copied.
 #
-# **A block of today.** Our block is GPT-3's. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven matrices in a block, and
-# still four all-reduces. In **grouped-query** attention, several query heads share one head of keys and values. Here there
-# are eight of these, so on sixteen ranks each would be copied.
-#
-# With $N$ parameters in its matrices, the matmuls of a step take $6\,BSN/R$ operations, apart from the scores. In a ring, the four
-# all-reduces send $8\frac{R-1}{R}BSD$ elements of 2 bytes. By the data sheet, both take equally long when
+# With $N$ parameters, a block's matmuls (without scores) take $6\,BSN/R$ operations per step. Its all-reduces send
+# $8\frac{R-1}{R}BSD$ elements. By the data sheet, both take equally long when
 #
 # $$R - 1 = \frac{3N}{8D} \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
-#
-# With enough tokens, their number cancels. The parameters per feature and the link remain:
 
 # %%
 sheet = cost.find("h100")

@@ -260,7 +260,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 profile = Costs(18.522, 18.086, 9.337, transfer=0.601)  # ms
 rules = {"GPipe": gpipe(8, 24), "1F1B": one_f_one_b(8, 24), "ZB-H1": zb_h1(8, 24),
          "ZB-H2": zb_h2(8, 24), "ZB-V": zb_v(8, 24), "V-Half": v_half(8, 24)}
-rules |= {f"interleaved, v = {v}": interleaved_1f1b(8, 24, virtual_stages=v) for v in (2, 4)}
+for v in (2, 4):
+    rules[f"interleaved, v = {v}"] = interleaved_1f1b(8, 24, virtual_stages=v)
 for name, schedule in rules.items():
     run = simulate(schedule, profile)
     idle, kept = 1 - 24 * 45.945 / run.makespan, run.peak_activations.max()
@@ -268,15 +269,14 @@ for name, schedule in rules.items():
           f" keeps {kept:4.1f} microbatches")
 
 # %% [markdown]
-# The schedule with "no bubble" idles for 10.8%. The paper has the same rates for 1F1B, ZB-H1 and ZB-H2, and computed them from
-# this profile. Stages are equal here, and splitting them or the backward costs nothing: no real pipeline is like that. What the
-# paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in more. Those are gains of
-# schedules that a search found for each model (ZB-1p and ZB-2p).
+# The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs nothing: no
+# real pipeline is like that. What the paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to
+# 31% in more. Those are gains of schedules that a search found for each model (ZB-1p and ZB-2p).
 #
-# So which one should you choose? GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. Begin with 1F1B, and as
-# many microbatches as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most,
-# and send at least twice as many messages. ZB-H1 sends no more, and gains less. Each split backward keeps more *bytes* per microbatch
-# than 1F1B: between I and W, a rank also needs gradients of outputs ([lab 13](13_pipeline_memory.ipynb)).
+# So which one should you choose? GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. Begin with 1F1B, and
+# as many microbatches as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step
+# most, and send at least twice as many messages. ZB-H1 sends no more, and gains less. With a split backward, a microbatch is more
+# *bytes*: between I and W, a rank also keeps gradients of outputs ([lab 13](13_pipeline_memory.ipynb)).
 
 # %% [markdown]
 # ## A bug to repair

@@ -203,7 +203,7 @@ def bars(n):  # n tokens on each rank
     rows = [Row("a tile", {"computing": tile(n)})]
     rows += [Row(f"a hop, {name}", {"sending": took}) for name, took in hops.items()]
     hidden = [name for name, took in hops.items() if took <= tile(n)]
-    return Bars(rows, f"The tile hides a hop over {', '.join(hidden) or 'none of them'}.")
+    return Bars(rows, f"The tile hides a hop over {', '.join(hidden) or 'no link'}.")
 
 options = {2**k: bars(2**k) for k in range(8, 15)}
 about = f"one layer of Llama 3 8B, forward, no mask; H100s, {H100.label}"

@@ -11,10 +11,9 @@
 #
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
-# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2.
-# Only the order of its axes differs, and with it the axis whose messages cross from node to node. These are the times of
-# rank 0, modelled from the data sheets of H100s and InfiniBand NDR. It waits for messages, and for the last stage, which
-# also has the head and the loss.*
+# *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2.
+# Only the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
+# data sheets (InfiniBand NDR). It waits for messages, and for the last stage, which also has the head.*
 
 # %%
 import subprocess
@@ -268,7 +267,8 @@ print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
 # [lab 04](04_megatron_block.ipynb).
 #
 # </details>
-#
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
