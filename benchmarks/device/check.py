@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 Figures = dict[str, Any]
 LIMIT = 60.0
 """Seconds that one check may take, if its item does not say otherwise."""
+ROOT = Path(__file__).parents[2]
+"""Of the repository: errors name files from here."""
 MOST_SAID = 2500
 """Characters of an error that are kept: its beginning and its end."""
 
@@ -105,7 +107,7 @@ def run(tasks: Iterator[Task], log: Log) -> bool:
         except NotRun as why:
             passed, said = None, str(why)
         except Exception as error:
-            passed, said = False, shortened("".join(traceback.format_exception(error)))
+            passed, said = False, shortened("".join(traceback.format_exception(error)).replace(f"{ROOT}/", ""))
             figures = getattr(error, "figures", None)
         log.end(Check(log.item, task.what, passed, said, figures or {}, round(time.perf_counter() - began, 2)))
         if "CUDA error" in said and "out of memory" not in said:

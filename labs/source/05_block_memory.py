@@ -10,8 +10,8 @@
 #
 # ![Bars: with tensor parallelism alone, the part that is outside f and g stays whole; with the tokens split, it is divided too.](images/05_block_memory.png)
 #
-# *What each of eight ranks keeps of one layer of GPT-3. Tensor parallelism divides what is between $f$ and $g$. The
-# blue part is outside, and every rank keeps all of it. Splitting the tokens divides it as well.*
+# *What each of eight ranks keeps of one layer of GPT-3, and of one of Llama 3 8B. Tensor parallelism divides what is between
+# $f$ and $g$. The blue part is outside, and every rank keeps all of it. Splitting the tokens divides it as well.*
 
 # %%
 import subprocess
@@ -29,7 +29,8 @@ import tplab.torch as tt
 from torch.nn import functional as F
 from tplab import Mesh, P
 from tplab.cost import activation_tensors
-from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards, timeline
+from tplab.forecast import Model
+from tplab.widgets import Bars, Row, knob, matrices, shards, timeline
 
 # %% [markdown]
 # ## By hand: what a backward pass needs
@@ -42,10 +43,14 @@ from tplab.widgets import Bars, Row, bytes_text, knob, matrices, shards, timelin
 # and an entry of a mask 1 byte, so most tensors are a multiple of $sbh$ bytes. Korthikanti et al. count these:
 
 # %%
-S, B, H, HEADS = 2048, 1, 12288, 96  # GPT-3
-sbh = S * B * H
-for name, nbytes in activation_tensors(S, B, H, HEADS).items():
-    print(f"{nbytes / sbh:5.0f} sbh  {name}")
+GPT3 = {"sequence": 2048, "batch": 1, "width": 12288, "num_heads": 96}
+
+def print_in_sbh(**sizes):
+    sbh = sizes["sequence"] * sizes["batch"] * sizes["width"]
+    for name, nbytes in activation_tensors(**sizes).items():
+        print(f"{nbytes / sbh:5.1f} sbh  {name}")
+
+print_in_sbh(**GPT3)
 
 # %% [markdown]
 # Without the three tensors of scores, these add up to $34\,sbh$. With $a$ heads, the scores have $a s^2 b$ entries, one
@@ -62,49 +67,67 @@ for name, nbytes in activation_tensors(S, B, H, HEADS).items():
 #
 # </details>
 #
+# ## A block of today
+#
+# Hardly any new model is built like GPT-3. **Llama 3 8B** is trained without dropout. **Fused attention** keeps no scores:
+# it computes them again in the backward pass. Four query heads share one head of keys and values. And the MLP multiplies
+# *two* tensors of 14,336 features (SwiGLU), and keeps both beside their product.
+#
+# **Predict.** Does its block keep more than $34\,sbh$ bytes, or less?
+
+# %%
+model = Model.find("llama3-8b")
+LLAMA3 = {"sequence": 8192, "batch": 1, "width": model.hidden, "num_heads": model.heads}
+LLAMA3 |= {"kv_heads": model.kv_heads, "hidden": model.ffn, "gated": model.gated}
+LLAMA3 |= {"dropout": model.dropout, "scores": False}
+print_in_sbh(**LLAMA3)
+
+# %% [markdown]
+# These are $34\,sbh$ again, by chance: the wider MLP takes what the masks and the keys leave.
+#
 # ## Turn the knob
 #
 # Now $t$ ranks share the block. Everything between $f$ and $g$ is divided: the features of heads and MLP, and the
-# scores. Every rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$:
+# scores. Every rank keeps the rest whole: the inputs of the norms and of $f$, and the masks after $g$. So a rank keeps
 #
-# $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right)$$
+# $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right) \text{ of GPT-3's block}, \qquad
+# sbh \left(8 + \frac{26}{t}\right) \text{ of Llama 3 8B's.}$$
 #
-# Change the number of ranks. (We will build the second bar. Fused attention gives the third.)
+# Change the number of ranks. (We will build those with tokens split.)
 
 # %% tags=["opening-picture"]
-INSIDE = ("query", "key", "value", "input of the output projection", "input of gelu")
-INSIDE += ("input of down",)
+WHOLE = ("norm", "input of query, key, value", "input of up", "mask after")
 
-def parts(ranks, **options):
+def parts(sizes, ranks, **options):
     kept = {"outside f and g": 0, "between f and g": 0, "scores": 0}
-    tensors = activation_tensors(S, B, H, HEADS, ranks, **options)
-    for name, nbytes in tensors.items():
-        inside = "between f and g" if name in INSIDE else "outside f and g"
-        kept["scores" if "scores" in name else inside] += nbytes
+    for name, nbytes in activation_tensors(num_ranks=ranks, **sizes | options).items():
+        inside = not any(words in name for words in WHOLE)
+        where = "between f and g" if inside else "outside f and g"
+        kept["scores" if "scores" in name else where] += nbytes
     return kept
 
 def bars(ranks):
-    plain = parts(ranks)
-    split = parts(ranks, sequence_parallel=True)
-    again = parts(ranks, sequence_parallel=True, scores=False)
-    rows = [Row("tensor parallel", plain), Row("and tokens split", split)]
-    rows += [Row("and scores recomputed", again)]
-    outside = plain["outside f and g"]
-    share = f"{outside / sum(plain.values()):.0%} of the total"
-    sentence = f"Tensor parallelism alone: {bytes_text(outside)} are outside, {share}."
-    return Bars(rows, sentence)
+    split = {"sequence_parallel": True}
+    gpt3, llama3 = parts(GPT3, ranks), parts(LLAMA3, ranks)
+    rows = [Row("GPT-3", gpt3), Row("GPT-3, tokens split", parts(GPT3, ranks, **split)),
+            Row("and no scores", parts(GPT3, ranks, scores=False, **split)),
+            Row("Llama 3 8B", llama3),
+            Row("Llama, tokens split", parts(LLAMA3, ranks, **split))]
+    shares = [kept["outside f and g"] / sum(kept.values()) for kept in (gpt3, llama3)]
+    sentence = "Outside f and g, with tensor parallelism alone: {:.0%} of GPT-3's block"
+    return Bars(rows, (sentence + ", {:.0%} of Llama's.").format(*shares))
 
-options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8, 16, 32)}
-about = "GPT-3's sizes, 16 bits per number"
+options = {ranks: bars(ranks) for ranks in (1, 2, 4, 8)}
+about = "16 bits per number; sequences of 2,048 and of 8,192 tokens"
 knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, unit="B")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The blue part of the first bar does not shrink. It is 240 MiB per layer, and 22.5 GiB for the 96 layers of GPT-3, on
-# every rank, however many ranks there are. On 8 ranks it is 43% of the total, and on 32 ranks 75%. If the tokens are
-# split, it is divided like everything else. Then the scores are the largest part. Fused attention kernels do not keep
-# them. They compute them again.
+# The blue part does not shrink if only the heads and features are divided. For GPT-3 it is 240 MiB per layer, and 22.5 GiB
+# for all 96, on every rank, however many ranks there are. On eight ranks it is 43% of what a rank keeps of GPT-3's block,
+# and 71% of Llama's. If the tokens are split, it is divided like everything else. Then GPT-3's scores are the largest
+# part, unless they are computed again.
 #
 # </details>
 #
@@ -253,10 +276,10 @@ timeline(trace)
 # %% [markdown]
 # The three gathers are of `h`, of the gradient of `y`, and of `h` again. The short all-reduce at the end is for `scale`.
 #
-# Splitting the tokens also saves time: the bytes are the same, and each rank does a quarter of the norms and residuals.
-# The second gather adds about 40 µs. Even so, the MLP half that keeps the least is faster than the plain one. How much you
-# save depends on how long norms and dropout take. Megatron fuses them, and there Korthikanti et al. **measured** 19.0 ms
-# instead of 19.6, forward and backward, for a layer of a 22-billion-parameter model on eight A100s: 3%.
+# By this model, splitting the tokens also saves a sixth of the time: the bytes are the same, and each rank does a quarter of
+# the norms and residuals. The second gather takes back about 40 µs. How much you save depends on how long norms and
+# dropout take. Megatron fuses them, and there Korthikanti et al. **measured** 19.0 ms instead of 19.6, forward and backward,
+# for a layer of a 22-billion-parameter model on eight A100s, which is 3%.
 #
 # ## The same in JAX
 #
@@ -341,8 +364,8 @@ check_tokens_split(tokens_split)
 #
 # ## To take away
 #
-# - A block keeps $sbh(34 + 5as/h)$ bytes. Tensor parallelism divides what is between $f$ and $g$, and leaves $10\,sbh$
-#   on every rank.
+# - GPT-3's block keeps $sbh(34 + 5as/h)$ bytes, and Llama 3 8B's keeps $34\,sbh$. Tensor parallelism divides what is between
+#   $f$ and $g$, and leaves $10\,sbh$ or $8\,sbh$ on every rank.
 # - Splitting the tokens there divides that as well, and sends only a little more: the gradients of the norms. To divide
 #   everything, gather the tokens again in the backward pass.
 # - Ranks that share a parameter and use it on different tokens must add up its gradient.

@@ -33,8 +33,8 @@ from tplab.widgets import animate, matrices, timeline
 # ## By hand: a vocabulary of ten on four ranks
 #
 # A model knows each entry of its vocabulary by a number, the **id**. The **embedding** is a table with one row per entry.
-# In GPT-2 it has 39 million of the 124 million parameters. No rank should have to hold all of that, so each rank gets the
-# rows of some entries. Here are ten entries on four ranks:
+# In GPT-2 it has 39 of the 124 million parameters, in Llama 3 8B 525 million. No rank should have to hold all of that, so
+# each rank gets the rows of some entries. Here are ten entries on four ranks:
 
 # %%
 V = 10
@@ -320,10 +320,10 @@ for loss_of in (loss_in_jax, masked):
 # ## See it run
 #
 # Here is the end of GPT-2, head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The times are
-# **modelled**. (On torch's `meta` device, tensors have shapes but no numbers.) First with gathered logits:
+# **forecast** (`h100-measured`). (On torch's `meta` device, tensors have shapes but no numbers.) First with gathered logits:
 
 # %%
-VOCABULARY, WIDTH = 50_260, 768  # GPT-2's, padded so that 4 divides it
+SIZES = {"GPT-2": (50_260, 768), "Llama 3 8B": (128_256, 4096)}  # vocabulary, width
 
 def gathering(x, head, ids):
     logits = tt.gather_from(tt.copy_to(x, "tp") @ head.T, "tp")
@@ -331,14 +331,16 @@ def gathering(x, head, ids):
 
 def in_place(x, head, ids):
     logits = tt.copy_to(x, "tp") @ head.T
-    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", VOCABULARY)
+    entries = len(head) * tt.axis_size("tp")
+    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", entries)
 
-def traced(fn, tokens):
-    x, head = ((tokens, WIDTH), (VOCABULARY, WIDTH))
-    sizes = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (x, head)]
+def traced(fn, tokens, model="GPT-2"):
+    entries, width = SIZES[model]
+    shapes = (tokens, width), (entries, width)
+    sizes = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-    specs = P(), P("tp"), P()
-    return tt.run(fn, Mesh(tp=4), *sizes, ids, in_specs=specs, cluster="h100").trace
+    options = {"in_specs": (P(), P("tp"), P()), "cluster": "h100-measured"}
+    return tt.run(fn, Mesh(tp=4), *sizes, ids, **options).trace
 
 timeline(traced(gathering, 2048))
 
@@ -349,41 +351,45 @@ timeline(traced(in_place, 2048))
 # The long message is gone. But computing takes longer, although each rank now works on a quarter of the logits: torch's
 # loss is two operations, and ours is more than twenty. Several of these read and write all of the rank's logits.
 #
-# Now turn the knob. With fewer tokens, which way is faster, and why?
+# Now turn the knob. The vocabulary of **Llama 3 8B** has 128,256 entries. (GPT-2's has 50,257; here it is padded so that 4
+# divides it.) With fewer tokens, which way is faster, and why?
 
 # %%
 from tplab.cost import find
-from tplab.widgets import Bars, Row, knob
+from tplab.widgets import Bars, Row, bytes_text, knob
 
-LAUNCH = find("h100").chip.launch  # 5 µs per operation: an assumption
+CLUSTER = find("h100-measured")
 
 def parts(trace):  # of rank 0, where nothing overlaps
     computing = trace.select(rank=0, kind="compute")
-    launches = len(computing) * LAUNCH
+    launches = len(computing) * CLUSTER.chip.launch
     busy = sum(event.duration for event in computing.events)
     rest = {"computing": busy - launches, "messages": trace.makespan - busy}
     return {"launches": launches, **rest}
 
 def bars(tokens):
-    gathered, kept = (parts(traced(fn, tokens)) for fn in (gathering, in_place))
-    rows = [Row("gathered logits", gathered), Row("three numbers", kept)]
-    fast, slow = sorted(rows, key=lambda row: row.total)
-    times = slow.total / fast.total
-    return Bars(rows, f"With {fast.label}, it is {times:.1f} times as fast.")
+    rows, said = [], []
+    for model in SIZES:
+        both = [Row(f"{model}, {name}", parts(traced(fn, tokens, model)))
+                for name, fn in (("gathered", gathering), ("3 numbers", in_place))]
+        times = both[0].total / both[1].total
+        faster, times = ("3 numbers", times) if times > 1 else ("gathering", 1 / times)
+        said.append(f"{model}: {faster}, {times:.1f} times as fast.")
+        rows += both
+    return Bars(rows, " ".join(said))
 
 options = {2**k: bars(2**k) for k in range(5, 14)}
-about = "head and loss on 4 ranks, bfloat16, modelled: H100 data sheet"
-knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
+about = f"head and loss on 4 ranks of an H100 node, bfloat16; {CLUSTER.label}"
+knob("The loss of a model's logits", "tokens", options, start=2048, about=about)
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Up to 512 tokens gathering is faster, because each of our many operations has to be launched. The model charges 5 µs
-# per launch. Take the launches off the bars, and the three numbers win from about 128 tokens on. (In the forecast
-# `"h100-measured"`, with 2.4 µs per launch and slower messages, they win from 256 tokens on.) A compiler or a
-# hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most launches. A fused
-# linear cross-entropy goes further. It computes head and loss together, a few tokens at a time, and never keeps the logits. A
-# server that generates text has few tokens at a time, and there
+# Up to 128 tokens gathering is faster for GPT-2, and up to 64 for Llama 3 8B, because each of our many operations has to be
+# launched. The forecast charges 2.4 µs per launch. Take the launches off the bars, and the three numbers always win.
+# A compiler or a hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most
+# launches. A fused linear cross-entropy goes further. It computes head and loss together, a few tokens at a time, and never
+# keeps the logits. A server that generates text has few tokens at a time, and there
 # [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather.
 #
 # </details>
@@ -396,17 +402,26 @@ knob("The loss of GPT-2's logits", "tokens", options, start=2048, about=about)
 #   gradient;
 # - sends $2\frac{R-1}{R}TD$ elements for the embedding (forward), and as many for the head (backward, $f$);
 # - sends $3 \cdot 2\frac{R-1}{R}T$ elements for the loss. Gathering would send $\frac{R-1}{R}TV$.
+#
+# Here are the bytes for 8,192 tokens, which is one sequence of Llama 3:
 
 # %%
-tokens = 2048
-for fn in (gathering, in_place):
-    trace = traced(fn, tokens)
-    print(f"{fn.__name__:<10} {trace.bytes_sent(rank=0):>12,} bytes sent by rank 0")
-whole_logits = tokens * VOCABULARY * 2
-print(f"all logits {whole_logits:>12,} bytes, on each rank if they are gathered")
+from tplab.forecast import Model, Plan
+from tplab.forecast.activations import kept
+
+for model, (entries, width) in SIZES.items():
+    apart = [traced(fn, 8192, model).bytes_sent(rank=0) for fn in (gathering, in_place)]
+    held = " of table, ".join(bytes_text(2 * entries * n) for n in (width, 8192))
+    ratio = f"{apart[0] / apart[1]:,.0f} times {bytes_text(apart[1])}"
+    print(f"{model:<10} {held} of logits; gathering sends {ratio}")
+for ranks in (1, 4, 8):
+    nbytes = kept(Model.find("llama3-8b"), Plan(tp=ranks), 8192).logits
+    print(f"Llama 3 8B in Megatron, {ranks} rank(s): {bytes_text(nbytes)} for the loss")
 
 # %% [markdown]
-# The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes: 4,188.
+# The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes. In the last lines,
+# Megatron keeps the logits in float32, and their gradient. On one rank, the loss of a sequence takes as much memory as five
+# or six blocks ([lab 05](05_block_memory.ipynb)).
 #
 # ## A bug to repair: one maximum too few
 #
@@ -475,7 +490,7 @@ check_most_likely(most_likely)
 #
 # - Each entry's row is on one rank. The others add zeros, so a look-up is one all-reduce. Tying the head to the
 #   table needs no message.
-# - A loss needs three numbers per token: one maximum and two sums. For GPT-2, gathering the logits sends about 4,000
+# - A loss needs three numbers per token: one maximum and two sums. Gathering the logits sends thousands of
 #   times as many bytes.
 # - With few tokens, the number of launches decides: gathering is faster, unless the loss is a single kernel.
 #

@@ -360,7 +360,8 @@ def is_shown(run):
     about = run.model.name, run.cluster, run.tokens
     return about == ("mpt-7b", "h100-measured", 12288)
 
-runs_of_mpt = sorted(filter(is_shown, foundry()), key=lambda run: run.plan.ranks)
+runs_of_mpt = [run for run in foundry() if is_shown(run)]
+runs_of_mpt.sort(key=lambda run: run.plan.ranks)
 print("             measured                    forecast, messages alone")
 print("GPUs  tokens/s of a GPU     step   InfiniBand NDR  playbook's network")
 for run in runs_of_mpt:

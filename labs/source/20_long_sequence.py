@@ -26,7 +26,7 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 import numpy as np
 import torch
 import tplab.torch as tt
-from tplab import Mesh, P
+from tplab import Mesh, P, cost
 from tplab.sequence import AttentionMask, TokenLayout
 from tplab.sequence import attention_bytes, tokens_to_hide_hop
 from tplab.widgets import Bars, Row, knob, tiles, timeline
@@ -156,8 +156,9 @@ print("equal to 1e-5" if np.allclose(out.value, whole, atol=1e-5) else "off")
 #
 # ## See it run
 #
-# Here is one attention layer of Llama 3 8B, forward, with 32 query heads and 8 key and value heads, on eight GPUs of a
-# modelled H100 node. Each rank has 2,048 of 16,384 tokens. Hover over a bar to see which keys a tile uses.
+# Here is one attention layer of Llama 3 8B, forward, with 32 query heads and 8 key and value heads, on the eight GPUs of an
+# H100 node, by the **forecast** `h100-measured`. Each rank has 2,048 of 16,384 tokens. Hover over a bar to see which keys a
+# tile uses.
 
 # %%
 def layer(q, k, v):
@@ -169,64 +170,78 @@ def sizes_only(tokens, heads):
 def on_h100(tokens, fn=layer):  # tokens of each rank
     sizes = [sizes_only(8 * tokens, heads) for heads in (32, 8, 8)]
     spec = P(None, None, "cp")
-    return tt.run(fn, Mesh(cp=8), *sizes, in_specs=spec, cluster="h100").trace
+    return tt.run(fn, Mesh(cp=8), *sizes, in_specs=spec, cluster="h100-measured").trace
 
 timeline(on_h100(2048))
 
 # %% [markdown]
 # The wide bars (*matmul*) are tiles, and they hide the messages below them. The narrow ones (*elementwise* and *copy*) are `merge`,
-# which reads and writes all results in float32. Together they take almost as long as the tiles. A fused kernel could merge
-# while it computes.
+# which reads and writes all results in float32. Together they take about a fifth as long as the tiles. A fused kernel could
+# merge while it computes.
 #
 # ## Turn the knob
 #
 # A hop is hidden if it takes no longer than the tile that is computed at the same time. How does that depend on the number of
-# tokens? Guess what happens to each bar if a rank has twice as many tokens. Then turn the knob.
+# tokens? The knob compares a tile with a hop in a node, and with a hop to another node on two networks: InfiniBand NDR, and
+# the one on which the Ultra-Scale Playbook was measured. Guess what happens to each bar if a rank has twice as many tokens.
 
 # %%
-FLOPS, NVLINK, CARD = 989e12, 450e9, 50e9  # H100: data sheet
+H100, PLAYBOOK = (cost.find("h100-measured", fabric=name)
+                  for name in ("infiniband-ndr", "playbook"))
+LINKS = {"NVLink": H100.link(0, 1), "InfiniBand NDR": H100.link(0, 8),
+         "the Playbook's network": PLAYBOOK.link(0, 8)}
+
+def tile(n):  # n queries and n keys, 32 heads of width 128, FlashAttention 2
+    sizes = 1, 32, n, n, 128
+    return H100.chip.attention_seconds(*sizes, kv_heads=8, kernel="flash2")
+
+def hop(n, link):
+    return link.seconds(2 * n * 8 * 128 * 2)  # k and v, 8 heads, bfloat16
 
 def bars(n):  # n tokens on each rank
-    tile = 4 * n * n * 32 * 128 / FLOPS  # two matmuls of n x n x d for each of 32 heads
-    hop = 2 * n * 8 * 128 * 2  # bytes of k and v, 8 heads, bfloat16
-    hops = {"NVLink": hop / NVLINK, "a network card": hop / CARD}
-    rows = [Row("a tile", {"computing": tile})]
-    rows += [Row(f"a hop over {name}", {"sending": t}) for name, t in hops.items()]
-    hidden = " and ".join(f"over {name}" for name, took in hops.items() if took <= tile)
-    said = f"the hop {hidden}" if hidden else "neither hop"
-    return Bars(rows, f"The tile hides {said}.")
+    hops = {name: hop(n, link) for name, link in LINKS.items()}
+    rows = [Row("a tile", {"computing": tile(n)})]
+    rows += [Row(f"a hop, {name}", {"sending": took}) for name, took in hops.items()]
+    hidden = [name for name, took in hops.items() if took <= tile(n)]
+    return Bars(rows, f"The tile hides a hop over {', '.join(hidden) or 'no link'}.")
 
 options = {2**k: bars(2**k) for k in range(8, 15)}
-about = "one layer of Llama 3 8B, forward, no mask; modelled: H100 data sheet"
+about = f"one layer of Llama 3 8B, forward, no mask; H100s, {H100.label}"
 knob("A tile and a hop", "tokens per rank", options, start=1024, about=about, unit="s")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# A tile takes four times as long, because it has twice as many queries *and* twice as many keys. A hop takes only twice as
-# long. So for any link there is a number of tokens per rank from which attention hides its messages completely. The number
-# of ranks and the width of a head cancel out: with $h$ query heads and $g$ key and value heads of two bytes per
-# number, a chip that computes $C$ FLOP/s and a link of $W$ bytes per second,
+# With twice as many tokens, a long tile takes four times as long, because it has twice as many queries *and* twice as many
+# keys. A hop takes only twice as long. So for any link there is a number of tokens per rank from which attention hides its
+# messages completely. The number of ranks and the width of a head cancel out: with $h$ query heads and $g$ key and value
+# heads of two bytes per number, a chip that computes $C$ FLOP/s and a link of $W$ bytes per second,
 #
 # $$n \ge \frac{g}{h}\, \frac{C}{W}$$
 #
 # </details>
 
 # %%
-for name, rate in (("NVLink", NVLINK), ("one network card", CARD)):
-    least = tokens_to_hide_hop(FLOPS, rate, 32, 8, computed=1)
-    print(f"{name}: hidden from {least:,} tokens per rank")
+for name, link in LINKS.items():
+    least = next(n for n in range(64, 2**15, 64) if hop(n, link) <= tile(n))
+    print(f"{name}: hidden from {least:,} tokens per rank (forecast)")
+sheet = cost.find("h100")
+peak = sheet.chip.flops["bfloat16"]
+for link in (sheet.link(0, 1), sheet.link(0, 8)):
+    least = tokens_to_hide_hop(peak, link.bandwidth, 32, 8, computed=1)
+    print(f"{link.name}, by the formula at peak rates: {least:,}")
 
 # %% [markdown]
-# These numbers come from data sheets. Slower kernels lower them, and slower links and latencies raise them. If a causal mask
-# halves the work of a tile, they double. In the backward pass, $dK$ and $dV$ travel with $K$ and $V$.
+# Peak rates are no bound here: a slower kernel hides more, and FlashAttention 2 reaches about a third of the peak on an H100.
+# If a causal mask halves the work of a tile, the numbers of the formula double. In the backward pass, $dK$ and $dV$
+# travel with $K$ and $V$.
 #
 # ## What it costs
 #
 # There are two other ways to bring queries and keys together. Llama 3 was trained with an `all_gather` of all keys and
 # values. DeepSpeed-Ulysses uses an `all_to_all`: before it, a rank has all heads of some tokens, and after it, some heads
 # of all tokens. Here are the bytes that each of eight ranks sends for 8,192 tokens of its own in bfloat16, by formula and
-# counted, and the time of both passes with a causal mask (modelled, data sheet):
+# counted, and the time of both passes with a causal mask (forecast, `h100-measured`):
 
 # %%
 SCHEMES = (("ring", tt.ring_attention), ("gather", tt.gather_attention),
@@ -243,7 +258,7 @@ for name, fn in SCHEMES:
     there, back = attention_bytes(name, 8 * 8192, 8, 32, 8, 128)
     trace = on_h100(8192, both_ways(fn))
     assert trace.bytes_sent(rank=0) == there + back
-    took = f"{trace.makespan * 1e3:4.1f} ms"
+    took = f"{trace.makespan * 1e3:5.1f} ms"
     print(f"{name:<6} forward {there:>11,} B   backward {back:>11,} B   {took}")
 
 # %% [markdown]
@@ -256,12 +271,23 @@ for name, fn in SCHEMES:
 # Backward, the ring sends $dK$ and $dV$ in float32, and once more than $K$ and $V$, to take them home. With a ring or a
 # gather, the last rank has the most to do, and the others wait for it. With heads, all ranks have the same work.
 #
-# **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) ran the first two
-# with sequences packed to as many tokens: 69 ms with a ring and 61 ms with a gather on eight H800s, 115 and 103 ms on
-# A100s (commit `8996282`, MIT). By the data sheet, the ring is faster. Here it is not: it calls its kernel eight times, on
-# small tiles.
+# **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) (commit `8996282`, MIT)
+# ran this layer on eight H800s, with as many tokens in one sequence, and in packed documents, where there is less to compute:
+
+# %%
+from tplab.cost.measured import ring_attention
+
+for run in ring_attention():
+    if (run.gpu, run.passes) == ("H800", "fwd+bwd"):
+        data = "one sequence" if run.api == "batch" else "documents"
+        print(f"{data:<12}  {run.variant:<16} {run.seconds * 1e3:5.1f} ms")
+
+# %% [markdown]
+# A zigzag or striped ring calls its kernel as often as the plain one, and is much faster. It gives all ranks equal work, which
+# is the subject of the next lab. With documents, the gather is between the two rings. (The forecast's FlashAttention 2 was
+# fitted to two of these rows. Nobody has published the exchange of heads beside them.)
 #
-# **Decide.** Exchanging heads sends the fewest bytes, and needs only one kernel call. But here $R$ can be at most 8,
+# **Decide.** Exchanging heads sends the fewest bytes, and all ranks have the same work. But here $R$ can be at most 8,
 # unless you copy key and value heads. A ring has no such limit, and enough tokens hide its hops.
 
 # %% [markdown]

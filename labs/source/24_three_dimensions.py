@@ -11,9 +11,9 @@
 #
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
-# *One training step of the same model on the same eight GPUs, in two nodes of four. The mesh is always 2 x 2 x 2.
-# Only the order of its axes differs, and with it the axis whose messages cross from node to node. Ranks wait for messages,
-# and in the pipeline's bubble. The times are modelled, from data sheets.*
+# *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2.
+# Only the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
+# data sheets (InfiniBand NDR). It waits for messages, and for the last stage, which also has the head.*
 
 # %%
 import subprocess
@@ -54,12 +54,14 @@ def bars(cluster):
         busy = float(overlap(trace).computing[0])
         parts = {"computing": busy, "waiting": trace.makespan - busy}
         rows.append(Row(f"{name} across nodes", parts))
-    fastest = "A step is fastest with pipelines across the nodes,"
-    return Bars(rows, f"{fastest} and slowest with tensor parallelism.")
+    first, *_, last = sorted(rows, key=lambda row: row.total)
+    times = last.total / first.total
+    return Bars(rows, f"Fastest: {first.label}; {last.label} takes {times:.1f} times"
+                      f" as long. H100s, {cluster.kind_on(8)}.")
 
 networks = {name: bars(cluster) for name, cluster in NETWORKS.items()}
 knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
-     about="H100s, modelled: data sheets and a forecast", unit="s")
+     about="modelled", unit="s")
 
 # %% [markdown]
 # ## By hand: eight workers
@@ -257,10 +259,12 @@ print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
 #
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, by the data sheet, a step takes 71, 72 and 84 ms: only tensor parallelism across the nodes costs
-# much. On Ethernet, a step takes 4.4 times as long with the pipeline across the nodes, 4.8 times with data
-# parallelism, and more than ten times with tensor parallelism. The forecast (±9 %) for InfiniBand is 84, 93 and 118 ms, so
-# the order matters more than on paper.
+# On InfiniBand, by the data sheet, a step takes 41, 43 and 55 ms: only tensor parallelism across the nodes costs
+# much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data
+# parallelism, and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for
+# the network of the Ultra-Scale Playbook are 57, 60 and 82 ms. There the order matters more than on paper. The first
+# two are close, and nobody has measured which of them is ahead. What tensor parallelism across nodes costs was measured: see
+# [lab 04](04_megatron_block.ipynb).
 #
 # </details>
 
@@ -291,7 +295,7 @@ check_clipping(my_clip)
 #
 # When are three dimensions worth it? You have eight H100 GPUs, the model from the top, and a batch of 16 sequences, in two
 # microbatches per pipeline. The GPUs may be in one node, in four machines of two, or in eight machines; between machines
-# there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each. In the name of a layout, the ranks of the last
+# there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each, by the data sheets. In the name of a layout, the ranks of the last
 # axis are neighbours. Count what each rank sends, and remember that with $m$ microbatches a pipeline of $p$ stages is idle
 # for $(p-1)/(m+p-1)$ of the time. The check may take a minute.
 
@@ -318,7 +322,7 @@ check_layouts(my_layouts)
 # gradients of its own stage across the network. On eight machines no axis has fast links, and `tp` sends too much.
 # There, `4 dp x 2 pp` is the fastest, although three dimensions send a little less.
 #
-# In one node the first places are close: 45 ms for `4 dp x 2 tp`, and 48 ms for `8 dp`, of which it spends 6 ms
+# In one node the first places are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms
 # averaging gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest. This is why [the
 # guide](../docs/choosing.md), which assumes a fast network, begins with data parallelism alone.
 #
@@ -338,7 +342,7 @@ check_layouts(my_layouts)
 # - Tensor parallelism sends the most, all the time, and ranks wait for every message. It belongs inside the node. Data
 #   parallelism sends once per step.
 # - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. Its price is the bubble:
-#   with few microbatches, data parallelism across the nodes can be faster.
+#   with few microbatches, a layout without it can be faster.
 # - The mesh must not change the result. The gradient norm is a sum over all ranks, and counts every copied parameter
 #   only once.
 

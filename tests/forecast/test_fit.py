@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fit import steps as fit
-from tplab.forecast.measured import playbook, runs, sources, split
+from tplab.forecast.measured import pairs, playbook, runs, sources, split
 from tplab.forecast.stacks import STACKS, constants, find_stack
 
 
@@ -29,6 +29,17 @@ def test_constants_are_what_the_fit_finds():
 def test_a_third_of_the_runs_is_left_out_and_never_fitted():
     fitted, left_out = split(playbook())
     assert 0.2 < len(left_out) / 118 < 0.4 and not set(fitted) & set(left_out)
+
+
+def test_pairs_of_runs_differ_in_tensor_parallelism_alone():
+    found = [(few, many, size, pairs(few, many, size)) for few, many in ((4, 8), (8, 16)) for size in (1, 2, 4)]
+    assert [len(of) for *_, of in found] == [13, 1, 4, 5, 3, 1]
+    for few, many, size, of in found:
+        for a, b in of:
+            assert (a.model, a.plan.ranks, a.plan.zero) == (b.model, b.plan.ranks, b.plan.zero)
+            assert (a.plan.tp, b.plan.tp, a.plan.pp, b.plan.pp) == (few, many, 1, 1)
+            assert a.plan.microbatch == b.plan.microbatch == size and b.plan.ranks <= 256
+    assert len(pairs(8, 16, 2, ranks=512)) == 4
 
 
 def test_runs_that_were_left_out_are_as_near_as_the_page_says():

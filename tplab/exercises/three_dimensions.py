@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from tplab.cost import H100_MEASURED, H100_NODE, Cluster
+from tplab.cost import H100_NODE, Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
@@ -24,11 +24,12 @@ LARGE = GPTConfig(32768, 4096, 2, 32, 2048, bias=False)
 """Two blocks of the size used in models of about 7 billion parameters."""
 
 NETWORKS: Mapping[str, Cluster] = {
-    "InfiniBand": replace(H100_NODE, name="InfiniBand", node_size=4),
-    "InfiniBand, forecast": replace(H100_MEASURED, name="InfiniBand, forecast", node_size=4),
-    "10 Gb Ethernet": replace(H100_NODE, name="10 Gb Ethernet", node_size=4, outer_link=ETHERNET_10G),
+    "InfiniBand": replace(H100_NODE, node_size=4),
+    "InfiniBand, forecast": replace(find("h100-measured", "infiniband-ndr"), node_size=4),
+    "Playbook, forecast": replace(find("h100-measured", "playbook"), node_size=4),
+    "10 Gb Ethernet": replace(H100_NODE, node_size=4, outer_link=ETHERNET_10G),
 }
-"""Nodes of four H100 GPUs, and what may be between them."""
+"""Nodes of four H100 GPUs, and what may be between them. What is no forecast is of data sheets."""
 
 CLUSTERS: Mapping[str, Cluster] = {
     "one node of 8": replace(H100_NODE, name="one node of 8"),

@@ -130,6 +130,21 @@ def is_left_out(place: int) -> bool:
     return int(np.random.default_rng((0, place)).integers(3)) == 0
 
 
+def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:
+    """Runs of the playbook that differ in tp alone, `few` and `many`: of the same model, GPUs, microbatch and ZeRO.
+
+    ranks   GPUs at most: at 512, single runs took up to six times as long as others like them
+    """
+    known = {(run.model, run.plan): run for run in playbook()}
+    chosen = [run for run in playbook() if (run.plan.tp, run.plan.pp, run.plan.microbatch) == (many, 1, microbatch)]
+    found = list[tuple[Run, Run]]()
+    for run in chosen:
+        plan = replace(run.plan, tp=few, dp=run.plan.dp * many // few, sequence_parallel=few > 1)
+        if run.plan.ranks <= ranks and (run.model, plan) in known:
+            found.append((known[run.model, plan], run))
+    return found
+
+
 def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """(fitted, left out): those of a table whose forecast is meant to hold."""
     places = [place for place, run in enumerate(rows) if run.is_fitted]

@@ -1,0 +1,445 @@
+"""What labs 04, 05, 06, 10, 20 and 24 say about speed and memory: entries with their lab, for the files of claims/."""
+
+import re
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import tplab.torch as tt
+from tests.labs import entries
+from tests.labs.prose import numbers, printed
+from tplab import Mesh, P
+from tplab.cost import Link, activation_bytes, find
+from tplab.cost.measured import RingAttention, ring_attention
+from tplab.exercises.three_dimensions import CLUSTERS, LAYOUTS, NETWORKS, modelled
+from tplab.forecast import Model, Plan
+from tplab.forecast.activations import kept
+from tplab.forecast.measured import pairs
+from tplab.schedules import (
+    Costs,
+    Schedule,
+    Simulation,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    one_f_one_b,
+    simulate,
+    v_half,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from tplab.trace.trace import Trace
+
+BLOCK = "04_megatron_block"
+MEMORY = "05_block_memory"
+VOCABULARY = "06_vocabulary"
+SCHEDULES = "10_pipeline_schedules"
+SEQUENCE = "20_long_sequence"
+THREE = "24_three_dimensions"
+
+
+def Claim(lab: str, *about: Any) -> tuple[str, entries.Entry]:
+    return lab, entries.Claim(*about)
+
+
+def Quote(lab: str, *about: Any) -> tuple[str, entries.Entry]:
+    return lab, entries.Quote(*about)
+
+
+def Given(lab: str, *about: Any) -> tuple[str, entries.Entry]:
+    return lab, entries.Given(*about)
+
+
+def of(lab: str) -> tuple[entries.Entry, ...]:
+    return tuple(entry for one, entry in CLAIMS if one == lab)
+
+
+SHEET, H100 = find("h100"), find("h100-measured")
+GPT3 = 2048, 1, 12288, 96
+UNIT = 2048 * 12288
+"""s b h of GPT-3's block."""
+
+
+def microseconds(program: str) -> float:
+    """What lab 05 prints for its MLP half."""
+    (line,) = (one for one in printed(MEMORY).splitlines() if one.startswith(f"{program} ") and one.endswith("µs"))
+    return numbers(line)[-1].value
+
+
+# -------------------------------------------------------------------------------------------------------- lab 04 and 06
+
+
+def times_as_fast() -> tuple[float, float]:
+    """What the knob of lab 04 says of sixteen ranks beside eight: on InfiniBand, on the playbook's network."""
+    found = re.search(r"At 4,096: 16 ranks are ([\d.]+) times .* and ([\d.]+) times", printed(BLOCK))
+    assert found
+    return float(found[1]), float(found[2])
+
+
+def gathered(x: Any, head: Any, ids: Any) -> Any:
+    return F.cross_entropy(tt.gather_from(tt.copy_to(x, "tp") @ head.T, "tp"), ids)
+
+
+def in_place(x: Any, head: Any, ids: Any) -> Any:
+    logits = tt.copy_to(x, "tp") @ head.T
+    return tt.vocab_parallel_cross_entropy(logits, ids, "tp", 4 * len(head))
+
+
+@cache
+def of_loss(fn: Any, tokens: int, entries: int, width: int) -> Trace:
+    sizes = [torch.empty(size, width, dtype=torch.bfloat16, device="meta") for size in (tokens, entries)]
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    return tt.run(fn, Mesh(tp=4), *sizes, ids, in_specs=(P(), P("tp"), P()), cluster=H100).trace
+
+
+def gathering_is_faster(tokens: int, llama: bool) -> bool:
+    sizes = (128_256, 4096) if llama else (50_260, 768)
+    return of_loss(gathered, tokens, *sizes).makespan < of_loss(in_place, tokens, *sizes).makespan
+
+
+def computing(fn: Any) -> float:
+    return sum(event.duration for event in of_loss(fn, 2048, 50_260, 768).select(rank=0, kind="compute").events)
+
+
+# --------------------------------------------------------------------------------------------------------------- lab 10
+
+PROFILE = Costs(18.522, 18.086, 9.337, transfer=0.601)
+"""ms. Qi et al. 2024 (arXiv:2401.10241), the table of bubble rates: 8 A100s, 24 microbatches."""
+
+
+def on_profile(schedule: Schedule) -> Simulation:
+    return simulate(schedule, PROFILE)
+
+
+def messages(schedule: Schedule) -> int:
+    return sum(event.kind == "send" for event in on_profile(schedule).trace.events)
+
+
+FAST = zb_v(8, 24), interleaved_1f1b(8, 24, virtual_stages=4)
+OTHERS = (
+    *(rule(8, 24) for rule in (gpipe, one_f_one_b, zb_h1, zb_h2, v_half)),
+    interleaved_1f1b(8, 24, virtual_stages=2),
+)
+
+
+def either_is_faster() -> bool:
+    slow = [2, 1, 1, 1]
+    costs = Costs(slow, slow, slow), Costs(transfer=1)
+    differ = [simulate(gpipe(4, 8), one).makespan - simulate(one_f_one_b(4, 8), one).makespan for one in costs]
+    return min(differ) < 0 < max(differ)
+
+
+# --------------------------------------------------------------------------------------------------------------- lab 20
+
+
+def of_rows(gpu: str, api: str, passes: str) -> dict[str, RingAttention]:
+    return {row.variant: row for row in ring_attention() if (row.gpu, row.api, row.passes) == (gpu, api, passes)}
+
+
+ROWS = [of_rows(gpu, api, p) for gpu in ("H800", "A100") for api in ("batch", "varlen") for p in ("fwd", "fwd+bwd")]
+
+
+def tile(tokens: int) -> float:
+    return H100.chip.attention_seconds(1, 32, tokens, tokens, 128, kv_heads=8, kernel="flash2")
+
+
+def hop(tokens: int, link: Link) -> float:
+    return link.seconds(4 * tokens * 8 * 128)
+
+
+def merging_by_tiles() -> float:
+    """How long a rank of lab 20's layer merges, for each second in its tiles."""
+    spec, sizes = P(None, None, "cp"), [(1, heads, 16384, 128) for heads in (32, 8, 8)]
+    tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return tt.ring_attention(q, k, v, "cp", causal=False)
+
+    trace = tt.run(layer, Mesh(cp=8), *tensors, in_specs=spec, cluster=H100).trace
+    events = trace.select(rank=0, kind="compute").events
+    tiles = sum(event.duration for event in events if "attention" in event.op)
+    return (sum(event.duration for event in events) - tiles) / tiles
+
+
+# --------------------------------------------------------------------------------------------------------------- lab 24
+
+ORDERS = ("pp", "dp", "tp"), ("dp", "pp", "tp"), ("tp", "dp", "pp")
+
+
+@cache
+def of_order(network: str, order: tuple[str, ...]) -> float:
+    """Milliseconds of a step on 2 x 2 x 2 GPUs."""
+    return 1e3 * modelled(Mesh(**dict.fromkeys(order, 2)), NETWORKS[network]).makespan
+
+
+def of_orders(network: str) -> list[float]:
+    return [of_order(network, order) for order in ORDERS]
+
+
+@cache
+def of_layout(layout: str, cluster: str) -> Trace:
+    return modelled(LAYOUTS[layout], CLUSTERS[cluster])
+
+
+def fastest(cluster: str) -> str:
+    return min(LAYOUTS, key=lambda layout: of_layout(layout, cluster).makespan)
+
+
+def averaging() -> float:
+    events = of_layout("8 dp", "one node of 8").select(rank=0, kind="collective").events
+    return 1e3 * sum(event.duration for event in events if event.axis == "dp")
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
+
+CLAIMS = (
+    Claim(
+        BLOCK,
+        "sixteen ranks are a little faster than eight on InfiniBand, and less than half as fast on the Playbook's",
+        lambda: 1 < times_as_fast()[0] < 1.25 and times_as_fast()[1] < 0.5,
+    ),
+    Claim(
+        BLOCK,
+        "sixteen GPUs get through fewer tokens than eight",
+        lambda: all(2 * a.seconds < b.seconds for microbatch in (1, 2, 4) for a, b in pairs(8, 16, microbatch)),
+    ),
+    Claim(
+        BLOCK,
+        "sixteen ranks get through fewer tokens than eight",
+        lambda: all(2 * a.seconds < b.seconds for microbatch in (1, 2, 4) for a, b in pairs(8, 16, microbatch)),
+    ),
+    Given(BLOCK, "four times as wide as $x$"),
+    Given(BLOCK, "four times as much as the one that lab 01's order needs"),
+    # ------------------------------------------------------------------------------------------------------------------
+    Claim(MEMORY, "An H100 has 80 GB", lambda: [SHEET.chip.memory / 1e9]),
+    Claim(
+        MEMORY,
+        "2.7 GiB for one layer, and 257 GiB for 96",
+        lambda: [activation_bytes(*GPT3) / 2**30, 96 * activation_bytes(*GPT3) / 2**30, 96],
+    ),
+    Claim(
+        MEMORY,
+        "it is 240 MiB per layer, and 22.5 GiB for all 96",
+        lambda: [10 * UNIT / 2**20, 96 * 10 * UNIT / 2**30, 96],
+    ),
+    Quote(
+        MEMORY,
+        "it is 43% of what a rank keeps of GPT-3's block, and 71% of Llama's",
+        ("43% of GPT-3's block, 71% of Llama's",),
+    ),
+    Claim(
+        MEMORY,
+        "saves a sixth of the time",
+        lambda: 0.14 < 1 - microseconds("split") / microseconds("whole") < 0.19,
+    ),
+    Claim(
+        MEMORY,
+        "The second gather takes back about 40 µs",
+        lambda: [microseconds("gathered again") - microseconds("split")],
+    ),
+    Claim(
+        MEMORY,
+        "measured 19.0 ms instead of 19.6, forward and backward, for a layer of a 22-billion-parameter model on eight "
+        "A100s, which is 3%",
+        lambda: [7.2 + 11.8, 7.7 + 11.9, 22, 100 * (1 - 19.0 / 19.6)],  # arXiv:2205.05198, table 4
+    ),
+    # ------------------------------------------------------------------------------------------------------------------
+    Claim(
+        VOCABULARY,
+        "computing takes longer, although each rank now works on a quarter of the logits",
+        lambda: computing(in_place) > computing(gathered),
+    ),
+    Claim(
+        VOCABULARY,
+        "Up to 128 tokens gathering is faster for GPT-2, and up to 64 for Llama 3 8B",
+        lambda: (
+            gathering_is_faster(128, False)
+            and gathering_is_faster(64, True)
+            and not gathering_is_faster(256, False)
+            and not gathering_is_faster(128, True)
+        ),
+    ),
+    Claim(VOCABULARY, "The forecast charges 2.4 µs per launch", lambda: [1e6 * H100.chip.launch]),
+    Quote(VOCABULARY, "gathering sends $V/12$ times as many bytes", ("gathering sends 4,188 times", "12")),
+    Claim(
+        VOCABULARY,
+        "Gathering the logits sends thousands of times as many bytes",
+        lambda: "sends 4,188 times" in printed(VOCABULARY) and "sends 10,688 times" in printed(VOCABULARY),
+    ),
+    Claim(
+        VOCABULARY,
+        "With few tokens, the number of launches decides: gathering is faster",
+        lambda: gathering_is_faster(64, False) and gathering_is_faster(64, True),
+    ),
+    Claim(
+        VOCABULARY,
+        "the loss of a sequence takes as much memory as five or six blocks",
+        lambda: (
+            5
+            < kept(Model.find("llama3-8b"), Plan(), 8192).logits / kept(Model.find("llama3-8b"), Plan(), 8192).layer
+            < 6
+        ),
+    ),
+    # ------------------------------------------------------------------------------------------------------------------
+    Claim(
+        SCHEDULES,
+        "The lower one, whose backward is split into two parts, ends sooner",
+        lambda: simulate(zb_h1(4, 8)).makespan < simulate(one_f_one_b(4, 8)).makespan,
+    ),
+    Claim(SCHEDULES, "four ranks are no faster than one", lambda: simulate(naive(ranks=4)).makespan == 4 * 3),
+    Claim(SCHEDULES, "Otherwise either of the two may be faster", either_is_faster),
+    Claim(
+        SCHEDULES,
+        "with such messages, GPipe is faster than 1F1B and ZB-H1",
+        lambda: all(
+            simulate(gpipe(4, m), Costs(transfer=1)).makespan < simulate(rule(4, m), Costs(transfer=1)).makespan
+            for rule in (one_f_one_b, zb_h1)
+            for m in (8, 12, 16, 24)
+        ),
+    ),
+    Claim(
+        SCHEDULES,
+        r"measured $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 A100s, so $B$ is $1.48\,F$, and 0.6 ms",
+        lambda: [18.522, 18.086, 9.337, 8, (18.086 + 9.337) / 18.522, 0.601],  # as PROFILE
+    ),
+    Claim(
+        SCHEDULES,
+        "idles for 10.8%",
+        lambda: [100 * (1 - 24 * (18.522 + 18.086 + 9.337) / on_profile(zb_h2(8, 24)).makespan)],
+    ),
+    Given(
+        SCHEDULES, "is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in more"
+    ),  # abstract
+    Claim(
+        SCHEDULES,
+        "GPipe is even a little faster than",
+        lambda: 0.95 < on_profile(gpipe(8, 24)).makespan / on_profile(one_f_one_b(8, 24)).makespan < 1,
+    ),
+    Claim(SCHEDULES, "but keeps 24 microbatches", lambda: [on_profile(gpipe(8, 24)).peak_activations.max()]),
+    Claim(
+        SCHEDULES,
+        "ZB-V and interleaving with $v = 4$ shorten the step most, and send at least twice as many messages",
+        lambda: (
+            max(on_profile(one).makespan for one in FAST) < min(on_profile(one).makespan for one in OTHERS)
+            and min(map(messages, FAST)) >= 2 * messages(one_f_one_b(8, 24))
+        ),
+    ),
+    Claim(
+        SCHEDULES,
+        "ZB-H1 sends no more, and gains less",
+        lambda: (
+            messages(zb_h1(8, 24)) == messages(one_f_one_b(8, 24))
+            and on_profile(zb_h1(8, 24)).makespan > max(on_profile(one).makespan for one in FAST)
+        ),
+    ),
+    # ------------------------------------------------------------------------------------------------------------------
+    Claim(SEQUENCE, "that is 4 GiB in each layer", lambda: [2 * 2 * 8 * 128 * 2**20 / 2**30]),
+    Claim(
+        SEQUENCE,
+        "Together they take about a fifth as long as the tiles",
+        lambda: 0.17 < merging_by_tiles() < 0.23,
+    ),
+    Claim(
+        SEQUENCE,
+        "With twice as many tokens, a long tile takes four times as long",
+        lambda: 3.6 < tile(16384) / tile(8192) < 4.1,
+    ),
+    Claim(
+        SEQUENCE,
+        "A hop takes only twice as long",
+        lambda: all(1.7 < hop(16384, link) / hop(8192, link) < 2.01 for link in (H100.link(0, 1), H100.link(0, 8))),
+    ),
+    Claim(
+        SEQUENCE,
+        "a slower kernel hides more, and FlashAttention 2 reaches about a third of the peak on an H100",
+        lambda: (
+            tile(4096) > SHEET.chip.attention_seconds(1, 32, 4096, 4096, 128, kv_heads=8)
+            and 0.28 < 4 * 32768**2 * 32 * 128 / tile(32768) / 989e12 < 0.36
+        ),
+    ),
+    Claim(
+        SEQUENCE,
+        "calls its kernel as often as the plain one, and is much faster",
+        lambda: all(
+            row.seconds < 0.75 * rows["ring"].seconds
+            for rows in ROWS
+            for name, row in rows.items()
+            if name in ("zigzag", "stripe")
+        ),
+    ),
+    Claim(
+        SEQUENCE,
+        "With documents, the gather is between the two rings",
+        lambda: all(
+            rows["zigzag"].seconds < rows["llama3_allgather"].seconds < rows["ring"].seconds
+            for rows in ROWS
+            if "llama3_allgather" in rows
+        ),
+    ),
+    Claim(
+        SEQUENCE,
+        "On four ranks, more than a third of the time is lost, and with more ranks the loss approaches one half",
+        lambda: 1 - (1 + 2 + 3 + 4) / 4**2 > 1 / 3 and 0.49 < 1 - sum(range(1, 101)) / 100**2 < 0.5,
+    ),
+    Given(SEQUENCE, "A hop is hidden if it takes no longer than the tile"),
+    # ------------------------------------------------------------------------------------------------------------------
+    Claim(
+        THREE,
+        "With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest",
+        lambda: of_orders("InfiniBand") == sorted(of_orders("InfiniBand")),
+    ),
+    Claim(THREE, "with 50 GB/s per GPU", lambda: [SHEET.link(0, 8).bandwidth / 1e9]),
+    Claim(THREE, "with 1.25 GB/s", lambda: [NETWORKS["10 Gb Ethernet"].link(0, 4).bandwidth / 1e9]),
+    Claim(THREE, "a step takes 41, 43 and 55 ms", lambda: of_orders("InfiniBand")),
+    Claim(
+        THREE,
+        "a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism, and 15 "
+        "times with tensor parallelism",
+        lambda: [a / b for a, b in zip(of_orders("10 Gb Ethernet"), of_orders("InfiniBand"))],
+    ),
+    Claim(THREE, "The forecasts for InfiniBand are 53, 55 and 67 ms", lambda: of_orders("InfiniBand, forecast")),
+    Claim(THREE, "are 57, 60 and 82 ms", lambda: of_orders("Playbook, forecast")),
+    Claim(
+        THREE,
+        "There, 4 dp x 2 pp is the fastest, although three dimensions send a little less",
+        lambda: (
+            fastest("8 machines") == "4 dp x 2 pp"
+            and 0.9
+            < of_layout("2 pp x 2 dp x 2 tp", "8 machines").bytes_sent(rank=0)
+            / of_layout("4 dp x 2 pp", "8 machines").bytes_sent(rank=0)
+            < 1
+        ),
+    ),
+    Claim(
+        THREE,
+        "On four machines of two, all three dimensions are best",
+        lambda: fastest("4 machines of 2") == "2 pp x 2 dp x 2 tp",
+    ),
+    Claim(
+        THREE,
+        "25 ms for 4 dp x 2 tp, and 27 ms for 8 dp, of which it spends 6 ms",
+        lambda: [
+            *(1e3 * of_layout("4 dp x 2 tp", "one node of 8").makespan, 4, 2),
+            *(1e3 * of_layout("8 dp", "one node of 8").makespan, 8, averaging()),
+        ],
+    ),
+    Claim(
+        THREE,
+        "If that were hidden behind the backward pass, 8 dp would be the fastest",
+        lambda: (
+            1e3 * of_layout("8 dp", "one node of 8").makespan - averaging()
+            < 1e3 * of_layout(fastest("one node of 8"), "one node of 8").makespan
+        ),
+    ),
+    Claim(
+        THREE,
+        "with few microbatches, a layout without it can be faster",
+        lambda: "pp" not in fastest("one node of 8"),
+    ),
+    Given(THREE, "how many times as long a step takes"),
+    Given(THREE, "between machines there is 10 Gb Ethernet for each GPU"),
+    Given(THREE, "Choose the fastest layout for each"),
+)
