@@ -83,9 +83,9 @@ def _playbook() -> str:
 ### {fabrics()["playbook"].name[0].upper()}{fabrics()["playbook"].name[1:]}
 
 {measured.source("network_h100")}.
-Bus bandwidth at 256 MB in GB/s, on nodes of 8 H100s: what passes each rank's link. All rows are of one size, so how long
-hops take is fitted to the playbook's training steps as well. The steps count more, because the band around each mean is
-wide. So the forecast is not the mean of the band; it is
+Bus bandwidth at 256 MB in GB/s, on nodes of 8 H100s: what passes each rank's link. All rows are of one size, so how
+long hops take is fitted to the playbook's training steps as well. The steps count more, because the band around each
+mean is wide. So the forecast is not the mean of the band; it is
 {_off_by("playbook")}.
 
 {table(head, lines)}"""
