@@ -51,8 +51,8 @@ each GPU has a network card of 400 Gb/s. What reaches it differs, so each job is
 ([How right is the clock?](clock.md)):
 
 - **{playbook}** is what one cluster had, with whatever else ran there. Of 400 Gb/s, collectives
-  over two nodes reach {shares[0]:.0%}, over 8 nodes {shares[1]:.0%}, and over 32 nodes {shares[2]:.0%}. Its error is known,
-  and large.
+  over two nodes reach {shares[0]:.0%}, over 8 nodes {shares[1]:.0%}, and over 32 nodes {shares[2]:.0%}. Its error is
+  known, and large.
 - **{ndr}** has constants from two messages between two nodes. Its bandwidth does not fall with more nodes,
   which nobody has measured, so it is the better case.
 
