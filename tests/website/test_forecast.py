@@ -4,6 +4,7 @@ import re
 
 from benchmarks.fit import steps as fit
 from tplab.forecast import measured
+from tplab.forecast.classes import known
 from website import forecast, steps
 
 
@@ -33,3 +34,16 @@ def test_an_interval_is_tried_on_rows_that_it_was_not_made_of():
     some = [run for run in measured.playbook() if run.plan.pp == 1 and run.plan.ranks == 8][:5]
     far = max(measured.playbook(), key=lambda run: steps.ratios()[run])
     assert forecast.inside(some) == 1 and forecast.inside([*some, far]) == 5 / 6
+
+
+def test_the_readme_says_the_errors_of_these_classes():
+    readme = " ".join((forecast.PAGE.parent.parent / "README.md").read_text(encoding="utf8").split())
+    for name, text in (
+        (
+            "nanotron, dense, tp in a node, no pipeline, H100, 16 bit, 2 to 32 nodes",
+            "half are off by {} or less, and nine of ten by {}.",
+        ),
+        ("fsdp, dense, tp in a node, no pipeline, any chip, any dtype, any number of nodes", "it is {} and {}."),
+    ):
+        (of,) = (one for one in known().values() if one.name == name)
+        assert f"({of.rows} steps), {text.format(f'{of.median:.1%}', f'{of.most:.1%}')}" in readme
