@@ -6,8 +6,9 @@ On data sheets there are only two formulas:
     message    latency + bytes / bandwidth                              Hockney 1994
 
 Peaks are what data sheets promise. Real programs reach only part of them, and their small operations may start sooner
-than is assumed here. So times at peak rates compare designs, but are neither forecasts nor bounds. A *forecast* ("h100-measured") has constants fitted to what others
-measured, and says how far off it is on rows that it has not seen: `Cluster.kind` and `Cluster.label` say which it is.
+than is assumed here. So times at peak rates compare designs, but are neither forecasts nor bounds. A *forecast*
+("h100-measured") has constants fitted to what others measured, and says how far off it is on rows that it has not seen:
+`Cluster.kind` and `Cluster.label` say which it is.
 
 A cluster is a chip, a node and a fabric: what computes, what joins the ranks of a node, and what joins nodes. `find`
 knows some of each by name (`tplab.cost.named`). You can define your own, or change one figure of a known one with
