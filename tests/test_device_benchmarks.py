@@ -58,6 +58,7 @@ def test_the_file_stays_small_and_errors_keep_their_ends():
     rows = json.loads(text)["checks"]
     assert len(rows) == 60 and all(row["said"].endswith("the reason") for row in rows)
     assert shortened("short") == "short"
+    assert shortened(f'File "{Path(report.__file__)}", line 3') == 'File "benchmarks/device/report.py", line 3'
 
 
 def test_items_that_run_again_take_the_place_of_their_own(tmp_path: Path):
