@@ -58,6 +58,7 @@ def test_the_file_stays_small_and_errors_keep_their_ends():
     rows = json.loads(text)["checks"]
     assert len(rows) == 60 and all(row["said"].endswith("the reason") for row in rows)
     assert shortened("short") == "short"
+    assert shortened(f'File "{Path(report.__file__)}", line 3') == 'File "benchmarks/device/report.py", line 3'
 
 
 def test_items_that_run_again_take_the_place_of_their_own(tmp_path: Path):
@@ -141,6 +142,9 @@ def test_the_page_shows_only_what_the_file_has(tmp_path: Path):
     checks = [
         Check("clock", "matmul", True, "", figures, 1.0),
         Check("jax_programs", "run", False, "Traceback\n  here\nValueError: it is `wrong`\n", {}, 2.0),
+        Check(
+            "suite", "layers", False, "Traceback\nhere.Wrong: 1 tests failed:\n1 x assert 2\n    a.py::test", {}, 2.0
+        ),
     ]
     about = {"date": "2026-01-02", "commit": "abc", "chip": "A chip", "driver": "5", "cuda": "13.0", "python": "3.12"}
     file = tmp_path / "device.json"
@@ -150,6 +154,7 @@ def test_the_page_shows_only_what_the_file_has(tmp_path: Path):
     assert "| matmul | 2 | 15.0, 19 % | 25.0, 45 % | 3.0 x |" in page
     assert "| 1 x 2 x 3 | 10.0 | 20.0 | 11.0 | +10 % | 5.0 | -50 % |" in page
     assert "| jax programs | 0 | 1 | 0 | 2 s |" in page and "failed. `ValueError: it is 'wrong'`" in page
+    assert "- suite, layers: failed. `1 tests failed: 1 x assert 2 a.py::test`" in page
 
 
 def test_every_item_has_a_file():

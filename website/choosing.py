@@ -6,13 +6,15 @@ python -m website.choosing      writes the page again
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from tplab.cost import find
+from tplab.cost.measured import fabrics
 from tplab.forecast import Plan, Plans, forecast, plans
-from tplab.forecast.messages import FABRIC
+from tplab.forecast.step import OUTSIDE, Step
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing.md"
-CLUSTER = "h100-measured"
+NODES = "h100-measured"
+NETWORKS = ("playbook", "infiniband-ndr")
 
 GUIDE = """\
 # Which layout? A guide
@@ -29,8 +31,10 @@ to believe it.
 2. **Are activations what is too large?** Use smaller microbatches first, then selective and full recomputation, which
    costs a third of the computing ([lab 15](../labs/15_recomputation.ipynb), [lab 25](../labs/25_will_it_fit.ipynb)).
 3. **Is the model too large?** Use tensor parallelism inside a node, with sequence parallelism: 2 or 4 ranks, and 8 only
-   if you must, because every layer waits for its messages ([lab 04](../labs/04_megatron_block.ipynb)). Take ZeRO 1 with
-   it, not 3: for {job}, dp 64 and tp 4 with ZeRO 3 take {slower:.1f} times as long as the best plan below.
+   if you must, because every layer waits for its messages ([lab 04](../labs/04_megatron_block.ipynb)). Whether to
+   combine it with ZeRO 3 depends on the network: for {job}, dp 64 and tp 4 with ZeRO 3 take
+   {slower[0]:.1f} times as long as the best plan below on the playbook's network, and {slower[1]:.2f} times on
+   InfiniBand NDR.
 4. **Still too large?** Add pipeline stages, and let them cross the network: they send the least. Take four microbatches
    per stage or more, or interleave, or the bubble is large ([lab 10](../labs/10_pipeline_schedules.ipynb)).
 5. **Are sequences so long that one does not fit, or are there more GPUs than sequences?** Split the sequence, with a
@@ -42,16 +46,25 @@ FLOPs.
 
 ## What a search finds
 
-The best of all plans, by the forecast for Megatron. Half of its forecasts are off by a few percent, so plans that
-differ by less are equally good. The last column says why most of the others lose.
+The best of all plans, by the forecast for Megatron, on nodes of eight H100s with NVLink and NVSwitch. Between nodes,
+each GPU has a network card of 400 Gb/s. What reaches it differs, so each job is searched on two networks
+([How right is the clock?](clock.md)):
 
-All of them are on nodes of eight H100s, joined by NVLink and NVSwitch. Between nodes, each GPU has a network card of
-400 Gb/s. Collectives over two nodes reach {two} of that bandwidth, over 8 nodes {eight}, and over 32 nodes {many}: that
-was measured on one cluster ([How right is the forecast?](forecast.md)). On a better network, data parallelism and ZeRO
-cost less than here; on a slower one, plans with more stages and fewer data-parallel ranks win.
+- **{playbook}** is what one cluster had, with whatever else ran there. Of 400 Gb/s, collectives
+  over two nodes reach {shares[0]:.0%}, over 8 nodes {shares[1]:.0%}, and over 32 nodes {shares[2]:.0%}. Its error is
+  known, and large.
+- **{ndr}** has constants from two messages between two nodes. Its bandwidth does not fall with more nodes,
+  which nobody has measured, so it is the better case.
+
+If both networks give one plan, take it. If they differ, try both plans on your own cluster, or measure your network
+(`python -m tplab.measure`) and search with that.
+
+The class is the kind of published steps that the interval comes from, with the number of its rows and the error that
+half of them stay below ([How right is the forecast?](forecast.md)). Classes do not tell schedules apart. All published
+steps of Megatron with pipelines are of 1F1B, plain or interleaved, so a plan with another schedule is less sure than
+its interval says. Plans that differ by less than the error of their class are equally good. The last column says why
+most of the others lose.
 """
-
-NODES = {"two": 2, "eight": 8, "many": 32}
 
 JOBS = (
     ("llama3-8b", 8, 64, 8192),
@@ -63,28 +76,40 @@ JOBS = (
 
 
 def page() -> str:
-    lines = [
-        "| model, GPUs, batch | best plan | s | interval, s | MFU | others |",
-        "| --- | --- | --: | --: | --: | --- |",
+    lines = [_row(*job, network) for job in JOBS for network in NETWORKS if job[1] > 8 or network == NETWORKS[0]]
+    head = [
+        "| model, GPUs, batch | network | best plan | s | interval, s | its class | MFU | others |",
+        "| --- | --- | --- | --: | --: | --- | --: | --- |",
     ]
-    lines += [_row(*job) for job in JOBS]
-    reached: dict[str, Any] = {
-        name: f"{FABRIC.reached / nodes**FABRIC.congestion:.0%}" for name, nodes in NODES.items()
-    }
+    playbook, ndr = (fabrics()[network] for network in NETWORKS)
     model, gpus, batch, sequence = JOBS[-1]
-    slow = Plan(dp=gpus // 4, tp=4, zero=3, sequence_parallel=True)
-    best = plans(model, CLUSTER, gpus=gpus, batch=batch, sequence=sequence)[0].seconds
-    took = forecast(model, slow, CLUSTER, batch=batch, sequence=sequence).seconds
-    reached |= {"job": f"{model} on {gpus} GPUs", "slower": took / best}
-    return GUIDE.format(**reached) + "\n" + "\n".join(lines) + "\n"
+    slow, slower = Plan(dp=gpus // 4, tp=4, zero=3, sequence_parallel=True), list[float]()
+    for network in NETWORKS:
+        cluster = find(NODES, fabric=network)
+        best = plans(model, cluster, gpus=gpus, batch=batch, sequence=sequence)[0].seconds
+        slower.append(forecast(model, slow, cluster, batch=batch, sequence=sequence).seconds / best)
+    text = GUIDE.format(
+        job=f"{model} on {gpus} GPUs",
+        slower=slower,
+        playbook=playbook.name.capitalize(),
+        ndr=ndr.name,
+        shares=[playbook.reached / nodes**playbook.fall for nodes in (2, 8, 32)],
+    )
+    return text + "\n" + "\n".join([*head, *lines]) + "\n"
 
 
-def _row(model: str, gpus: int, batch: int, sequence: int) -> str:
-    found = plans(model, CLUSTER, gpus=gpus, batch=batch, sequence=sequence)
+def _row(model: str, gpus: int, batch: int, sequence: int, network: str) -> str:
+    found = plans(model, find(NODES, fabric=network), gpus=gpus, batch=batch, sequence=sequence)
     best = found[0]
     job = f"{model}, {gpus} GPUs, {batch:,} x {sequence:,} tokens"
-    interval = best.step.between
-    return f"| {job} | {best.plan} | {best.seconds:.3g} | {interval} | {best.mfu:.0%} | {_others(found)} |"
+    where = fabrics()[network].name if gpus > 8 else "one node"
+    about = str(best.plan), f"{best.seconds:.3g}", best.step.between, _class(best.step), f"{best.mfu:.0%}"
+    return f"| {' | '.join([job, where, *about, _others(found)])} |"
+
+
+def _class(step: Step) -> str:
+    of = step.measured
+    return f"{of.name}: {of.rows} rows, {of.median:.1%}" if of else OUTSIDE
 
 
 def _others(found: Plans) -> str:

@@ -5,20 +5,20 @@ python -m website.clock      writes the page again
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from benchmarks.fit import attention
 from benchmarks.fit import matmuls as fit
-from benchmarks.fit.fabrics import network_errors
 from benchmarks.fit.least import summary
 from benchmarks.fit.tables import matmuls, prompts, source
 from tplab import cost
 from tplab.cost import measured
 from tplab.cost.kernels import Kernels
 from tplab.units import bytes_text
-from website import device
+from website import device, networks, sheets
+from website.device import table, us
+from website.networks import off, pair
 
 PAGE = Path(__file__).parent.parent / "docs" / "clock.md"
 NAMES = {"a100": "A100", "h100": "H100", "b200": "B200"}
@@ -41,17 +41,18 @@ A modelled time in tplab is one of two things, and every trace, summary and widg
   data sheet" below.
 - A **forecast** (`cluster="h100-measured"`, `"a100-measured"`, `"b200-measured"`) is the same clock with constants
   fitted to what others have measured. Its label has its error: half of the rows that it had not seen are nearer than
-  that.
+  that. Between nodes, the label names the network and has the network's error.
 
 Below is every table that the constants were fitted to, with its source, beside what the clock says.
 `python -m benchmarks.fit.chips` and `python -m benchmarks.fit.fabrics` fit them again. There are at most 22
 constants per chip: nine for NCCL (`tplab.cost.nccl`), six for matmuls, four for those in FP8 (`tplab.cost.kernels`),
-and three for attention (`tplab.cost.attention`). Twelve more are the same for all chips, and two describe one network.
+and three for attention (`tplab.cost.attention`). About a dozen more are shared by chips. A network has two to six
+(`tplab.cost.fabric`).
 
 ## In short
 
 "Seen" are errors on the rows that were fitted, "unseen" on rows that a fit had not seen: a third of the rows at a time
-(collectives, matmuls, attention), or all rows of one number of nodes (network). Each pair is the median, and what nine
+(collectives, matmuls, attention), or all rows of one number of nodes (networks). Each pair is the median, and what nine
 of ten rows stay below.
 """
 
@@ -63,35 +64,24 @@ LIMITS = """\
 - An all_to_all of few bytes sometimes took 16 us and sometimes 7 on the same H100s. No smooth formula follows that.
 - NCCL's jump from one protocol to another is at one number of bytes per link here. It really depends on the operation
   and on the number of GPUs, and near it errors of 20 to 30 % are common.
-- Kernels of an H200 are taken to be those of an H100, with the memory of an H200. Nobody has checked that.
-- The network was measured at 256 MB, on one cluster, and single runs differ by far more than
-  the forecast is off: on 64 nodes, the source draws a band from a third of the mean to five times it.
+- Kernels of an H200 are taken to be those of an H100, with the memory of an H200. "On a GPU of our own" above has the
+  errors of that on one H200. Its memory is faster, and no table of others was fitted to it.
+- No collective of large messages was measured on InfiniBand NDR, HDR or Ethernet, so their labels have no error. Single
+  runs differ: on 64 nodes of the playbook's cluster, the source draws a band from a third of the mean to five times it.
+- The rows of the playbook's network are of 256 MB. Its latencies come from training steps, so they have in them what
+  nanotron did beside its messages.
+- What is limited by memory counts as if it read and wrote each number once. On the H200, a softmax took three times as
+  long as that, and a transposed copy six times.
+- Attention in torch counts as FlashAttention 2. cuDNN's kernels took half of that forecast on the H200.
 - Broadcasts, sends and everything else that nobody has measured start as NCCL does, and pass links as it does.
 - Two kernels at once on one GPU, power limits and clocks that fall when a GPU is hot are not modelled.
 """
 
 
 def page() -> str:
-    tables = [_summary(), _faster(), _collectives(), _matmuls(), _attention(), _network()]
-    parts = [INTRODUCTION, *tables, device.section(), LIMITS]
+    tables = [_summary(), _faster(), _collectives(), _matmuls(), _attention(), networks.section()]
+    parts = [INTRODUCTION, *tables, device.section(), sheets.section(), LIMITS]
     return "\n".join(part.rstrip() + "\n" for part in parts)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *("--:" for _ in head[1:])], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _off(found: float, true: float) -> str:
-    return f"{100 * (found / true - 1):+.0f} %"
-
-
-def _pair(error: tuple[float, float]) -> str:
-    return f"{100 * error[0]:.1f}, {100 * error[1]:.0f} %"
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:,.1f}" if seconds < 1e-4 else f"{seconds * 1e6:,.0f}"
 
 
 def _on(gpu: str) -> cost.Cluster:
@@ -109,12 +99,10 @@ def _summary() -> str:
             seen["matmuls in 8 bit"] = fit.errors_in_8_bit(gpu, fit.stored(gpu))
         if gpu in attention.CHIPS:
             seen["attention"] = attention.attention_errors(prompts(gpu), attention.stored(gpu)).tolist()
-        if forecast.fabric is not None:
-            seen["network"] = network_errors(measured.network(), forecast.fabric, _on(gpu))
         for what, errors in seen.items():
-            number, pairs = f"{len(errors):,}", (_pair(summary(errors)), _pair(forecast.errors[what]))
+            number, pairs = f"{len(errors):,}", (pair(summary(errors)), pair(forecast.errors[what]))
             rows.append([f"{name}, {what}", number, *pairs])
-    return _table(["what", "rows", "seen", "unseen"], rows)
+    return table(["what", "rows", "seen", "unseen"], rows + networks.summaries())
 
 
 def _found(row: measured.Collective) -> float:
@@ -144,7 +132,7 @@ Rows that were measured faster than at peak rates, by more than 2 %. Kernels tha
 5 us, and find a part of their operands in the cache. For few bytes NCCL takes a protocol with less latency than the one
 whose latency counts here.
 
-{_table(["what", "rows", "faster", "at peak rates at most"], lines)}"""
+{table(["what", "rows", "faster", "at peak rates at most"], lines)}"""
 
 
 def _collectives() -> str:
@@ -163,11 +151,11 @@ what each GPU has. Microseconds.
             found, at_peak = _found(row), sheet.collective_seconds(op, row.bytes, row.gpus)
             errors.append(found / row.seconds - 1)
             size = f"{row.gpus} GPUs, {bytes_text(int(row.bytes))}"
-            lines.append([size, *map(_us, (row.seconds, found)), _off(found, row.seconds), _us(at_peak)])
+            lines.append([size, *map(us, (row.seconds, found)), off(found, row.seconds), us(at_peak)])
         middle, most = summary(errors)
         title = f"{NAMES[gpu]}, {op}: half are within {100 * middle:.1f} %, nine of ten within {100 * most:.0f} %"
         head = ["size", "measured", "forecast", "off by", "data sheet"]
-        text += f"\n<details>\n<summary>{title}</summary>\n\n{_table(head, lines)}\n</details>\n"
+        text += f"\n<details>\n<summary>{title}</summary>\n\n{table(head, lines)}\n</details>\n"
     return text
 
 
@@ -187,21 +175,21 @@ height of the left matrix, and every 60th row.
             at_peak = [sheet[place] / rows[place].seconds - 1 for place in chosen]
             name = f"m from {low} to {high}" if high < 1 << 30 else f"m from {low}"
             pairs = (summary([errors[place] for place in chosen]), summary(at_peak))
-            lines.append([name, f"{len(chosen):,}", *map(_pair, pairs)])
-        text += f"\n{NAMES[gpu]}:\n\n" + _table(["size", "rows", "forecast off by", "data sheet off by"], lines)
+            lines.append([name, f"{len(chosen):,}", *map(pair, pairs)])
+        text += f"\n{NAMES[gpu]}:\n\n" + table(["size", "rows", "forecast off by", "data sheet off by"], lines)
         order = sorted(range(len(rows)), key=lambda place: rows[place].seconds)[::60]
         some = [
             [
                 "{} x {} x {}".format(*rows[place][:3]),
-                _us(rows[place].seconds),
-                _us(rows[place].seconds * (1 + errors[place])),
+                us(rows[place].seconds),
+                us(rows[place].seconds * (1 + errors[place])),
                 f"{100 * errors[place]:+.0f} %",
-                _us(sheet[place]),
+                us(sheet[place]),
             ]
             for place in order
         ]
         head = ["m x n x k, microseconds", "measured", "forecast", "off by", "data sheet"]
-        text += f"\n<details>\n<summary>{NAMES[gpu]}, every 60th row</summary>\n\n{_table(head, some)}\n</details>\n"
+        text += f"\n<details>\n<summary>{NAMES[gpu]}, every 60th row</summary>\n\n{table(head, some)}\n</details>\n"
     return text + _in_8_bit()
 
 
@@ -212,7 +200,7 @@ def _in_8_bit() -> str:
         for low, high in SIZES:
             chosen = [place for place, row in enumerate(rows) if low <= row.m <= high]
             name = f"{NAMES[gpu]}, m from {low}" + (f" to {high}" if high < 1 << 30 else "")
-            lines.append([name, f"{len(chosen):,}", _pair(summary([errors[place] for place in chosen]))])
+            lines.append([name, f"{len(chosen):,}", pair(summary([errors[place] for place in chosen]))])
     return f"""
 ## Matmuls in FP8
 
@@ -221,7 +209,7 @@ matrix to 8 bit. What that takes is fitted too, and left out of forecasts, becau
 train convert elsewhere. Products with a scale per block of 128 were measured too, but these kernels are not tiles and
 waves: half of the rows on an H100 were off by more than 18 %, so they are not forecast.
 
-{_table(["size", "rows", "forecast off by"], lines)}"""
+{table(["size", "rows", "forecast off by"], lines)}"""
 
 
 def _attention() -> str:
@@ -238,8 +226,8 @@ is fitted too, and left out of forecasts, because training writes none.
         for low, high in LENGTHS:
             chosen = [place for place, row in enumerate(rows) if low <= row.tokens <= high]
             name = f"from {low:,} to {high:,} tokens" if high < 1 << 30 else f"from {low:,} tokens"
-            lines.append([name, f"{len(chosen):,}", _pair(summary(errors[chosen].tolist()))])
-        text += f"\n{NAMES[gpu]}:\n\n" + _table(["length", "rows", "forecast off by"], lines)
+            lines.append([name, f"{len(chosen):,}", pair(summary(errors[chosen].tolist()))])
+        text += f"\n{NAMES[gpu]}:\n\n" + table(["length", "rows", "forecast off by"], lines)
     backward = 100 * _kernels("h100").attention_of("flash2", "H100").backward
     return (
         text
@@ -260,25 +248,6 @@ def _kernels(gpu: str) -> Kernels:
 
 def _share(gpu: str) -> str:
     return f"{100 * attention.reached(gpu):.0f} %"
-
-
-def _network() -> str:
-    text = f"""\
-## One real network
-
-{measured.source("network_h100")}.
-Bus bandwidth at 256 MB in GB/s, on nodes of 8 H100s: what passes each rank's link.
-"""
-    sheet, on = cost.find("h100"), _on("h100")
-    lines: list[list[str]] = []
-    for row in measured.network():
-        found, at_peak = (c.collective_seconds(row.op, measured.NETWORK_BYTES, 8 * row.nodes) for c in (on, sheet))
-        rates = [f"{row.bus_bandwidth * row.seconds / seconds / 1e9:.0f}" for seconds in (row.seconds, found, at_peak)]
-        band = f"{row.low / 1e9:.0f} to {row.high / 1e9:.0f}"
-        nodes = f"{row.nodes} node{'s' * (row.nodes > 1)}"
-        lines.append([f"{row.op}, {nodes}", rates[0], band, rates[1], _off(found, row.seconds), rates[2]])
-    head = ["what", "measured", "band", "forecast", "seconds off by", "data sheet"]
-    return text + "\n" + _table(head, lines)
 
 
 if __name__ == "__main__":

@@ -114,5 +114,7 @@ def _why(check: Check) -> str:
     """One line of what was said, safe in Markdown."""
     lines = [line.strip() for line in check.said.splitlines() if line.strip()]
     raised = [line for line in lines if "Error: " in line or ".Wrong: " in line]
-    last = (raised or lines or [""])[-1].split(".Wrong: ")[-1]
+    last = (raised or lines or [""])[-1]
+    more = lines[lines.index(last) + 1 :] if last.endswith(":") else []
+    last = " ".join([last.split(".Wrong: ")[-1], *more])
     return f"`{last[:200].replace('`', chr(39))}`" if last else ""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.device.process import ROOT
 
 Figures = dict[str, Any]
 LIMIT = 60.0
@@ -133,7 +136,9 @@ class Wrong(AssertionError):
 
 
 def shortened(text: str, most: int = MOST_SAID) -> str:
-    """The beginning and the end of a text that is too long; its last lines say most."""
+    """The beginning and the end of a text that is too long; its last lines say most. Files of the repository are named
+    from its root."""
+    text = text.replace(f"{ROOT}{os.sep}", "")
     if len(text) <= most:
         return text
     return f"{text[: most // 4]}\n... {len(text) - most} characters left out ...\n{text[-3 * most // 4 :]}"

@@ -191,13 +191,13 @@ def classes(off: Mapping[Run, float]) -> dict[str, dict[str, Any]]:
         stack = find_stack(run.stack, run.plan).name
         for key in dict.fromkeys(keys_of(stack, run.model, run.plan, run.on)):
             rows[key].append((log, run.plan.ranks))
-    found = {key: _measured(name_of(key), some) for key, some in sorted(rows.items()) if len(some) >= ENOUGH}
+    found = {key: measured_of(name_of(key), some) for key, some in sorted(rows.items()) if len(some) >= ENOUGH}
     return {
         one.name: {name: value for name, value in one._asdict().items() if name != "name"} for one in found.values()
     }
 
 
-def _measured(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
+def measured_of(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
     logs = np.sort([log for log, _ in rows])
     n, off = len(logs), np.abs(np.exp(-logs) - 1)
     if n >= MANY:
@@ -205,9 +205,8 @@ def _measured(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
     else:
         width = T95[n - 1] * logs.std(ddof=1) * (1 + 1 / n) ** 0.5
         low, high = logs.mean() - width, logs.mean() + width
-    low, high, median, most = (
-        rounded(float(value)) for value in (np.exp(low), np.exp(high), np.median(off), np.quantile(off, 0.9))
-    )
+    median, most = np.median(off), np.quantile(off, 0.9)
+    low, high, median, most = (rounded(float(value)) for value in (np.exp(low), np.exp(high), median, most))
     return Measured(name, n, low, high, median, most, max(ranks for _, ranks in rows))
 
 

@@ -5,9 +5,10 @@ On data sheets there are only two formulas:
     compute    launch + max(FLOPs / peak, bytes / memory bandwidth)     the roofline, Williams et al. 2009
     message    latency + bytes / bandwidth                              Hockney 1994
 
-Peaks are what data sheets promise. Real programs reach only part of them, so a modelled time is a bound: it compares
-designs fairly, but it does not forecast seconds. A *forecast* ("h100-measured") has constants fitted to what others
-measured, and says how far off it is on rows that it has not seen: `Cluster.kind` and `Cluster.label` say which it is.
+Peaks are what data sheets promise. Real programs reach only part of them, and their small operations may start sooner
+than is assumed here. So times at peak rates compare designs, but are neither forecasts nor bounds. A *forecast*
+("h100-measured") has constants fitted to what others measured, and says how far off it is on rows that it has not seen:
+`Cluster.kind` and `Cluster.label` say which it is.
 
 A cluster is a chip, a node and a fabric: what computes, what joins the ranks of a node, and what joins nodes. `find`
 knows some of each by name (`tplab.cost.named`). You can define your own, or change one figure of a known one with
@@ -118,7 +119,7 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """Where its times come from: "data sheet", which is a bound, or "forecast", fitted to measurements."""
+        """Where its times come from: "data sheet", at peak rates, or "forecast", fitted to measurements."""
         return "data sheet" if self.fitted is None else "forecast"
 
     @property

@@ -118,7 +118,7 @@ def tokens_to_hide_hop(
 
     forward    4 computed n^2 h d / flops >= n 2g d b / bandwidth
     backward   10 computed n^2 h d / flops >= n 2g d (b + max(b, 4)) / bandwidth: k and v, with dk and dv
-    The width of a head cancels out. Latency and kernels that do not reach their peak are left out: a bound.
+    The width of a head cancels out. Latency is left out, and kernels reach the peak.
     """
     per_number = itemsize + max(itemsize, 4) if backward else itemsize
     passes = 10 if backward else 4

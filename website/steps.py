@@ -1,0 +1,183 @@
+"""The single rows of docs/forecast.md: nanotron, Megatron and DeepSpeed, FSDP, mixtures of experts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from benchmarks.fit import steps as fit
+from tplab.forecast import Plan, measured
+from tplab.forecast.classes import SIZES
+from tplab.forecast.measured import Run
+from tplab.forecast.memory import peak_bytes
+from tplab.forecast.stacks import FSDP, STACKS
+from website.device import table
+
+EVERY = 20
+"""Of nanotron's rows one in so many is printed by itself."""
+
+
+@cache
+def ratios() -> dict[Run, float]:
+    """measured / forecast of every published step, with the constants that tplab has."""
+    return dict(zip(fit.every(), fit.ratios(fit.every()).tolist()))
+
+
+def off_by(rows: Iterable[Run]) -> str:
+    """ "2.8, 10 %": half of the forecasts are nearer, and nine of ten."""
+    off = [100 * abs(1 / ratios()[run] - 1) for run in rows]
+    return f"{np.median(off):.1f}, {np.quantile(off, 0.9):.0f} %"
+
+
+def _row(run: Run) -> list[str]:
+    found = fit.forecast_of(run)
+    took = [f"{seconds:.3g}" for seconds in (run.seconds, found.seconds)]
+    return [*took, f"{100 * (found.seconds / run.seconds - 1):+.0f} %", found.between]
+
+
+HEAD = ["measured, s", "forecast, s", "off by", "interval, s"]
+
+
+def _named(run: Run) -> str:
+    gpus = f"{run.plan.ranks} {run.cluster.split('-')[0].upper()}{'s' * (run.plan.ranks > 1)}"
+    return f"{run.source}: {run.model.name}, {gpus}, {run.plan}"
+
+
+def _listed(rows: Iterable[Run]) -> str:
+    lines = [[_named(run), "yes" if run.is_fitted else "no", *_row(run)] for run in rows]
+    return table(["run", "fitted", *HEAD], lines)
+
+
+def _sources(*names: str) -> str:
+    lines = [line for line in measured.sources("runs") if line.startswith(names)]
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def nanotron() -> str:
+    source = " ".join(measured.sources("playbook")).replace("Apache-2.0 measured by", "Apache-2.0. Measured by")
+    source = source.removeprefix("source: ").replace("16 nodes nine rows", "16 nodes. Nine rows")
+    rows = [run for run in measured.playbook() if run.plan.pp == 1 and run.plan.ranks <= 8 * 32]
+    lines = []
+    for many, name in {1: "1", 2: "2", 4: "4", 8: "8", 16: "16", 32: "32 and more"}.items():
+        such = [run for run in rows if min(32, run.plan.microbatch) == many]
+        both = [[run for run in such if (run.plan.tp > 8) == is_wide] for is_wide in (False, True)]
+        lines.append([name, *(cell for some in both for cell in (str(len(some)), off_by(some) if some else ""))])
+    head = ["microbatch", "rows, tp up to 8", "off by", "rows, tp 16 and more", "off by"]
+    every = sorted(measured.playbook(), key=lambda run: (run.plan.pp > 1, run.plan.tp > 8, run.plan.ranks, run.seconds))
+    some = [[f"{run.model.name}, {run.plan.ranks} GPUs, {run.plan}", *_row(run)] for run in every[::EVERY]]
+    return f"""\
+## nanotron
+
+{source}.
+
+Without a pipeline and on up to 32 nodes, half of the forecasts are nearer than the first figure, and nine of ten are
+nearer than the second. Tensor parallelism over nodes is forecast nearly as well as in a node while microbatches are
+small; it is also much slower, and the forecast knows that. These are errors with the constants that tplab has.
+
+{table(head, lines)}
+<details>
+<summary>Every {EVERY}th of the {len(every)} rows, by pipeline, tp and number of GPUs</summary>
+
+{table(["run", *HEAD], some)}
+</details>
+"""
+
+
+def megatron() -> str:
+    """Dense models of Megatron and DeepSpeed, and what is behind the errors."""
+    rows = [run for run in measured.runs() if run.stack in ("megatron", "deepspeed") and not run.model.experts]
+    all_cards = replace(STACKS["deepspeed"], cards=None)
+    zero = [run for run in rows if run.stack == "deepspeed"]
+    most = max(1 - fit.forecast_of(run, all_cards).seconds / run.seconds for run in zero)
+    llama = next(run for run in rows if run.plan.ranks == 16384 and run.sequence == 8192)
+    step = fit.forecast_of(llama)
+    return f"""\
+## Megatron and DeepSpeed
+
+{_sources("narayanan", "korthikanti", "llama3", "bridge", "simumax")}
+Rows marked "no" fit no constant.
+
+{_listed(rows)}
+How ZeRO 3 of DeepSpeed sends was chosen when its six rows were known. Each layer is gathered three times, when it is
+needed; no more of that is hidden than of gradients; and it crosses the network over one card of each node. In 2021, a
+step took as long on 768 GPUs as on twice as many, which is nearly what one card per node needs. With all eight cards,
+forecasts would be up to {100 * most:.0f} % too low.
+
+Of Llama 3 on 16,384 GPUs with sequences of 8,192 tokens, {step.parts["dp"]:.1f} of {step.seconds:.1f} s are gradients
+and parameters that are not hidden, on a network of which only two nodes were measured. The paper has FLOP/s, and not
+seconds. They are taken to count all positions, as an MFU does. If they count half of them, as a causal mask leaves, the
+run on sequences of 131,072 tokens took 29 % less than is said here.
+"""
+
+
+def fsdp() -> str:
+    rows = [run for run in measured.runs() if run.stack in FSDP]
+    cells = defaultdict[tuple[str, str, int], list[Run]](list)
+    for run in measured.foundry():
+        size = next(place for place, (most, _) in enumerate(SIZES) if run.plan.ranks <= 8 * most)
+        cells[run.on.chip.name, run.model.name, size].append(run)
+    lines = []
+    for (chip, model, size), some in sorted(cells.items()):
+        by = [100 * (1 / ratios()[run] - 1) for run in some]
+        shares = [f"{share:+.0f} %" for share in (min(by), float(np.median(by)), max(by))]
+        lines.append([f"{model}, {chip}, {SIZES[size][1]}", str(len(some)), *shares])
+    source = " ".join(measured.sources("llmfoundry")).removeprefix("source: ").replace("md measured", "md: measured")
+    foundry = measured.foundry()
+    return f"""\
+## FSDP
+
+{_sources("kempnerforge")}- llm-foundry: {source}
+
+All rows are fitted. KempnerForge's are compiled (`compiled`), and llm-foundry's are not. Memory is what a GPU had
+allocated at most, in GB.
+
+{_with_memory(rows)}
+Of llm-foundry's {len(foundry)} rows, half and nine of ten are within {off_by(foundry)}, with tplab's constants:
+
+{table(["model, GPUs, nodes", "rows", "lowest", "median", "highest"], lines)}
+A forecast for the smallest model is too slow, and one for the largest on H100s too fast.
+"""
+
+
+def _with_memory(rows: Sequence[Run]) -> str:
+    lines = []
+    for run in rows:
+        held = peak_bytes(run.model, run.plan, run.batch, run.sequence, run.stack)
+        both = [f"{run.memory:.1f}" if run.memory else "", f"{held / 1e9:.1f}"]
+        lines.append([_named(run), *_row(run), *both])
+    return table(["run", *HEAD, "memory, measured", "forecast"], lines)
+
+
+def experts() -> str:
+    """What is known of the runs of mixtures of experts."""
+    rows = [run for run in measured.runs() if run.model.experts]
+    by = np.array([ratios()[run] for run in rows])
+    twins = defaultdict[tuple[str, Plan], list[Run]](list)
+    for run in rows:
+        twins[f"{run.model.name} on {run.plan.ranks} {run.cluster.split('-')[0].upper()}s", run.plan].append(run)
+    apart, name = max(
+        (max(r.seconds for r in of) / min(r.seconds for r in of), name) for (name, _), of in twins.items()
+    )
+    return f"""\
+## Mixtures of experts
+
+{_sources("bridge", "modelzoo")}
+{_listed(rows)}
+Do not trust these forecasts as you would the others. {len(rows)} steps of two models were measured, and they took
+{by.min():.2f} to {by.max():.2f} times what is forecast. Software decides that more than any formula: with one plan
+of {name}, a step of one release took {apart:.1f} times as long as one of another. No column
+of a row says what a release does.
+
+- What a layer of experts takes longer than its matmuls and messages is one number for each microbatch and chip, the
+  median of the rows marked "yes" ("The constants" above). NVIDIA's guide (Megatron-Bridge,
+  docs/training/moe-optimization.md) names what it is made of: small matmuls, the kernels that convert to FP8, and the
+  host. We know of nobody who has published these parts.
+- A token is sent once to each node that needs it, or in one node to each rank (DeepEP). This was chosen when some of
+  these runs were known. modelzoo's run with ep 32 does so. Bridge's recipes of v0.1.0rc4 (25.09) and v0.2.0 (25.11)
+  send every copy.
+- On 25.09, tokens beyond an equal share for every expert are dropped. The step is then shorter than what is forecast.
+"""
