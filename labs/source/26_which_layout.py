@@ -144,7 +144,7 @@ for microbatch in (1, 4):
 #
 # ## How right is it?
 #
-# Hugging Face has published 685 runs, with and without a pipeline. A forecast is good for some **classes** of them and useless
+# Hugging Face has published 794 runs, with and without a pipeline. A forecast is good for some **classes** of them and useless
 # for others, so each class has an interval of its own: nine of ten of its runs took between so many times their forecasts. The
 # errors are those of forecasts whose constants were fitted to other runs.
 
@@ -180,12 +180,13 @@ panels = {
         "more nodes": dots(run for run in piped if run.plan.ranks > 8)},
     "Megatron, FSDP, DeepSpeed": {"all": dots([*runs(), *foundry()])},
 }  # fmt: skip
-scatter(panels, title="Forecast and measured", about="all runs that tplab has",
+scatter(panels, title="Forecast and measured", about="all published runs that tplab knows",
         sentence="Below the line, a run took longer than was forecast.")  # fmt: skip
 
 # %% [markdown]
 # Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s
-# in one run and 89 s in another. But not all of it is chance: without a pipeline, 13 of 14 runs with microbatches of 16 took longer. We do not
+# in one run and 89 s in another. But not all of it is chance: with `tp` inside
+# a node, up to 16 nodes and microbatches of 16, 13 of 14 runs took longer. We do not
 # know why nanotron's pipelines were slow; Megatron's, on other networks, are near the line. If your run is slower than a
 # forecast, look for what is wrong with the run: a slow network, a memory that is nearly full, or a **straggler**, one slow GPU
 # for which all others wait.
@@ -242,7 +243,8 @@ def best_on(gpus, cluster, batch):
     return Row(f"{gpus} GPUs: {plan}", bar, f"{best.seconds:.2f} s"), best.mfu
 
 options = {}
-for fabric, batch in (("infiniband-ndr", 64), ("infiniband-ndr", 256), ("playbook", 256)):
+NDR, PLAYBOOK = "infiniband-ndr", "playbook"
+for fabric, batch in ((NDR, 64), (NDR, 256), (PLAYBOOK, 256)):
     on = find("h100-measured", fabric=fabric)
     rows, mfus = zip(*(best_on(gpus, on, batch) for gpus in (32, 64, 128, 256, 512)))
     busy = [mfu / row.parts["computing"] for mfu, row in zip(mfus, rows)]
