@@ -194,9 +194,11 @@ for run in runs():
     if run.stack == "fsdp" and run.memory:
         one = forecast(run.model, plan, run.on, **job, stack=run.stack).peak
         times = run.batch // plan.dp // plan.microbatch
+        total, gradients, logits = (
+            size / GB for size in (one.total, one.gradients, one.logits))
         print(f"dp {plan.dp}, tp {plan.tp}, microbatches: {times}. "
-              f"Measured {run.memory:.1f} GB, forecast {one.total / GB:.1f} GB")  # fmt: skip
-        print(f"   of that gradients {one.gradients / GB:.1f}, logits {one.logits / GB:.1f}")
+              f"Measured {run.memory:.1f} GB, forecast {total:.1f} GB")
+        print(f"   of that gradients {gradients:.1f}, logits {logits:.1f}")  # fmt: skip
 
 # %% [markdown]
 # Data parallelism divides parameters and optimizer, but not the gradients: with `dp` 4 they still take 32.1 GB. The forecast is

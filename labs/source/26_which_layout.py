@@ -180,7 +180,7 @@ panels = {
         "more nodes": dots(run for run in piped if run.plan.ranks > 8)},
     "Megatron, FSDP, DeepSpeed": {"all": dots([*runs(), *foundry()])},
 }  # fmt: skip
-scatter(panels, title="Forecast and measured", about="all published runs that tplab knows",
+scatter(panels, title="Forecast and measured", about="all published runs",
         sentence="Below the line, a run took longer than was forecast.")  # fmt: skip
 
 # %% [markdown]
@@ -193,7 +193,7 @@ scatter(panels, title="Forecast and measured", about="all published runs that tp
 #
 # ## Search
 #
-# `plans` forecasts every plan that is possible, best first, and counts why the others lost. Here and below it is for Megatron on
+# `plans` forecasts every possible plan, best first, and counts why the others lost. Here and below it is for Megatron on
 # nodes of eight H100s with **InfiniBand NDR** between them, the network of all Megatron's measured runs on H100s:
 
 # %%
