@@ -60,7 +60,7 @@ def rows_of(key: str) -> list[Between]:
 
 def _fabric(key: str, values: Mapping[str, float]) -> Fabric:
     """A fabric of these constants. Where they are not given, `near` is `hop`, and all_to_all reaches what rings do."""
-    of = {name: value for name, value in values.items() if name in Fabric.__slots__}
+    of: dict[str, Any] = {name: value for name, value in values.items() if name in Fabric.__slots__}
     if key != "infiniband-ndr":
         of = {"near": of["hop"], "begin": 0.0 if "peer" in of else of["hop"], "by_peers": of["reached"]} | of
     else:

@@ -205,8 +205,10 @@ def _measured(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
     else:
         width = T95[n - 1] * logs.std(ddof=1) * (1 + 1 / n) ** 0.5
         low, high = logs.mean() - width, logs.mean() + width
-    shares = (rounded(float(value)) for value in (np.exp(low), np.exp(high), np.median(off), np.quantile(off, 0.9)))
-    return Measured(name, n, *shares, max(ranks for _, ranks in rows))
+    low, high, median, most = (
+        rounded(float(value)) for value in (np.exp(low), np.exp(high), np.median(off), np.quantile(off, 0.9))
+    )
+    return Measured(name, n, low, high, median, most, max(ranks for _, ranks in rows))
 
 
 def fit_all() -> dict[str, Any]:

@@ -103,8 +103,8 @@ for k in (2, 4, 8):
 #
 # In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node from
 # only one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two levels,
-# and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets, so
-# they are a bound. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
+# and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets: every
+# link runs at its peak rate. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
 
 # %%
 def one_ring(x):
@@ -158,8 +158,8 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # <details><summary>What there is to discover</summary>
 #
 # Every doubling halves the time, up to eight cards. Sixteen would save only another tenth: eight cards of 50 GB/s carry
-# 400 GB/s, and an NVLink port carries 450 GB/s. The two levels are nearly balanced, and this is why a DGX has just one
-# card per GPU. Surprisingly, the number of nodes hardly matters.
+# 400 GB/s, and an NVLink port carries 450 GB/s. With one card per GPU, as in a DGX, the two levels are nearly balanced.
+# On the data sheet, the number of nodes hardly matters.
 #
 # </details>
 #
@@ -167,12 +167,13 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 #
 # On paper, more nodes hardly slow down an all-reduce. Is that so? People usually report an all-reduce by its **bus
 # bandwidth**, $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that the links of a ring would need
-# for it. Here it is for 256 MB on 1 to 64 nodes of a real cluster, as its users measured it, beside the data sheet and
-# tplab's forecast for this cluster.
+# for it. Here it is for 256 MB on 1 to 64 nodes of a real cluster, the one on which the Ultra-Scale Playbook was measured,
+# beside the data sheet and tplab's forecast. Other labs call what joins its nodes **the playbook's network**.
 
 # %%
 nodes = [2**k for k in range(7)]
-measured = [row.bus_bandwidth / 1e9 for row in network() if row.op == "all_reduce"]
+rows = [row for row in network() if row.op == "all_reduce"]
+measured = [row.bus_bandwidth / 1e9 for row in rows]
 
 def bus_bandwidth(name, R):  # GB/s of an all-reduce of 256 MB over R ranks
     seconds = cost.find(name).collective_seconds("all_reduce", 256e6, range(R))
@@ -187,25 +188,29 @@ levels(
     by="users of one cluster, Ultra-Scale Playbook",
     along="nodes", doubling=True, unit="GB/s",
     title="What a network delivers", about="all-reduce of 256 MB, 8 H100s per node",
-    sentence="On paper the bandwidth stays. In reality it falls below a tenth.",
+    sentence="On paper the bandwidth stays. On this cluster it falls below a tenth.",
 )
 
 # %%
-print("nodes  measured  forecast  data sheet, in GB/s")
-for row in zip(nodes, measured, forecast, sheet):
-    print("{:>5}  {:8.0f}  {:8.0f}  {:10.0f}".format(*row))
+print("nodes  measured (range)   forecast (waiting for hops)  data sheet, in GB/s")
+for k, row, *both in zip(nodes, rows, forecast, sheet):
+    took = cost.find("h100-measured").collective_cost("all_reduce", 256e6, 8 * k)
+    mean, low, high = (x / 1e9 for x in (row.bus_bandwidth, row.low, row.high))
+    print(f"{k:5}  {mean:3.0f} ({low:3.0f} to {high:3.0f}) {both[0]:10.0f}",
+          f"({took.latency / took.seconds:3.0%} of its time) {both[1]:13.0f}")
 
 # %% [markdown]
-# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured.
-# The likely reason is that the network is shared with other jobs and **oversubscribed**: its upper switches carry less
-# than all cards together could send. The forecast has two constants for this network, fitted to these very points, so
-# its agreement proves nothing. At four and eight nodes it is 40 % off; there, the users' own runs differed by a factor
-# of five. The lesson: **measure your network before you choose a layout**, and cross it as seldom as you can.
+# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured. The
+# forecast has two reasons: each card reaches less of its bandwidth, as if others shared the network, and an all-reduce
+# waits for its hops from node to node: on 64 nodes, 70 % of the time.
+#
+# The forecast was fitted to these points and to training steps on this cluster, so where it agrees, that proves little. On
+# two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to 177 GB/s.
+# **Measure your network before you choose a layout.**
 #
 # ## The same in JAX
 #
-# The program is the same, and XLA keeps its three collectives. Look at the ranks: the first and the last stay in a
-# node, and the middle one pairs GPUs of different nodes.
+# XLA keeps the three collectives. The first and the last stay in a node, and the middle one pairs GPUs of different nodes.
 
 # %%
 import tplab.jax as tj
@@ -262,7 +267,7 @@ check_gather_all(gather_all)
 #
 # - Two nodes that add up $n$ bytes must send $n$ bytes each, and $k$ nodes $2\,\frac{k-1}{k}\,n$, however many GPUs they have.
 # - A ring of your own uses one card per node. A library's rings use all of them, and the slower level sets the pace.
-# - A data sheet is a bound. On a shared network, a real cluster may have a tenth of it: measure.
+# - A data sheet has peak rates. On 64 nodes of one real cluster, less than a tenth of them was measured: measure yours.
 #
 # **Sources.** Bus bandwidths on 1 to 64 nodes: the interactive plot of the
 # [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0, commit 924e4d0. NVIDIA,

@@ -28,10 +28,11 @@ from functools import partial
 import torch
 from torch import nn
 import tplab.torch as tt
-from tplab import Mesh, P
-from tplab.data.hiding import tokens_to_hide
+from tplab import Mesh, P, cost
+from tplab.data.hiding import H100S, step_seconds, thresholds
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, bytes_per_parameter, state_bytes
+from tplab.forecast.measured import foundry
 from tplab.trace import overlap
 from tplab.widgets import Bars, Row, knob, memory_timeline, timeline
 
@@ -337,17 +338,50 @@ knob("States of 30 billion parameters", "ranks",
 # [lab 16](16_data_parallel.ipynb), and what counts is the tokens per rank. For the blocks of a transformer:
 
 # %%
-for ranks in (8, 16, 64):
-    for name, kind in {"h100": "data sheet", "h100-measured": "forecast"}.items():
-        tokens = tokens_to_hide("ZeRO 3", name, ranks)
-        print(f"{ranks:2} H100s, {kind:10} {tokens:,} tokens per rank")
+for ranks in (8, 64, 256, 512):
+    print(ranks, "H100s")
+    for row in thresholds("ZeRO 3", ranks):
+        print(row)
 
 # %% [markdown]
-# Inside a node, both say about 1,900 tokens per rank. On 64 GPUs, the data sheet's bound is about 2,500 tokens per rank, and
-# the forecast, for a network that was measured, is about 11,300 tokens per rank. With fewer, ranks wait for their
-# parameters. There are three ways out: use stage 1, send fewer bits per number
-# ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node: *hybrid* sharding, HSDP.
-# Then only a piece of the gradients is all-reduced across nodes. Here are both on eight nodes. Each rank has 2,048 tokens:
+# Inside a node, all messages hide from about 1,900 tokens per rank. Over several nodes, the network decides. On 64 GPUs,
+# the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's
+# network, on which the Ultra-Scale Playbook was measured ([lab 03](03_network_levels.ipynb)). The range in brackets is
+# what that network's error does to the number. On 512 GPUs the two are about 2,600 tokens per rank and about 20,500 tokens
+# per rank. They grow apart because a ring waits for each of its hops, and on the playbook's network a hop takes longer.
+#
+# Which of them is nearer to another real cluster? MosaicML
+# [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B, 32 blocks of
+# width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps are the messages of the blocks, as
+# forecast for both networks:
+
+# %%
+def is_shown(run):
+    about = run.model.name, run.cluster, run.tokens
+    return about == ("mpt-7b", "h100-measured", 12288)
+
+runs_of_mpt = sorted(filter(is_shown, foundry()), key=lambda run: run.plan.ranks)
+print("             measured                    forecast, messages alone")
+print("GPUs  tokens/s of a GPU     step   InfiniBand NDR  playbook's network")
+for run in runs_of_mpt:
+    sent = [
+        32 * step_seconds("ZeRO 3", run.tokens, cost.find(*on), run.plan.ranks, 4096).sending
+        for on in H100S[1:]
+    ]
+    worth = run.tokens_per_second / runs_of_mpt[0].tokens_per_second
+    print(f"{run.plan.ranks:4} {run.tokens_per_second:9,.0f} ({worth:4.0%})",
+          f"{run.seconds:9.2f} s {sent[0]:14.2f} s {sent[1]:17.2f} s")
+
+# %% [markdown]
+# On 256 and 512 GPUs, each GPU is 5 and 9 % slower than on 8. On the playbook's network, the messages alone would take longer
+# than these steps took; on 512 GPUs, even if the forecast were 30 % too high. So MosaicML's network was faster than that.
+# The forecast with InfiniBand NDR comes closer, because its messages fit into the step. But it would hide all of them, and
+# these runs do lose something.
+#
+# With fewer tokens than the threshold, ranks wait for their parameters. There are three ways out: use stage 1, send fewer
+# bits per number ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node: *hybrid*
+# sharding, HSDP. Then only a piece of the gradients is all-reduced across nodes. Here are full and hybrid sharding on
+# eight nodes. Each rank has 2,048 tokens:
 
 # %%
 def eight_nodes(axis, replicate_axis):
@@ -359,17 +393,19 @@ def eight_nodes(axis, replicate_axis):
 
 choices = {"all 64": (("node", "gpu"), None), "hybrid": ("gpu", "node")}
 for name, axes in choices.items():
-    for cluster in ("h100", "h100-measured"):
+    for on in H100S:
+        cluster = cost.find(*on)
         trace = tt.run(eight_nodes, Mesh(node=8, gpu=8), *axes, cluster=cluster).trace
         trace = trace.since(trace.select(kind="collective").start)
         hidden = overlap(trace).share
         took = 1e3 * trace.makespan
-        print(f"{name}, {cluster:13} {took:4.1f} ms, {hidden:.0%} hidden")
+        print(f"{name}: {took:4.1f} ms, {hidden:.0%} hidden ({cluster.kind_on(64)})")
 
 # %% [markdown]
-# On paper, hybrid sharding is slower. Its two levels take turns, while a `reduce_scatter` over all ranks uses NVLink and the
-# network cards at once ([lab 03](03_network_levels.ipynb)). By the forecast it is 1.8 times as fast, because much less
-# crosses the network. Its price is memory: $16/8$ bytes per parameter instead of $16/64$.
+# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. Its two levels take turns, while a
+# `reduce_scatter` over all ranks uses NVLink and the network cards at once ([lab 03](03_network_levels.ipynb)). On the
+# playbook's network it takes 28.0 ms instead of 86.0 ms, because fewer bytes cross the network, and they make fewer hops.
+# Its price is memory: $16/8$ bytes per parameter instead of $16/64$.
 #
 # ## A bug to repair
 #

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 import tplab.torch as tt
 from tplab import Mesh, P, cost
-from tplab.data.hiding import step_seconds, tokens_to_hide
+from tplab.data.hiding import H100S, step_seconds, thresholds
 from tplab.data.zero_plus_plus import SAVINGS, ZeroPlusPlus, secondary_bytes, step_bytes
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
@@ -325,8 +325,9 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 #
 # Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight
 # nodes of eight GPUs, and suppose that computing and sending overlap completely. Then a training step takes as long
-# as the slower of the two. The times are modelled: from data sheets, which give a lower bound, and as a **forecast**
-# for H100s whose network and matmuls were measured. The last cluster has Ethernet with 400 Gb/s per *node*. With more
+# as the slower of the two. The times are modelled for H100s: at the peak rates of data sheets, and as **forecasts** from
+# measured matmuls and networks, one with InfiniBand NDR and one with the playbook's network
+# ([lab 03](03_network_levels.ipynb)). The last cluster has Ethernet with 400 Gb/s per *node*, by its data sheet. With more
 # tokens on each GPU, when does ZeRO++ stop paying off?
 
 # %%
@@ -334,9 +335,10 @@ from dataclasses import replace
 
 h100 = cost.find("h100")
 ETHERNET = cost.Link("400 Gb/s for 8 GPUs", 20e-6, 50e9 / 8)  # latency, B/s per card
-CLUSTERS = {"A100": cost.find("a100"), "H100": h100,
-            "H100, forecast": cost.find("h100-measured"),
-            "H100, Ethernet": replace(h100, outer_link=ETHERNET)}
+names = ("InfiniBand NDR, data sheet", "InfiniBand NDR, forecast",
+         "playbook's network, forecast")
+CLUSTERS = {name: cost.find(*on) for name, on in zip(names, H100S)}
+CLUSTERS["Ethernet, data sheet"] = replace(h100, outer_link=ETHERNET)
 
 def times(tokens):
     rows, gains = [], []
@@ -353,21 +355,22 @@ def times(tokens):
 TOKENS = 256, 512, 1024, 2048, 4096, 8192, 16384
 by_tokens = {tokens: times(tokens) for tokens in TOKENS}
 knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
-     about="64 GPUs, modelled; data sheets, and one forecast", unit="s")
+     about="64 H100s, modelled; data sheets, and two forecasts", unit="s")
 
 # %%
-for name in ("h100", "h100-measured"):
-    plain, saved = (tokens_to_hide(scheme, name, 64) for scheme in ("ZeRO 3", "ZeRO++"))
-    print(f"{cost.find(name).kind_on(64)}: all is hidden from {plain:,} tokens,",
-          f"with ZeRO++ from {saved:,}")
+for scheme in ("ZeRO 3", "ZeRO++"):
+    print(f"{scheme} hides its messages on 64 H100s from")
+    for row in thresholds(scheme, 64):
+        print(row)
 
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On the H100's data sheet, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb),
-# and ZeRO++ from about 1,400 tokens per rank. By the forecast, ZeRO-3 needs about 11,300 tokens per rank and ZeRO++
-# about 3,600 tokens per rank. On H100s ZeRO++ gains at most a factor of 1.7 on the data sheet, 3.1 in the forecast and 3.5
-# on Ethernet. Its authors measured up to 2.16 on 384 GPUs.
+# At the data sheets' rates, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb),
+# and ZeRO++ from about 1,400 tokens per rank. The forecast with InfiniBand NDR is about 2,200 tokens per rank and about
+# 1,300 tokens per rank; with the playbook's network, it is about 6,500 tokens per rank and about 2,400 tokens per rank.
+# ZeRO++ gains most where both wait: a step is then 1.7 times as fast by the data sheets, 1.6 times with InfiniBand NDR, 2.7
+# times with the playbook's network, and 3.5 times on Ethernet. Its authors measured up to 2.16 times on 384 GPUs.
 #
 # The model leaves out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
 # node, $2M / g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.

@@ -28,6 +28,7 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P, cost
+from tplab.data.hiding import H100S
 from tplab.widgets import Bars, Row, bytes_text, knob, shards, timeline
 
 # %% [markdown]
@@ -127,7 +128,7 @@ knob("Five meshes", "tokens", batches, start=2**16, about=about, unit="B")
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
 # should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their
-# all-reduces for two nodes of eight H100s, twice: from the data sheet, and as a forecast for a cluster that was measured.
+# all-reduces for two nodes of eight H100s: from the data sheet, and as a forecast with each of two networks.
 
 # %%
 batch = 2 * HIDDEN
@@ -136,27 +137,28 @@ def milliseconds(mesh, axis, cluster):  # of both all-reduces along this axis
     split = batch * WIDTH // mesh.shape["dp"], WIDTH * HIDDEN // mesh.shape["tp"]
     elements = dict(zip(("tp", "dp"), split))[axis]
     nbytes, group = 2 * elements, mesh.group(0, axis)
-    return 2e3 * cost.find(cluster).collective_seconds("all_reduce", nbytes, group)
+    return 2e3 * cluster.collective_seconds("all_reduce", nbytes, group)
 
 for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
-    for cluster in ("h100", "h100-measured"):
+    print(mesh)
+    for on in H100S:
+        cluster = cost.find(*on)
         tp, dp = (milliseconds(mesh, axis, cluster) for axis in ("tp", "dp"))
-        kind = cost.find(cluster).kind_on(mesh.size)
-        print(f"{mesh}, {kind + ':':<15} tp {tp:.2f} ms, dp {dp:.2f} ms")
+        print(f"    tp {tp:.2f} ms, dp {dp:.2f} ms: {cluster.kind_on(mesh.size)}")
 
 # %% [markdown]
 # The first mesh and the third differ only in the order of the axes. On the data sheet, the ranks wait 0.47 ms for their
-# activations if `tp` is last, and 2.04 ms if it is first.
+# activations if `tp` is last, and 2.04 ms if it is first. In the forecast, they wait 0.67 ms if it is last. If it is first,
+# they wait 1.52 ms with InfiniBand NDR, and 4.08 ms with the playbook's network.
 #
-# With `tp` first, `dp` is faster, but it gains only half of what `tp` loses, because it sends half as many bytes.
-# Besides, an all-reduce of activations is on the critical path: the next matmul needs its result. A gradient
-# is needed only by the optimizer, so it can travel while the backward pass goes on
+# With `tp` first, `dp` is faster, but it gains only about half of what `tp` loses, because it sends half as many bytes.
+# Besides, the next matmul needs the activations at once, while gradients can travel during the backward pass
 # ([lab 16](16_data_parallel.ipynb)). **So the axis that carries activations should be last.** This is why tensor
-# parallelism rarely leaves the node, and its size is rarely above eight.
+# parallelism rarely leaves the node.
 #
 # ## See it run
 #
-# Here is the step with each gradient sent as soon as it is computed. The picture shows the slower order, `tp` first.
+# Now each gradient is sent as soon as it is computed. The picture shows the slower order, `tp` first.
 
 # %%
 def overlapped(x, a, b):

@@ -206,7 +206,7 @@ def test_a_cluster_says_what_joins_its_nodes():
     assert find("h100", fabric="ethernet-100g").network == "100 Gb Ethernet"
     assert pickle.loads(pickle.dumps(on)) == on and "InfiniBand NDR" in on.table()
     plain = replace(H100_MEASURED, fabric=None)
-    assert plain.network == "InfiniBand NDR" and plain.kind_on(16) == "InfiniBand NDR, forecast, ±5 % in a node"
+    assert plain.network == "InfiniBand NDR" and plain.kind_on(16) == "InfiniBand NDR, forecast, ±6 % in a node"
     assert plain.collective_seconds("all_gather", 1e12, 16) == pytest.approx(
         15 / 16 * 1e12 / 400e9, rel=0.03
     )  # NVLink's pace

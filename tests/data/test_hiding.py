@@ -1,12 +1,13 @@
 """From how many tokens per rank messages are hidden; and labs that say how many all say the same."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tplab.cost import find
-from tplab.data.hiding import SCHEMES, block_parameters, step_seconds, tokens_to_hide
+from tplab.data.hiding import H100S, SCHEMES, block_parameters, step_seconds, thresholds, tokens_to_hide
 
 SOURCES = Path(__file__).parents[2] / "labs" / "source"
 
@@ -54,22 +55,51 @@ def test_an_unknown_scheme():
         step_seconds("ZeRO 4", 8, "h100", 8)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ranks", [8, 16, 64, 512])
+def test_a_threshold_names_its_network_and_has_its_band(scheme, ranks):
+    clusters = [find(*on) for on in (H100S if ranks > 8 else H100S[:2])]
+    rows = thresholds(scheme, ranks)
+    assert [row.kind for row in rows] == [cluster.kind_on(ranks) for cluster in clusters]
+    assert [row.tokens for row in rows] == [tokens_to_hide(scheme, cluster, ranks) for cluster in clusters]
+    for row, cluster in zip(rows, clusters):
+        if ranks == 8 or cluster.fabric is None or cluster.fabric.error is None:
+            assert row.low == row.tokens == row.high
+            assert str(row) == f"{row.tokens:6,} tokens per rank: {row.kind}"
+        else:
+            off = cluster.fabric.error.median
+            assert row.low < row.tokens < row.high
+            for tokens, times in ((row.low, 1 - off), (row.high, 1 + off)):
+                computing, sending = step_seconds(scheme, tokens, cluster, ranks)
+                fewer, _ = step_seconds(scheme, tokens - 1, cluster, ranks)
+                assert fewer < times * sending <= computing
+            assert f"({row.low:,} to {row.high:,})" in str(row)
+
+
+def test_the_playbooks_network_needs_more_and_more_tokens():
+    """A ring waits for every hop: with twice as many ranks, ZeRO 3 needs more, whatever the bandwidth."""
+    for few, many in ((64, 128), (128, 256), (256, 512)):
+        (_, ndr, theirs), (_, ndr_of_more, theirs_of_more) = thresholds("ZeRO 3", few), thresholds("ZeRO 3", many)
+        assert theirs_of_more.tokens > 1.3 * theirs.tokens > 2 * ndr.tokens
+        assert ndr_of_more.tokens < 1.2 * ndr.tokens
+
+
+@cache
+def in_hundreds() -> set[int]:
+    ranks = (8, 16, 64, 128, 256, 512, 600)
+    return {round(row.tokens, -2) for scheme in SCHEMES for many in ranks for row in thresholds(scheme, many)}
+
+
 @pytest.mark.parametrize("lab", ["16_data_parallel", "17_zero", "18_quantised_communication", "19_axes_and_nodes"])
 def test_labs_say_one_number(lab):
-    """Every "about N tokens per rank" in prose is a number of `tokens_to_hide`, to two digits."""
-    known = {
-        round(tokens_to_hide(scheme, name, ranks), -2)
-        for scheme in SCHEMES
-        for name in ("h100", "h100-measured")
-        for ranks in (8, 16, 64)
-    }
+    """Every "about N tokens per rank" in prose is one of `thresholds`, to hundreds."""
     source = (SOURCES / f"{lab}.py").read_text()
     prose = " ".join(line.removeprefix("#").strip() for line in source.splitlines() if line.startswith("# "))
     said = [int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+) tokens per rank", prose)]
-    assert set(said) <= known
+    assert set(said) <= in_hundreds()
     if lab != "19_axes_and_nodes":
         assert said, "the lab no longer says how many tokens hide its messages"
-        assert "tokens_to_hide(" in source
+        assert "thresholds(" in source
     assert not re.search(
         r"(?<!about )(?<![\d,])\d[\d,]* tokens per (rank|GPU)", prose.replace("16,384 tokens per rank", "")
     )

@@ -131,7 +131,10 @@ def test_a_chip_with_less_memory_is_another_one():
     cells = {"gpus_per_node": "4", "tp": "2", "sequence": "4096"}
     large, small = (one(cluster=name, **cells) for name in ("a100", "a100-40gb"))
     assert small["why"].startswith("cluster a100-40gb was not measured, so this is a100-measured with 40 GB; ")
-    assert (large["fits"], small["fits"], small["seconds"]) == ("true", "false", large["seconds"])
+    assert (large["fits"], small["fits"]) == ("true", "false")
+    assert (
+        1 < float(small["seconds"]) / float(large["seconds"]) < 1.3
+    )  # its memory is slower, too: 1,555 GB/s for 2,039
     assert one(cluster="gh100x")["why"].startswith("not forecast: no cluster is named 'gh100x'; did you mean h100")
 
 

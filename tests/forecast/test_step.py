@@ -42,7 +42,7 @@ def test_parts_add_up(stack: str, recompute: str):
     took = step(Model.find("llama3-8b"), plan, find("h100-measured"), 64, 4096, stack)
     assert sum(took.parts.values()) == pytest.approx(took.seconds)
     assert all(seconds >= 0 for seconds in took.parts.values())
-    assert took.low < took.seconds < took.high
+    assert took.low is None or took.high is None or took.low < took.seconds < took.high
     assert (took.parts["recompute"] > 0) == (recompute == "full")  # fused attention computes scores again anyhow
 
 
@@ -95,7 +95,11 @@ def test_zero_3_hides_what_layers_compute_long_enough_for():
 
 
 def test_zero_3_that_gathers_late_hides_as_much_as_gradients_do():
-    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("deepspeed")
+    model, cluster, stack = (
+        Model.find("llama3-8b"),
+        find("h100-measured", fabric="infiniband-ndr"),
+        find_stack("deepspeed"),
+    )
     plan = Plan(dp=64, zero=3, recompute="full", grad_dtype="bfloat16")
     once = once_seconds(model, plan, 0, cluster, stack)
     sent = once.gradients + 2 * once.parameters  # three times: before the forward pass, again, and for the backward one
@@ -128,12 +132,12 @@ def test_a_plan_that_does_not_divide_is_refused_with_the_number():
         step(Model.find("llama3-8b"), Plan(tp=3), find("h100-measured"), 8, 4096)
 
 
-def test_on_a_data_sheet_a_step_is_a_bound_whichever_stack():
+def test_on_a_data_sheet_a_step_runs_at_peak_rates_whichever_stack():
     model, plan = Model.find("llama3-8b"), Plan(dp=4, tp=2, zero=1, sequence_parallel=True)
     bound = step(model, plan, find("h100"), 32, 4096, "megatron")
-    assert bound.parts["host"] == 0 and bound.low == bound.seconds and bound.high == np.inf
+    assert bound.parts["host"] == 0 and bound.measured is bound.low is bound.high is None
     fitted = step(model, plan, find("h100-measured"), 32, 4096, "megatron")
-    assert bound.seconds < fitted.low
+    assert fitted.low is not None and bound.seconds < fitted.low
 
 
 def test_hidden_messages_of_zero_3_never_take_longer_than_shown_ones():

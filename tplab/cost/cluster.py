@@ -273,19 +273,31 @@ class Cluster:
             )
         return group
 
+    @cached_property
+    def _known_levels(self) -> dict[tuple[Sequence[int], bool], Levels | None]:
+        return {}
+
     def _levels(self, group: Sequence[int], at_once: bool) -> Levels | None:
         """The nodes that the ranks are in; None if it is only one."""
         if self.node_size is None:
             return None
-        sizes = Counter(rank // self.node_size for rank in group)
+        key = (group if isinstance(group, (tuple, range)) else tuple(group)), at_once
+        if key not in self._known_levels:
+            if len(self._known_levels) > 4096:
+                self._known_levels.clear()
+            self._known_levels[key] = self._levels_of(group, self.node_size, at_once)
+        return self._known_levels[key]
+
+    def _levels_of(self, group: Sequence[int], node_size: int, at_once: bool) -> Levels | None:
+        sizes = Counter(rank // node_size for rank in group)
         if len(sizes) == 1:
             return None
         if at_once:
-            own = self.num_cards / self.node_size
+            own = self.num_cards / node_size
             nodes = [Node(size, size * own) for _, size in sorted(sizes.items())]
         else:
-            own = max(1, self.num_cards // self.node_size)
-            ports = Counter(port // self.node_size for port in {self.port(rank) for rank in group})
+            own = max(1, self.num_cards // node_size)
+            ports = Counter(port // node_size for port in {self.port(rank) for rank in group})
             nodes = [Node(sizes[node], ports[node] * own) for node in sorted(sizes)]
         return Levels(nodes, self.inner_link, self._between_cards, own)
 

@@ -6,8 +6,9 @@ time. Where computing and sending run at their peaks, F FLOP/s and B bytes/s, it
 for ZeRO's stage 3, however large the model is.
 
 `tokens_to_hide` finds it for a transformer block in bfloat16 whose parameters travel as one message, from
-`Cluster.collective_seconds` and `Chip.matmul_seconds`. On a data sheet ("h100") both run at peak rates, and that is no
-bound: slower kernels hide more, and a slower network needs more. On a forecast ("h100-measured") it is what to expect.
+`Cluster.collective_seconds` and `Chip.matmul_seconds`. A data sheet ("h100") has peak rates, which is no bound: slower
+kernels hide more, and a slower network needs more. A forecast ("h100-measured") is what to expect. Between nodes both
+are of one network: `thresholds` has them side by side.
 """
 
 from __future__ import annotations
@@ -23,11 +24,37 @@ WIDTH = 8192
 """Of the block: as in a model of 70 billion parameters."""
 
 
+H100S: tuple[tuple[str, str], ...] = (
+    ("h100", "infiniband-ndr"),
+    ("h100-measured", "infiniband-ndr"),
+    ("h100-measured", "playbook"),
+)
+"""Nodes of 8 H100s and the network between them, as `tplab.cost.find` takes them: those of `thresholds`."""
+
+
 class StepSeconds(NamedTuple):
     """Computing and sending of one block, each by itself."""
 
     computing: float
     sending: float
+
+
+class Threshold(NamedTuple):
+    """How many tokens per rank hide the messages on a cluster.
+
+    kind        what the number is, and of which network: `Cluster.kind_on`
+    low, high   the same if messages between nodes took less or more time, by the median error of their network; equal
+                to tokens where nobody has measured it, or where there is only one node
+    """
+
+    kind: str
+    tokens: int
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        band = f" ({self.low:,} to {self.high:,})" if self.low < self.high else ""
+        return f"{self.tokens:6,} tokens per rank{band}: {self.kind}"
 
 
 def block_parameters(width: int = WIDTH) -> int:
@@ -58,20 +85,39 @@ def step_seconds(
     return StepSeconds(passes * once, _sending(scheme, block_parameters(width), known, num_ranks))
 
 
-def tokens_to_hide(scheme: Scheme, cluster: str | Cluster, num_ranks: int, width: int = WIDTH) -> int:
-    """The least number of tokens per rank with which `computing` takes as long as `sending`."""
+def tokens_to_hide(
+    scheme: Scheme, cluster: str | Cluster, num_ranks: int, width: int = WIDTH, slower: float = 1.0
+) -> int:
+    """The least number of tokens per rank with which `computing` takes as long as `sending`.
+
+    slower   how many times as long sending takes as the cluster says
+    """
     few, many = 0, 1
-    while not _hidden(scheme, many, cluster, num_ranks, width):
+    while not _hidden(scheme, many, cluster, num_ranks, width, slower):
         few, many = many, 2 * many
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if _hidden(scheme, middle, cluster, num_ranks, width) else (middle, many)
+        hidden = _hidden(scheme, middle, cluster, num_ranks, width, slower)
+        few, many = (few, middle) if hidden else (middle, many)
     return many
 
 
-def _hidden(scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int) -> bool:
+def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Threshold]:
+    """`tokens_to_hide` on H100s: by the data sheet, and as a forecast with each of two networks."""
+    found = list[Threshold]()
+    for name, fabric in H100S:
+        cluster = find(name, fabric)
+        of = cluster.fabric.error if cluster.fabric and num_ranks > (cluster.node_size or num_ranks) else None
+        error = of.median if of else 0.0
+        low, tokens, high = (tokens_to_hide(scheme, cluster, num_ranks, width, 1 + off) for off in (-error, 0.0, error))
+        row = Threshold(cluster.kind_on(num_ranks), tokens, low, high)
+        found += [row] if row not in found else []  # in one node the network does not matter
+    return found
+
+
+def _hidden(scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int, slower: float) -> bool:
     computing, sending = step_seconds(scheme, tokens, cluster, num_ranks, width)
-    return computing >= sending
+    return computing >= slower * sending
 
 
 def _matrices(width: int) -> list[tuple[int, int]]:

@@ -164,7 +164,7 @@ def _lost(found: Plans) -> str:
     lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others, and why those that fit are not the best:"]
     lines += [f"{count:>9,}  {reason}" for reason, count in of_plans]
     if refused:
-        lines += [f"{sum(count for _, count in refused):,} layouts of ranks are impossible, and not among these plans:"]
+        lines += [f"{sum(count for _, count in refused):,} layouts of ranks are not among these plans:"]
         lines += [f"{count:>9,}  {reason}" for reason, count in refused[:_REASONS]]
         rest = sum(count for _, count in refused[_REASONS:])
         lines += [f"{rest:>9,}  for other reasons"] if rest else []

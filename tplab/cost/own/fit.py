@@ -84,9 +84,8 @@ def fit_cluster(name: str, rows: Sequence[Row], base: Cluster, source: str) -> O
         inner, errors["hops"] = _held_out(
             hops, lambda some: _link(some, source), lambda link, row: link.seconds(row.bytes)
         )
-    found = (
-        base.fitted.nccl if base.fitted else Nccl(0.0, inner.latency, 0.0, 0.0, 0.0, inner.bandwidth, 0.0, 0.0, PLAIN)
-    )
+    plain = _one(start=0.0, hop=inner.latency, ramp=0.0, bandwidth=inner.bandwidth)
+    found = base.fitted.nccl if base.fitted else plain
     if one:
         found, errors["collectives"] = _held_out(one, lambda some: _nccl(some, ratios), _taken)
         inner = (
@@ -151,25 +150,26 @@ def _taken(nccl: Nccl, row: Row) -> float:
     return nccl.taken(row.op, row.bytes, row.ranks).seconds
 
 
+def _one(peers: float = 1.0, **of: float) -> Nccl:
+    """With one protocol for all sizes; a byte for another rank alone takes `peers` times as long."""
+    return Nccl(**of, middle=0.0, wait=0.0, switch=0.0, in_switch=0.0, peer_copy=0.0, ratios=PLAIN._replace(peer=peers))
+
+
 def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
     """Collectives of one node: with NCCL's protocols where there are enough rows to tell them apart, and with one."""
     quick, most = min(row.seconds for row in rows), max(row.bytes / row.seconds for row in rows)
     begin = {"start": quick / 2, "hop": quick / 8, "ramp": 1e-9, "bandwidth": most}
     if ratios is None or len(rows) < _MANY:
-
-        def one(of: dict[str, float], peers: float = 1.0) -> Nccl:
-            return Nccl(**of, middle=0.0, large=0.0, switch=0.0, in_switch=0.0, ratios=PLAIN._replace(peer=peers))
-
         peers = [row for row in rows if row.op == "all_to_all"]
         rings = [row for row in rows if row.op != "all_to_all"] or peers
-        _, found = _fit(begin, lambda of: _logs([_taken(one(of), row) for row in rings], rings))
+        _, found = _fit(begin, lambda of: _logs([_taken(_one(**of), row) for row in rings], rings))
         if not peers or peers is rings:
-            return one(found)
+            return _one(**found)
         _, slower = _fit(
-            {"peers": 1.0}, lambda of: _logs([_taken(one(found, of["peers"]), row) for row in peers], peers)
+            {"peers": 1.0}, lambda of: _logs([_taken(_one(of["peers"], **found), row) for row in peers], peers)
         )
-        return one(found, slower["peers"])
-    begin |= {"middle": quick / 4, "large": quick, "in_switch": most}
+        return _one(slower["peers"], **found)
+    begin |= {"middle": quick / 4, "wait": quick / 2, "in_switch": most, "peer_copy": 0.35}
 
     def protocols(of: dict[str, float], switch: float) -> Nccl:
         return Nccl(**of, switch=switch, ratios=ratios)

@@ -53,6 +53,16 @@ class Run(NamedTuple):
     fabric: str = ""
 
     @property
+    def tokens(self) -> int:
+        """Of each GPU, in a step."""
+        return self.batch * self.sequence // self.plan.ranks
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of each GPU."""
+        return self.tokens / self.seconds
+
+    @property
     def on(self) -> Cluster:
         return cluster_of({"cluster": self.cluster} | ({"fabric": self.fabric} if self.fabric else {}))[1]
 

@@ -1,0 +1,47 @@
+"""Lab 19: what the order of two axes costs."""
+
+from tests.labs.entries import Claim, Given, Quote
+from tests.labs.model import NDR, PLAYBOOK, SHEET
+from tests.labs.prose import milliseconds
+from tplab import Mesh
+from tplab.cost import Cluster
+
+LAB = "19_axes_and_nodes"
+
+
+def of_axes(order: str, axis: str, cluster: Cluster) -> float:
+    """What lab 19 models for both all_reduces along an axis of 4 x 4 ranks, in ms."""
+    mesh = Mesh(dp=4, tp=4) if order == "tp last" else Mesh(tp=4, dp=4)
+    elements = 2 * 16384 // 4 * 4096 if axis == "tp" else 4096 * 16384 // 4
+    return 2e3 * cluster.collective_seconds("all_reduce", 2 * elements, mesh.group(0, axis))
+
+
+def dp_gains(cluster: Cluster) -> float:
+    """What `dp` gains if `tp` comes first, as a share of what `tp` loses."""
+    tp, dp = (of_axes("tp first", axis, cluster) - of_axes("tp last", axis, cluster) for axis in ("tp", "dp"))
+    return -dp / tp
+
+
+CLAIMS = (
+    Quote(
+        "the ranks wait 0.47 ms for their activations if tp is last, and 2.04 ms if it is first",
+        ("tp 0.47 ms, dp 1.04 ms: InfiniBand NDR, data sheet", "tp 2.04 ms, dp 0.25 ms: InfiniBand NDR, data sheet"),
+    ),
+    Quote("they wait 0.67 ms if it is last", ("tp 0.67 ms, dp 0.79 ms: InfiniBand NDR, forecast",)),
+    Quote(
+        "they wait 1.52 ms with InfiniBand NDR, and 4.08 ms with the playbook's network",
+        ("tp 1.52 ms, dp 0.37 ms: InfiniBand NDR, forecast", "tp 4.08 ms, dp 0.37 ms: the playbook's network"),
+    ),
+    Claim(
+        "dp is faster, but it gains only about half of what tp loses",
+        lambda: all(0.45 < dp_gains(cluster) < 0.6 for cluster in (SHEET, NDR, PLAYBOOK)),
+    ),
+    Claim(
+        "The picture shows the slower order, tp first",
+        lambda: (
+            milliseconds(LAB, "Mesh(tp=4, dp=4): a step takes", "")
+            > milliseconds(LAB, "Mesh(dp=4, tp=4): a step takes", "")
+        ),
+    ),
+    Given("neighbours, so they share a node and have the fastest links"),
+)

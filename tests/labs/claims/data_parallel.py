@@ -1,0 +1,102 @@
+"""Lab 16: from how many tokens gradients hide, and what real runs lose."""
+
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.utils import skip_init
+
+import tplab.torch as tt
+from tests.labs.entries import Claim, Given, Quote
+from tests.labs.model import NDR, PLAYBOOK, SHEET, tokens
+from tplab import Mesh
+from tplab.cost import Cluster
+from tplab.data.hiding import tokens_to_hide
+from tplab.forecast.measured import Run, playbook
+from tplab.trace import overlap
+
+
+@cache
+def three_billion() -> dict[int, Run]:
+    """GPUs -> the playbook's fastest run of 3 billion parameters that only splits the batch."""
+    found = dict[int, Run]()
+    for run in playbook():
+        if run.model.name == "playbook-3b" and run.plan.dp == run.plan.ranks:
+            found[run.plan.dp] = min(found.get(run.plan.dp, run), run, key=lambda one: one.seconds)
+    return found
+
+
+def most_gpus(cluster: Cluster) -> int:
+    """Over how many H100s, in whole nodes, 4 million tokens can be spread so that gradients hide."""
+    few, many = 1, 1000  # nodes
+    while many - few > 1:
+        middle = (few + many) // 2
+        enough = 8 * middle * tokens_to_hide("data parallel", cluster, 8 * middle) <= 4e6
+        few, many = (middle, many) if enough else (few, middle)
+    return 8 * few
+
+
+def hidden(ranks: int, tokens: int) -> float:
+    """The share of lab 16's gradients that is hidden, by the data sheet."""
+    sizes = {"dtype": torch.bfloat16, "device": "meta"}
+    model = nn.Sequential(*(skip_init(nn.Linear, 8192, 8192, bias=False, **sizes) for _ in range(16)))
+
+    def step(x):
+        tt.data_parallel(model, "dp", bucket_bytes=25e6, broadcast=False)
+        model(x).mean().backward()
+
+    x = torch.empty(tokens, 8192, dtype=torch.bfloat16, device="meta")
+    return overlap(tt.run(step, Mesh(dp=ranks), x, cluster=SHEET).trace).share
+
+
+CLAIMS = (
+    Claim("The gradients take 134 MB", lambda: [64 * 1024**2 * 2 / 1e6]),
+    Quote("about 70%", ("50 MB             2.90 ms, 71% hidden",)),
+    Quote("The size hardly matters between 5 and 50 MB", ("5 MB              2.92 ms", "50 MB             2.90 ms")),
+    Claim(
+        "With 2,048 tokens, one node and two nodes hide nine tenths",
+        lambda: all(0.85 < hidden(ranks, 2048) < 0.95 for ranks in (8, 16)),
+    ),
+    Claim(
+        "a network card has only a ninth of NVLink's bandwidth",
+        lambda: SHEET.inner_link.bandwidth == 9 * SHEET.link(0, 8).bandwidth,
+    ),
+    Claim("$B$ is 400 GB/s: eight cards of 50 GB/s", lambda: [8 * SHEET.link(0, 8).bandwidth / 1e9, 50]),
+    Claim(
+        "about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs",
+        lambda: [*tokens("data parallel", 8, SHEET), *tokens("data parallel", 64, SHEET), 64],
+    ),
+    Claim(
+        "a node needs about 1,400 tokens per rank",
+        lambda: tokens("data parallel", 8, NDR),
+    ),
+    Claim(
+        "measured matmuls are slower",
+        lambda: (
+            NDR.chip.matmul_seconds(1409, 32768, 8192, "bfloat16")
+            > 1.2 * SHEET.chip.matmul_seconds(1409, 32768, 8192, "bfloat16")
+        ),
+    ),
+    Claim(
+        "64 GPUs need no more than a node",
+        lambda: tokens("data parallel", 64, NDR) <= tokens("data parallel", 8, NDR),
+    ),
+    Claim("they need about 3,300 tokens per rank", lambda: tokens("data parallel", 64, PLAYBOOK)),
+    Claim(
+        "the forecast says 2,700 GPUs, and the data sheet 1,600",
+        lambda: [most_gpus(NDR), most_gpus(SHEET)],
+    ),
+    Claim(
+        "it is only 600, because with 600 GPUs each needs about 6,500 tokens per rank",
+        lambda: [most_gpus(PLAYBOOK), most_gpus(PLAYBOOK), *tokens("data parallel", 600, PLAYBOOK)],
+    ),
+    Claim(
+        "each GPU has 8,192 tokens, more than the thresholds above ask for, and yet more than a third is lost",
+        lambda: (
+            max(tokens("data parallel", 128, SHEET, NDR, PLAYBOOK)) < 8192
+            and 128 * three_billion()[128].seconds > 8 * three_billion()[8].seconds / (1 - 1 / 3)
+        ),
+    ),
+    Given("torch's own DistributedDataParallel uses 25 MiB"),
+    Given("More tokens per rank make the backward pass longer"),
+)
