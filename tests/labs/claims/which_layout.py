@@ -24,15 +24,15 @@ def off(run: Run) -> float:
     return forecast_of(run).seconds / run.seconds - 1
 
 
+def alike(run: Run) -> tuple[str, int, int, int]:
+    return run.model.name, run.plan.ranks, run.plan.microbatch, run.plan.zero
+
+
 def over_nodes() -> list[float]:
     """How many times as long steps with tp 16 took as the same with tp 8, up to 32 nodes."""
-    seconds = {
-        (run.model.name, run.plan.ranks, run.plan.microbatch, run.plan.zero, run.plan.tp): run.seconds
-        for run in playbook()
-        if run.plan.pp == 1 and run.plan.ranks <= 256
-    }
-    wide = {tuple(alike): took for (*alike, tp), took in seconds.items() if tp == 16}
-    return sorted(took / seconds[*alike, 8] for alike, took in wide.items() if (*alike, 8) in seconds)
+    runs = [run for run in playbook() if run.plan.pp == 1 and run.plan.ranks <= 256]
+    inside, across = ({alike(run): run.seconds for run in runs if run.plan.tp == tp} for tp in (8, 16))
+    return sorted(across[key] / inside[key] for key in inside.keys() & across.keys())
 
 
 def of_one_layout() -> list[float]:
