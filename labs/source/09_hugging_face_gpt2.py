@@ -323,7 +323,7 @@ per_second = 64 * 1024 / trace.makespan
 print(f"A100s: 1   sequences: 64   {per_second:,.0f} tokens/s (forecast)")
 
 # %% [markdown]
-# Eight GPUs are not even three times as fast as one: their matmuls are small, and they wait for about a hundred
+# Eight GPUs are only 2.3 times as fast as one: their matmuls are small, and they wait for about a hundred
 # all-reduces. With Adam, 355 million parameters take 16 bytes each, which fits on one GPU. So it is better to give each of
 # eight GPUs one sequence and the whole model. That takes less than half as long, and then the gradients are added up ([lab
 # 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences than GPUs.

@@ -1,0 +1,134 @@
+"""Lab 26: forecasts of the playbook's runs by class, like-for-like rows, and the best plans on two networks."""
+
+from functools import cache
+
+from tests.labs.entries import Claim, Given, Quote
+from tests.labs.model import NDR, PLAYBOOK, tokens
+from tplab.cost import Cluster
+from tplab.exercises.which_layout import ENOUGH, JOBS, forecast_of, measured_runs
+from tplab.forecast import Forecast, plans
+from tplab.forecast.classes import Measured
+from tplab.forecast.measured import Run, playbook
+
+GPUS = (32, 64, 128, 256, 512)
+
+
+@cache
+def classes() -> list[Measured]:
+    """Those that the playbook's runs belong to, the best first."""
+    found = {known for run in playbook() if (known := forecast_of(run).measured)}
+    return sorted(found, key=lambda known: known.median)
+
+
+def off(run: Run) -> float:
+    return forecast_of(run).seconds / run.seconds - 1
+
+
+def alike(run: Run) -> tuple[str, int, int, int]:
+    return run.model.name, run.plan.ranks, run.plan.microbatch, run.plan.zero
+
+
+def over_nodes() -> list[float]:
+    """How many times as long steps with tp 16 took as the same with tp 8, up to 32 nodes."""
+    runs = [run for run in playbook() if run.plan.pp == 1 and run.plan.ranks <= 256]
+    inside, across = ({alike(run): run.seconds for run in runs if run.plan.tp == tp} for tp in (8, 16))
+    return sorted(across[key] / inside[key] for key in inside.keys() & across.keys())
+
+
+def of_one_layout() -> list[float]:
+    """Seconds of all runs of the 8B model with dp 2, tp 8 and ZeRO 1."""
+    runs = [run for run in measured_runs("playbook-8b", 16) if (run.plan.tp, run.plan.microbatch) == (8, 1)]
+    return sorted(run.seconds for run in runs if run.plan.zero)
+
+
+@cache
+def best(cluster: Cluster, gpus: int, batch: int) -> Forecast:
+    return plans("llama3-8b", cluster, gpus=gpus, batch=batch, sequence=8192)[0]
+
+
+def only_zero3(cluster: Cluster, batch: int) -> list[int]:
+    """On how many GPUs data parallelism with ZeRO 3 alone is best."""
+    found = [(gpus, best(cluster, gpus, batch).plan) for gpus in GPUS]
+    return [gpus for gpus, plan in found if plan.dp == gpus and plan.zero == 3]
+
+
+CLAIMS = (
+    Claim(
+        "The slowest took 1.9 times as long as the fastest, and the forecast did not foresee it",
+        lambda: (
+            [measured_runs("playbook-8b", 128)[-1].seconds / measured_runs("playbook-8b", 128)[0].seconds]
+            if off(measured_runs("playbook-8b", 128)[-1]) < -0.4
+            else False
+        ),
+    ),
+    Claim(
+        "the host cannot start kernels as fast as the GPU finishes them, and host is most of the loss",
+        lambda: all(
+            2 * forecast_of(run).parts["host"] > run.seconds - forecast_of(run).parts["computing"]
+            for run in measured_runs("playbook-3b", 16)
+            if (run.plan.tp, run.plan.microbatch) == (8, 1)
+        ),
+    ),
+    Claim("steps took more than three times as long", lambda: over_nodes()[len(over_nodes()) // 2] > 3),
+    Claim(
+        "half of the runs are within 3% or 7%",
+        lambda: all(round(100 * known.median) in (3, 7) for known in classes()[:3]),
+    ),
+    Claim(
+        "runs took up to 39 times as long, and on more than 32 nodes up to 106 times",
+        lambda: [
+            max(known.high for known in classes() if ", pipeline, " in known.name and "2 to 32" in known.name),
+            32,
+            max(known.high for known in classes() if ", pipeline, " in known.name),
+        ],
+    ),
+    Claim(
+        "Almost all large errors are on one side: the run took longer",
+        lambda: sum(off(run) < -0.3 for run in playbook()) > 50 * sum(off(run) > 0.3 for run in playbook()),
+    ),
+    Claim(
+        "took 19 s in one run and 89 s in another",
+        lambda: of_one_layout(),
+    ),
+    Claim(
+        "up to 16 nodes and microbatches of 16, 13 of 14 runs took longer",
+        lambda: (
+            [16, 16] + [sum(off(run) < 0 for run in sixteen), len(sixteen)]
+            if (sixteen := [run for run in playbook() if run.is_fitted and run.plan.microbatch == 16])
+            else False
+        ),
+    ),
+    Given("If your run is slower than a forecast"),
+    Given("a slow network, a memory that is nearly full, or a straggler, one slow GPU for which all others wait"),
+    Claim(
+        "has an MFU of about 70%, because kernels do not reach the peak",
+        lambda: [100 * best(NDR, 32, 256).mfu],
+    ),
+    Claim(
+        "as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best",
+        lambda: only_zero3(NDR, 64) == [32, 64] and only_zero3(NDR, 256) == [32, 64, 128, 256],
+    ),
+    Claim(
+        "twice as many GPUs are almost twice as fast",
+        lambda: all(best(NDR, gpus, 256).seconds / best(NDR, 2 * gpus, 256).seconds > 1.9 for gpus in (32, 64, 128)),
+    ),
+    Claim(
+        "behind about 2,200 tokens per rank on 64 GPUs, and a sequence has 8,192",
+        lambda: [*tokens("ZeRO 3", 64, NDR), 64, 8192],
+    ),
+    Claim(
+        "the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128",
+        lambda: [*tokens("ZeRO 3", 64, PLAYBOOK), 64, *tokens("ZeRO 3", 128, PLAYBOOK), 128],
+    ),
+    Given("turn the knob to a batch four times as large"),
+    Claim(
+        "A batch four times as large has the same problem with four times as many GPUs",
+        lambda: only_zero3(NDR, 256)[-1] == 4 * only_zero3(NDR, 64)[-1],
+    ),
+    Claim("ZeRO 3 alone is best up to 64 GPUs only", lambda: only_zero3(PLAYBOOK, 256) == [32, 64]),
+    Claim(
+        "It must fit, and take at most a quarter longer than the best of all plans on InfiniBand NDR",
+        lambda: ENOUGH == 1.25 and len(JOBS) == 5,
+    ),
+    Quote("half of those that fit take 2.2 times as long, or longer", ("take 2.2 times as long as the best",)),
+)

@@ -1,0 +1,97 @@
+"""Lab 25: memory of Megatron on B200s, of nanotron and of torch's FSDP."""
+
+from dataclasses import replace
+from functools import cache
+
+from tests.labs.entries import Claim, Given, Quote
+from tplab.cost import H100_MEASURED
+from tplab.exercises.will_it_fit import JOBS, LIMIT
+from tplab.forecast import Model, Plan, forecast
+from tplab.forecast.keeps import KEEPS
+from tplab.forecast.measured import ON_B200, runs
+from tplab.forecast.memory import Held, memory, usable_bytes
+
+GB = 1e9
+LAYER = 2 * 8192 * 4096 / GB
+EIGHT_STAGES = Plan(pp=8, recompute="full")
+BIG = Plan(tp=4, pp=2, dp=16, sequence_parallel=True)
+PARTED = replace(BIG, zero=3, pp=1, dp=32)
+
+
+def stages(sequences: int = 1) -> tuple[Held, ...]:
+    plan = replace(EIGHT_STAGES, microbatch=sequences)
+    return memory(Model.find("llama3-8b"), plan, batch=64, sequence=8192)
+
+
+def states(held: Held) -> float:
+    return (held.parameters + held.gradients + held.optimizer) / GB
+
+
+def big(plan: Plan, stack: str = "megatron") -> tuple[Held, ...]:
+    return memory(Model.find("llama3-70b"), plan, batch=128, sequence=8192, stack=stack)
+
+
+@cache
+def fsdp() -> list[float]:
+    """Forecast over measured, of what torch's FSDP needs on H200s."""
+    found = list[float]()
+    for run in runs():
+        if run.stack == "fsdp" and run.memory:
+            one = forecast(run.model, run.plan, run.on, batch=run.batch, sequence=run.sequence, stack=run.stack)
+            found.append(one.peak.total / GB / run.memory)
+    return found
+
+
+def off_on_b200() -> float:
+    """The largest error of Megatron's memory, in percent."""
+    twelve, errors = replace(Model.find("llama3-70b"), layers=12), list[float]()
+    for (tp, pp, dp), measured in ON_B200.items():
+        plan = Plan(tp=tp, pp=pp, dp=dp, zero=1, sequence_parallel=True)
+        held = memory(twelve, plan, batch=8 * dp, sequence=4096)
+        errors += [abs(one.total / 2**30 / gib - 1) for one, gib in zip(held, measured, strict=True)]
+    return 100 * max(errors)
+
+
+CLAIMS = (
+    Given("70.9 GiB where the mark is at 66.55"),
+    Claim("the weights alone take only 13.5 GB", lambda: [2 * Model.find("llama2-7b").parameters / GB]),
+    Claim("which is 0.067 GB", lambda: [LAYER]),
+    Claim(
+        "= 25.2$ GB, and stage 1 needs 15.7 GB",
+        lambda: [states(stages()[0]), 1, states(stages()[1])],
+    ),
+    Claim(
+        "= 2.1$ GB, stage 1 keeps seven, 1.9 GB, and stage 7 keeps one, 0.3 GB",
+        lambda: [32 * LAYER, 1, 28 * LAYER, 7, 4 * LAYER],
+    ),
+    Claim("you would expect about 29 GB on stage 0", lambda: [stages()[0].total / GB, 0]),
+    Claim(
+        "About 2 GB more are needed while a layer is computed again",
+        lambda: [stages()[0].total / GB - states(stages()[0]) - 32 * LAYER],
+    ),
+    Claim("6.3 GB for one sequence, and twice as much for two", lambda: [stages()[7].logits / GB]),
+    Claim("the forecast is off by 0.1% at most", lambda: [off_on_b200()]),
+    Claim("on the other half the median error is 10.5%", lambda: "median error is 10.5 %" in KEEPS["nanotron"].source),
+    Quote("with dp 4 they still take 32.1 GB", ("dp 4, tp 1, microbatches: 2", "of that gradients 32.1")),
+    Claim("The forecast is within 8% of what was measured", lambda: all(abs(by - 1) < 0.08 for by in fsdp())),
+    Claim(
+        "An H100 with 80 GiB lets a program have 79.2 GiB, 85 GB",
+        lambda: [80, usable_bytes(H100_MEASURED.chip) / 2**30, usable_bytes(H100_MEASURED.chip) / GB],
+    ),
+    Claim(
+        "The activations of stage 0 stay at 45.0 GB",
+        lambda: all(round(big(replace(BIG, pp=pp, dp=32 // pp))[0].activations / GB, 1) == 45 for pp in (2, 4, 8)),
+    ),
+    Claim(
+        "torch's FSDP would keep 71 GB of whole gradients on each rank",
+        lambda: [big(PARTED, "fsdp")[0].gradients / GB],
+    ),
+    Claim(
+        "ZeRO 3 needs the least, but only with Megatron",
+        lambda: big(PARTED)[0].total < LIMIT < big(PARTED, "fsdp")[0].total,
+    ),
+    Claim(
+        "None of these four jobs fits into the 85 GB of an H100",
+        lambda: [LIMIT / GB] if all(job.peak(job.plan)[0] > LIMIT for job in JOBS.values()) else False,
+    ),
+)
