@@ -16,8 +16,6 @@ from benchmarks.device.process import ROOT
 Figures = dict[str, Any]
 LIMIT = 60.0
 """Seconds that one check may take, if its item does not say otherwise."""
-ROOT = Path(__file__).parents[2]
-"""Of the repository: errors name files from here."""
 MOST_SAID = 2500
 """Characters of an error that are kept: its beginning and its end."""
 

@@ -25,7 +25,7 @@ def tasks(place: Place) -> Iterator[Task]:
 def versions() -> Figures:
     return {
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }
