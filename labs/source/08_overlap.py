@@ -252,7 +252,7 @@ print(f"by the forecast: from {pays_from(D, F, 8, find('h100-measured'))} tokens
 # At the 5 µs per launch that we assume, the overlapped layer is slower below 745 tokens. If the GPU always has
 # operations waiting, or runs a CUDA graph, launches cost nearly nothing. Then overlapping always pays, but only just: a
 # hop takes 1.9 µs, and hides behind 2.5 µs of reading an eighth of the weight. In the forecast, a launch takes 2.4 µs
-# and a hop at least 6.4 µs, so it needs 155 tokens.
+# and a hop at least 6.4 µs, so it needs 171 tokens.
 #
 # The model leaves something out: messages also use part of the chip. On a GPU they take some multiprocessors, unless
 # the copy engines move them. Here are smaller layers, **measured** on two processes of your machine, whose cores also
