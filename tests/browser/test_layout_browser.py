@@ -10,6 +10,7 @@ from tplab.forecast import Plan
 from tplab.units import plain
 from tplab.widgets import layout_lab
 from tplab.widgets.layout_lab import LayoutLab
+from tplab.widgets.layouts.words import seconds_text
 
 GIVEN = {"cluster": "h100-measured", "gpus": 16, "batch": 64, "sequence": 4096}
 
@@ -22,7 +23,7 @@ def check_shown(page: Page, lab: LayoutLab, index: int) -> None:
     one = lab._bench.forecast(index)
     expect(page.locator(".tpl-say b")).to_have_text(str(one.plan))
     expect(page.locator(".tpl-say")).to_contain_text(one.why[1:])
-    expect(page.locator(".tpl-layouthead").first).to_contain_text(f"{plain(one.seconds)} s ({plain(one.low)} to")
+    expect(page.locator(".tpl-layouthead").first).to_contain_text(seconds_text(one))
     steps = page.locator(".tpl-layouts svg").nth(1)
     for name in ("computing", "tp"):
         if one.parts[name] > 0.01 * one.seconds:
