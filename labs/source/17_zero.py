@@ -365,10 +365,10 @@ runs_of_mpt.sort(key=lambda run: run.plan.ranks)
 print("             measured                    forecast, messages alone")
 print("GPUs  tokens/s of a GPU     step   InfiniBand NDR  playbook's network")
 for run in runs_of_mpt:
-    sent = [
-        32 * step_seconds("ZeRO 3", run.tokens, cost.find(*on), run.plan.ranks, 4096).sending
-        for on in H100S[1:]
-    ]
+    about = run.plan.ranks, 4096
+    networks = [cost.find(*on) for on in H100S[1:]]
+    blocks = [step_seconds("ZeRO 3", run.tokens, on, *about) for on in networks]
+    sent = [32 * block.sending for block in blocks]
     worth = run.tokens_per_second / runs_of_mpt[0].tokens_per_second
     print(f"{run.plan.ranks:4} {run.tokens_per_second:9,.0f} ({worth:4.0%})",
           f"{run.seconds:9.2f} s {sent[0]:14.2f} s {sent[1]:17.2f} s")
