@@ -293,7 +293,7 @@ tj.collectives_in(step_in_jax, TWO, X, A, B, T, in_specs=ALL, out_specs=SPECS)
 # - sends $2\frac{R-1}{R}ND$ elements forward (`Z`), and the same number backward (`dX`).
 #
 # With a `cluster`, times are **modelled**, so they are the same on every machine. In `"h100"` they come from the data
-# sheet: peak rates, plus 5 µs for each launch and the latency of each message. Real GPUs do not reach this bound.
+# sheet: peak rates, plus 5 µs for each launch and the latency of each message. Real GPUs do not reach these rates.
 # `"h100-measured"` is a **forecast** from what others have measured. Here are four ranks of a node:
 
 # %%

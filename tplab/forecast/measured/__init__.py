@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from tplab.cost import Cluster
 from tplab.forecast.clusters import cluster_of
@@ -125,11 +123,6 @@ def foundry() -> tuple[Run, ...]:
     return tuple(found)
 
 
-def is_left_out(place: int) -> bool:
-    """Whether the run at this place of its table is in the third that no fit sees."""
-    return int(np.random.default_rng((0, place)).integers(3)) == 0
-
-
 def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:
     """Runs of the playbook that differ in tp alone, `few` and `many`: of the same model, GPUs, microbatch and ZeRO.
 
@@ -143,12 +136,6 @@ def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[
         if run.plan.ranks <= ranks and (run.model, plan) in known:
             found.append((known[run.model, plan], run))
     return found
-
-
-def split(rows: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """(fitted, left out): those of a table whose forecast is meant to hold."""
-    places = [place for place, run in enumerate(rows) if run.is_fitted]
-    return [rows[p] for p in places if not is_left_out(p)], [rows[p] for p in places if is_left_out(p)]
 
 
 def sources(name: str) -> list[str]:
