@@ -63,12 +63,12 @@ knob(title, "GPUs", {n: bars("playbook-8b", n) for n in GPUS}, start=128, about=
 eight = Model.find("playbook-8b")
 tokens = 256 * 4096
 flops = tokens * eight.flops_per_token(4096)
-bound = flops / (128 * 989e12)  # the peak of an H100 in bfloat16
+at_peak = flops / (128 * 989e12)  # the peak of an H100 in bfloat16
 size = eight.parameters / 1e9
 print(f"{size:.2f} billion parameters, {flops / 1e15:.0f} PFLOPs per step")
 best = measured_runs("playbook-8b", 128)[0].seconds
-print(f"at the peak {bound:.2f} s, and the best run took {best:.2f} s")
-print(f"ratio: {bound / best:.0%}")
+print(f"at the peak {at_peak:.2f} s, and the best run took {best:.2f} s")
+print(f"ratio: {at_peak / best:.0%}")
 
 # %% [markdown]
 # The ratio of the two is the **model FLOPs utilisation**, MFU. The rest is lost in kernels that do not reach the peak, in
@@ -354,7 +354,7 @@ check_choose(choose)
 #
 # ## To take away
 #
-# - Few layouts are near the best: half of those that fit take 2.2 times as long, or longer. Most lose by sending gradients and
+# - Few layouts are near the best: half of those that fit take 2.1 times as long, or longer. Most lose by sending gradients and
 #   parameters, by the pipeline's bubble, or by recomputation.
 # - A forecast is as good as the class of runs that it was tried on. Believe the order of two plans only if they differ by more
 #   than their intervals, and ask which network it was made for.

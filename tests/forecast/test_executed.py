@@ -49,8 +49,12 @@ def check_memory(case: Case, out: Any) -> None:
         assert left == 0 and 0 < num_counters < 100, f"optimizer of rank {rank}"
         activations = int(counted.of("activations").max())
         if recipe.checkpoint_every and case.plan.virtual > 1:
-            # Which of its stages a rank recomputes at its peak is not known: an input of a layer more, or less.
-            assert activations == pytest.approx(said["activations"], rel=0.1), f"activations of rank {rank}"
+            # Which of its stages a rank recomputes at its peak is not known: an input of a layer or two more, or less.
+            mesh = case.mesh
+            tokens = recipe.batch_size * case.config.context / mesh.axis_size("dp") / mesh.axis_size("cp")
+            input_bytes = 4 * case.config.width * tokens / recipe.microbatches
+            near = pytest.approx(said["activations"], rel=0.1, abs=2 * input_bytes)
+            assert activations == near, f"activations of rank {rank}"
         elif recipe.checkpoint_every:
             tokens = recipe.batch_size // case.mesh.axis_size("dp") * case.config.context
             assert 0 <= activations - said["activations"] <= NUMBERS * tokens, f"activations of rank {rank}"

@@ -100,7 +100,10 @@ _LISTED = (
     _stack(
         "megatron",
         {"zero": 1, "schedule": "1f1b", "sequence_parallel": True, "grad_dtype": "float32"},
-        "Megatron-LM with its distributed optimizer, as its training scripts are. host: assumed",
+        "Megatron-LM with its distributed optimizer, as its training scripts are. host: assumed. bucket: 40 million "
+        "float32 gradients, the smallest default of Megatron-core's DistributedDataParallelConfig; above 40 ranks of "
+        "dp it takes a million for each",
+        bucket=160e6,
     ),
     _stack(
         "nanotron",
