@@ -77,6 +77,6 @@ def test_what_cannot_be_compared():
         return lambda x: x.sum() if mesh.size > 1 else x.reshape(5)
 
     report = lab.same_model(only_on_many, (np.ones(4, np.float32),), mesh=Mesh(dp=2))
-    assert report.verdict == "not compared" and report.exit_code == 2 and "cannot reshape" in report.reason
+    assert report.verdict == "could not run" and report.exit_code == 2 and "cannot reshape" in report.reason
     other = lab.same_model(lambda mesh: lambda x: [x] * mesh.size, (np.ones(4, np.float32),), mesh=Mesh(dp=2))
-    assert other.verdict == "not compared" and "something else" in other.reason
+    assert other.verdict == "cannot tell" and "something else" in other.reason

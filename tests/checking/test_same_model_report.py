@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.checking.same_model import Finding, Row, SameModel, named, not_compared
+from tplab.checking.same_model import Finding, Row, SameModel, cannot_tell, could_not_run, named
 
 FAULT = Finding(
     "gradient", "net.0.weight", 0, "4 times the reference", 4.0, "train.py:31", "it is summed",
@@ -44,10 +44,11 @@ def test_without_a_fault_it_is_the_same_model():
 
 
 def test_what_was_not_seen_is_not_called_the_same():
-    assert SameModel([Row("loss", 0, None, "not seen")]).exit_code == 2
-    report = not_compared("the script never steps", about="train.py")
-    assert (report.verdict, report.exit_code) == ("not compared", 2)
-    assert repr(report) == "SameModel: train.py: not compared, because the script never steps"
+    assert SameModel([Row("loss", 0, None, "not seen")]).exit_code == 3
+    report = cannot_tell("the script never steps", about="train.py")
+    assert (report.verdict, report.exit_code) == ("cannot tell", 3)
+    assert repr(report) == "SameModel: train.py: cannot tell, because the script never steps"
+    assert could_not_run("it fails").exit_code == 2
 
 
 def test_a_fault_found_before_the_comparison_ended_is_a_fault():

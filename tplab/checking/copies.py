@@ -9,7 +9,7 @@ import numpy as np
 from tplab.checking.causes import thread
 from tplab.checking.recording import Piece, Seen, Step
 from tplab.checking.reference import FLOOR
-from tplab.checking.same_model import Finding, Row, SameModel, What, named, not_compared
+from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named
 from tplab.checking.samples import seeds_by_rank
 from tplab.units import ranks_text
 
@@ -27,11 +27,11 @@ def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
     counts = {rank: one.num_steps for rank, one in enumerate(seen)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        return not_compared(f"ranks make different numbers of steps ({listed})", about=about)
+        return cannot_tell(f"ranks make different numbers of steps ({listed})", about=about)
     copies, unknown = _copies([one.weights for one in seen])
     if not any(counts.values()) or not copies:
         has_steps = any(counts.values())
-        return not_compared(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)
+        return cannot_tell(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)
     rows = [Row("weights", 0, True, _compared(copies, seen)), *_left_out(unknown)]
     buffers, _ = _copies([one.buffers for one in seen])
     for step in range(counts[0]):

@@ -25,9 +25,9 @@ What = Literal[
 ]
 """What is compared, in the order of a training step."""
 
-Verdict = Literal["same", "different", "not compared"]
+Verdict = Literal["same", "different", "could not run", "cannot tell"]
 
-EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "not compared": 2}
+EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2, "cannot tell": 3}
 
 MOST_NAMES = 3
 
@@ -41,7 +41,9 @@ class Finding:
     factor          what was found, divided by what should be there, if that is one number
     text_of_factor  "4 times the reference (4 is the number of ranks)", "of the last microbatch only"
     where           the line at fault, as "train.py:31": a collective's, or the line that a missing one should precede
-    cause           what usually makes it so
+    cause           what makes it so, where that is known: a run in which it was repaired was right
+    proof           what was changed in that run; "" where the cause is seen and not concluded, or not known
+    tried           what was changed in runs that were not right either
     thread          the address of a public thread in which somebody met the same; "" if there is none
     got, want       both values
     ranks           where it is wrong; () if on all ranks
@@ -62,6 +64,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
     others: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
+    proof: str = ""
+    tried: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -76,6 +80,8 @@ class Finding:
         lines += [f"also see {', '.join(others)}"] if (others := [at for at in self.lines if at != self.where]) else []
         lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
         lines += [self.cause] * bool(self.cause)
+        lines += [f"proven by a run with this change: {self.proof}"] * bool(self.proof)
+        lines += [f"tried, and not enough: {'; '.join(self.tried)}"] * bool(self.tried and not self.proof)
         lines += [f"others have met this: {self.thread}"] * bool(self.thread)
         return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
 
@@ -120,13 +126,13 @@ class Row:
 class SameModel:
     """Whether a script trains the same model as its reference, and if not, what is first wrong.
 
-    verdict    "same", "different" or "not compared"
-    reason     why it was not compared; "" otherwise
+    verdict    "same", "different", "could not run" or "cannot tell"
+    reason     why it could not run, or why nobody can tell; "" otherwise
     rows       what was compared, in the order of a training step
     findings   the faults, in the same order; what follows from one of them is not among them
     first      the first of them, or None
     notes      sentences about the comparison: which differences count as rounding, and what was changed for it
-    exit_code  0, 1 or 2, in the order of the verdicts
+    exit_code  0, 1, 2 or 3, in the order of the verdicts
     about      what was compared with what: "train.py on 4 ranks with train.py on 1 rank"
     words      the verdicts "same" and "different" in words
     """
@@ -140,15 +146,18 @@ class SameModel:
         reason: str = "",
         about: str = "",
         words: tuple[str, str] = ("the same model", "NOT the same model"),
+        has_run: bool = True,
     ):
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
-        self.reason, self.about, self.words = reason, about, words
+        self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
 
     @property
     def verdict(self) -> Verdict:
         if self.findings:
             return "different"
-        return "not compared" if self.reason or not any(row.ok is not None for row in self.rows) else "same"
+        if not self._has_run:
+            return "could not run"
+        return "cannot tell" if self.reason or not any(row.ok is not None for row in self.rows) else "same"
 
     @property
     def exit_code(self) -> int:
@@ -162,8 +171,8 @@ class SameModel:
     def title(self) -> str:
         """The verdict in one sentence."""
         about = f"{self.about}: " if self.about else ""
-        if self.verdict == "not compared":
-            return f"{about}not compared, because {self.reason or 'nothing was seen'}"
+        if self.verdict in ("could not run", "cannot tell"):
+            return f"{about}{self.verdict}, because {self.reason or 'nothing was seen'}"
         if self.first is None:
             return about + self.words[0]
         return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}"
@@ -194,7 +203,7 @@ class SameModel:
 
     def _repr_html_(self) -> str:
         """The verdict; each fault, opened, with its values and lines; a table of what was compared."""
-        colour = {"same": "#238636", "different": "#d73a49", "not compared": "#9e6a03"}[self.verdict]
+        colour = {"same": "#238636", "different": "#d73a49"}.get(self.verdict, "#9e6a03")
         parts = [f"<p><b style='color: {colour}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
         if self.rows:
             lines = "".join(_html_row(row) for row in self.rows)
@@ -203,9 +212,14 @@ class SameModel:
         return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in self.notes)])
 
 
-def not_compared(reason: str, *, about: str = "", notes: Iterable[str] = ()) -> SameModel:
-    """The report of a comparison that was not possible."""
-    return SameModel(reason=reason, about=about, notes=notes)
+def could_not_run(reason: str, *, about: str = "") -> SameModel:
+    """The report of a script that fails, or hangs, on one of the two sides."""
+    return SameModel(reason=reason, about=about, has_run=False)
+
+
+def cannot_tell(reason: str, *, about: str = "") -> SameModel:
+    """The report of two runs of which a comparison says nothing."""
+    return SameModel(reason=reason, about=about)
 
 
 def named(names: Sequence[str]) -> str:
@@ -225,7 +239,9 @@ def _html_of(finding: Finding) -> str:
         ("found", finding.got),
         ("expected", finding.want),
         ("also wrong in", named(finding.others)),
-        ("usual cause", finding.cause),
+        ("cause", finding.cause),
+        ("proven by", finding.proof),
+        ("tried, and not enough", "; ".join(finding.tried) if not finding.proof else ""),
     ]
     cells = "".join(
         f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tplab.checking.causes import Sizes, thread
-from tplab.checking.same_model import Finding, Row, SameModel, What, not_compared
+from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run
 from tplab.checking.verdict import EPSILON, Rounding
 from tplab.jax.checking.lines import Lines
 from tplab.jax.ranks.devices import jax_mesh
@@ -68,10 +68,10 @@ def same_model(
         want, again = _results(theirs, args), _results(theirs, others)
     except (TypeError, ValueError) as error:
         first = str(error).partition(chr(10))[0]
-        return not_compared(f"the reference raised {type(error).__name__}: {first}", about=about)
+        return could_not_run(f"the reference raised {type(error).__name__}: {first}", about=about)
     got = _results(ours, args)
     if [one.path for one in got] != [one.path for one in want]:
-        return not_compared("the step returns something else on one device", about=about)
+        return cannot_tell("the step returns something else on one device", about=about)
     rounding = Rounding.of(_sizes(args, lines.dtype), [])
     return _Comparison(args, others, mesh, lines, rounding).report(got, want, again, about)
 

@@ -14,7 +14,7 @@ import torch
 
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
-from tplab.checking.same_model import SameModel, not_compared
+from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
 from tplab.checking.starts import NeedsWeights
@@ -83,7 +83,17 @@ def same_model(
 
 
 class _NotRun(Exception):
-    """A run from which nothing can be learnt; its text says why."""
+    """A script that fails, or hangs; the text says why."""
+
+    def report(self, about: str) -> SameModel:
+        return could_not_run(str(self), about=about)
+
+
+class _NothingToTell(_NotRun):
+    """A run from which nothing can be learnt, though it went well."""
+
+    def report(self, about: str) -> SameModel:
+        return cannot_tell(str(self), about=about)
 
 
 class _Doctor:
@@ -97,7 +107,7 @@ class _Doctor:
         try:
             ours = self.seen(mesh, self.args)
             if any(FLAT in one.kinds for one in ours):
-                raise _NotRun(
+                raise _NothingToTell(
                     "FullyShardedDataParallel (FSDP1) keeps all parameters of a module in one flat tensor, and the "
                     "gradients of each cannot be told apart: use fully_shard (FSDP2), or compare the script with "
                     "DistributedDataParallel in its place"
@@ -105,7 +115,7 @@ class _Doctor:
             handed = Handed(ours)
             return self._diagnosed(about, ours, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
-            return not_compared(str(error), about=about)
+            return error.report(about)
 
     def _diagnosed(
         self, about: str, ours: list[Seen], mesh: Mesh, alone: Mesh, args: list[Any], handed: Handed | None
@@ -138,11 +148,11 @@ class _Doctor:
                 notes.append("the reference was given the weights that the ranks begin with: they draw others")
             except NeedsSamples as needs:
                 if handed is None:
-                    return not_compared(str(needs), about=about)
+                    return cannot_tell(str(needs), about=about)
                 is_fed, why = True, str(needs)
                 how = "each of them draws its own" if seeds_by_rank(ours) else "it draws in another order"
                 notes.append(f"the reference was given the samples that the ranks drew, as {how}")
-        return not_compared("the reference does not take the weights and samples of the ranks", about=about)
+        return cannot_tell("the reference does not take the weights and samples of the ranks", about=about)
 
     def _trails(
         self,
@@ -205,13 +215,13 @@ class _Doctor:
             raise _NotRun(f"on {_ranks(mesh)} the script fails: {error}{way_out * (mesh.size == 1)}") from error
         counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
         if not any(counts.values()):
-            raise _NotRun(
+            raise _NothingToTell(
                 f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
                 "torch.optim.Optimizer"
             )
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-            raise _NotRun(f"ranks end after different numbers of steps ({listed})")
+            raise _NothingToTell(f"ranks end after different numbers of steps ({listed})")
         return watch
 
     def _run(self, mesh: Mesh, args: list[Any], around: Any) -> None:
