@@ -10,6 +10,7 @@ from tplab.checking.causes import Sizes
 from tplab.checking.places import Place, find_places
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
@@ -72,6 +73,17 @@ class Facts:
         """The line of the first operation of the forward pass whose result is wrong; "" if that is not known."""
         self.wants_trails = True
         return self.trails.line_of_value() if self.trails else ""
+
+    def in_its_place(self, line: str) -> list[Hypothesis]:
+        """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
+        there."""
+        found = []
+        for words, values in self.trails.wanted_at(line) if self.trails and line else ():
+            repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
+                            times=self.number)  # fmt: skip
+            cause = f"what goes into this line is right, and what it computes is not: {words}"
+            found.append(Hypothesis(repair, cause, line))
+        return found
 
     def line_of_gradient(self, name: str) -> str:
         """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""
@@ -142,13 +154,17 @@ class Facts:
         ranks: Sequence[int] = (),
         others: Sequence[str] = (),
         lines: Sequence[str] = (),
+        seen: str = "",
+        proof: str = "",
+        hypotheses: Sequence[Hypothesis] = (),
     ) -> Finding:
         """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
         got, want = values
         return Finding(
-            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines
+            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines,
+            proof=proof, seen=seen, hypotheses=tuple(hypotheses),
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Sent:
 
     moment  "between" (before the backward pass), "forward", "backward", "reduction" (after it), "step" (in the
             optimizer), "after"
+    is_open whether the script itself must wait for it
     size    of this rank's input, in elements; value: of one that is a single number
     on      "parameter", "gradient" or "buffer" if it was given one, otherwise ""; names: its name
     """
@@ -47,6 +48,7 @@ class Sent:
     on: str = ""
     names: tuple[str, ...] = ()
     value: float | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Step:
                 itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
-    evaluated   losses that were computed without gradients
+    evaluated   losses that were computed without gradients, and of how many targets
     """
 
     samples: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -99,7 +101,7 @@ class Step:
     prints: list[tuple[str, str]] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
+    evaluated: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def has_stepped(self) -> bool:
@@ -120,7 +122,7 @@ class Seen:
                 FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
                 the model was loaded
     places      the file and the number of each line that was named
-    groups      how many ranks there are in each group of them
+    groups      how many ranks there are in each group of them; members: the ranks of each that the script makes
     options     of the command line, as the script has parsed them
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
                 dtypes that it rounds to on its way; "torch.compile", where the script calls it;
@@ -141,6 +143,7 @@ class Seen:
     lines: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
+    members: set[tuple[int, ...]] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 

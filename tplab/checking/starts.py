@@ -6,6 +6,7 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.places import Place
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.samples import seeds_by_rank
 
 
@@ -42,12 +43,18 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         values = f"{bad.flat[place]:.6g} on rank {min(ranks)}", f"{good.flat[place]:.6g}"
         words = "not the same on ranks that hold copies"
         others = list(wrong)[1:]
+        every = (tuple(range(facts.num_ranks)),)
+        repairs = [Repair("weights", "rank 0's weights on every rank", groups=every)]
+        if seeds := seeds_by_rank(facts.ours):
+            words_of_seed = f"the seed {seeds[0][0]} on every rank at {where}"
+            repairs.insert(0, Repair("seed", words_of_seed, where, values={"seed": seeds[0][0]}))
         yield facts.fault(
-            "weights", name, words, None, where, cause, values=values, ranks=list(ranks), others=others, lines=[forward]
-        )
+            "weights", name, words, None, where, "", values=values, ranks=list(ranks), others=others, lines=[forward],
+            hypotheses=[Hypothesis(one, cause, where) for one in repairs],
+        )  # fmt: skip
     elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
         words = "every rank's shard is the same"
-        yield facts.fault("weights", equal[0], words, None, where, cause, others=equal[1:], lines=[forward])
+        yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward])
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:

@@ -7,6 +7,7 @@ import numpy as np
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.recording import Piece, settings_that_differ
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
@@ -26,7 +27,8 @@ def norm(facts: Facts) -> Found:
     own = {rank: _norm_of(facts.mine[rank].gradients) for rank in has}
     every = sum(value * value for value in own.values()) ** 0.5
     is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, (value, _) in wrong.items())
-    if is_own and (got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
+    is_whole = abs(every - want) <= 1e-3 * want
+    if is_own and (is_whole or got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
         cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
     elif abs(got - every) <= 1e-3 * every:
         cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
@@ -39,9 +41,16 @@ def norm(facts: Facts) -> Found:
     values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
     ranks = list(wrong) if len(wrong) < len(has) else []
     lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1] + [facts.line("step")]
-    yield facts.fault(
-        "norm", "", words, factor, line, cause, thread=thread(key), values=values, ranks=ranks, lines=lines
-    )
+    norms = {
+        number: step.norms[-1][0]
+        for number in range(min(len(one.steps) for one in facts.reference.seen))
+        for step in facts.reference.steps(number)[:1]
+        if step.norms
+    }
+    repair = Repair("norm", f"the reference's norm in place of what {line} clips by", line, values=norms)
+    hypotheses = [Hypothesis(repair, cause, line, thread(key))]
+    yield facts.fault("norm", "", words, factor, line, "", values=values, ranks=ranks, lines=lines,
+                      hypotheses=hypotheses)  # fmt: skip
 
 
 def settings(facts: Facts) -> Found:
@@ -62,7 +71,17 @@ def settings(facts: Facts) -> Found:
         values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
         line = facts.line(f"set {key}")
         line = facts.source.repetition(line) or line or step
-        yield facts.fault("optimizer", key, words, factor, line, cause, values=values, ranks=list(ranks), lines=[step])
+        wanted = {
+            (mine, key, number): theirs.settings[name][key]
+            for number in range(min(len(one.steps) for one in facts.reference.seen))
+            for theirs in facts.reference.steps(number)[:1]
+            for name in theirs.settings
+            for _, mine, _ in facts.holders(name)
+            if key in theirs.settings[name]
+        }
+        repair = Repair("settings", f"the reference's {key} in each step", values=wanted)
+        yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
+                          hypotheses=[Hypothesis(repair, cause, line)])  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -100,9 +119,17 @@ def states(facts: Facts) -> Found:
         "settings and gradients are the same, and the optimizer's state is not: it was made anew, as when training is "
         "resumed on one rank only, or updated more than once in a step"
     )
+    ranks = set().union(*wrong.values())
+    right = [other for other in range(facts.num_ranks) if other not in ranks]
+    tried = [
+        Repair("states", f"the states of rank {other} on all ranks before the step",
+               values={"from": other, "step": facts.number}) for other in right[:1]
+    ]  # fmt: skip
     yield facts.fault(
-        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, cause,
-        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(set().union(*wrong.values())), lines=[step],
+        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
+        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
+        hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
+        seen="settings and gradients are the same, and the optimizer's state is not",
     )  # fmt: skip
 
 
@@ -152,9 +179,21 @@ def parameters(facts: Facts) -> Found:
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
+    owners = {mine: min({at for at, _, _ in facts.holders(name)} - wrong[name], default=-1)
+              for name in names for _, mine, _ in facts.holders(name)}  # fmt: skip
+    hypotheses = []
+    if all(owner >= 0 for owner in owners.values()):
+        spoken = f"the parameters of the ranks that have updated {named(names)} rightly, sent to the others"
+        repair = Repair("parameters", spoken, names=tuple(owners), values=owners)
+        hypotheses.append(Hypothesis(repair, cause, after[0] if after else line))
+    elif after and factor is not None and abs(factor) < 1e-3:
+        spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
+        repair = Repair("parameters", spoken, after[0])
+        hypotheses.append(Hypothesis(repair, cause, after[0]))
     yield facts.fault(
-        "parameters", names[0], words, factor, after[0] if after else line, cause,
+        "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
+        hypotheses=hypotheses, seen="gradients, settings and states are the same, and the update is not",
     )  # fmt: skip
 
 
@@ -199,9 +238,12 @@ def buffers(facts: Facts) -> Found:
         flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
         lines = [flag, facts.line("forward"), facts.line("step")]
         where = facts.line(f"buffer {first}") or flag or lines[1]
+        every = tuple(range(facts.num_ranks))
+        repair = Repair("buffers", f"the mean over all ranks of {named(list(wrong))} after each forward pass",
+                        names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
         yield facts.fault(
-            "buffers", first, "not the reference's", None, where, cause,
-            values=values, ranks=ranks, others=others, lines=lines,
+            "buffers", first, "not the reference's", None, where, "",
+            values=values, ranks=ranks, others=others, lines=lines, hypotheses=[Hypothesis(repair, cause, where)],
         )  # fmt: skip
         return
     if moving:

@@ -14,6 +14,7 @@ import torch
 
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
+from tplab.checking.repairs import Repair, proven
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
@@ -117,6 +118,25 @@ class _Doctor:
         except _NotRun as error:
             return error.report(about)
 
+    def _proven(
+        self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
+        weights: Any, feed: Any
+    ) -> SameModel:  # fmt: skip
+        """The causes of faults, each of which was repaired in another run."""
+
+        def again(repairs: Sequence[Repair]) -> SameModel | None:
+            ours = [one for one in repairs if not one.of_reference]
+            theirs = [one for one in repairs if one.of_reference]
+            try:
+                traced = next((one.times for one in ours if one.kind == "put"), None)
+                seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
+                whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
+                return diagnosed(seen, whole)
+            except (_NotRun, NeedsWeights, NeedsSamples):
+                return None
+
+        return proven(report, again)
+
     def _diagnosed(
         self, about: str, ours: list[Seen], mesh: Mesh, alone: Mesh, args: list[Any], handed: Handed | None
     ) -> SameModel:
@@ -137,12 +157,21 @@ class _Doctor:
                 diagnosis = Diagnosis(ours, theirs, again, about=about, notes=notes, is_fed=is_fed)
                 report = diagnosis.report()
                 if diagnosis.facts.wants_trails and alone.size == 1:
-                    feed = handed if handed is not None and handed.regroups else feed
-                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, feed)
+                    given = handed if handed is not None and handed.regroups else feed
+                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, given)
                     report = Diagnosis(
                         ours, theirs, again, about=about, notes=notes, is_fed=is_fed, trails=trails
                     ).report()
-                return report
+
+                def diagnosed(
+                    seen: list[Seen], whole: list[Seen] | None, theirs: list[Seen] = theirs, again: list[Seen] = again,
+                    is_fed: bool = is_fed,
+                ) -> SameModel:  # fmt: skip
+                    if whole is not None:
+                        theirs = again = whole
+                    return Diagnosis(seen, theirs, again, about=about, notes=notes, is_fed=is_fed).report()
+
+                return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
             except NeedsWeights as needs:
                 weights = needs.weights
                 notes.append("the reference was given the weights that the ranks begin with: they draw others")
@@ -185,12 +214,13 @@ class _Doctor:
         why: str = "",
         parts: int = 0,
         traced: int | None = None,
+        repairs: Sequence[Repair] = (),
     ) -> Watch:
         """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many parts, if
         not 0. traced: the step of which every operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = self.steps if traced is None else traced + 1
-        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced)
+        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced, repairs=repairs)
 
         @contextmanager
         def around() -> Iterator[None]:

@@ -85,10 +85,17 @@ class StandIns:
                 return original.__get__(None, function)(*args, **kwargs)
 
             rank = here()
-            return call() if rank is None else rank.recorder.apply(function, call, args, kwargs)
+            return call() if rank is None else rank.apply(function, call, args, kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         self._undo.callback(setattr, torch.autograd.Function, "apply", original)
+
+    def see_fsdp(self) -> None:
+        """See what FSDP is told from the beginning, and not only once a model is called."""
+        import torch.distributed.fsdp  # noqa: F401  # takes long
+
+        for one in self._groups.of_fsdp():
+            self._replace(*one)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original, is_own = getattr(owner, name), name in vars(owner)
@@ -112,6 +119,7 @@ class StandIns:
                 return call(module, *args, **kwargs)
             finally:
                 rank.depth = 0
+                rank.mending.after_forward()
                 if torch.is_grad_enabled() and states() != before:
                     rank.seen.random.add((rank.line(), None))
 
@@ -131,7 +139,7 @@ class StandIns:
             if rank is None or graph_task() != -1 or original in rank.inside:  # or what a checkpoint computes again
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
-            rank.begin_backward(tensors, grad_tensors)
+            grad_tensors = rank.begin_backward(tensors, grad_tensors)
             with rank.calls(original):
                 original(tensors, grad_tensors, *args, **kwargs)
             rank.end_backward()
@@ -142,6 +150,10 @@ class StandIns:
         def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if (rank := self._here()) is not None:
+                found = rank.mending.clip(parameters, max_norm, total_norm, rank.line())
+                if found is None:
+                    return None
+                total_norm = found
                 rank.clip(parameters, total_norm)
             return original(parameters, max_norm, total_norm, *args, **kwargs)
 
@@ -177,7 +189,7 @@ class StandIns:
                 value = original(given, target, *args, **kwargs)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
-                rank.step.evaluated.append(float(local_of(value)))
+                rank.step.evaluated.append((float(local_of(value)), target.numel()))
             return value
 
         return watched
@@ -186,6 +198,8 @@ class StandIns:
         def watched(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and rank.step.losses and not rank.step.has_stepped:
                 rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
+                if rank.mending.keeps(rank.line()):
+                    return None
             return original(owner, *args, **kwargs)
 
         return watched
@@ -265,6 +279,7 @@ class StandIns:
     def _seed(self, original: Any) -> Any:
         def watched(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and isinstance(seed, int):
+                seed = rank.mending.seed(seed, rank.line())
                 rank.seen.seeds.append((seed, rank.line()))
             return original(seed, *args, **kwargs)
 

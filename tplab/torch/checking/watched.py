@@ -14,13 +14,14 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
-from tplab.torch.checking.by_hand import ByHand
+from tplab.torch.checking.by_hand import NORMS, ByHand
 from tplab.torch.checking.made import made
+from tplab.torch.checking.mending import Back, Mending
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
 from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, reduced, replaced, sampled
 from tplab.torch.checking.plan import Enough, Plan
-from tplab.torch.checking.trail import Recorder
+from tplab.torch.checking.trail import Recorder, line_of_return
 from tplab.torch.private import graph_task, local_of, transform
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.values import dtype_name
@@ -42,7 +43,8 @@ class Watched:
         self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
         self.origins = Origins(lambda: this_rank().lines.chain())
         self.by_hand = ByHand(self.names, self.origins)
-        self.recorder = Recorder(self.names, self._is_traced)
+        self.mending = Mending(plan.repairs, plan.board, self)
+        self.recorder = Recorder(self.names, self._is_traced, self.mending.put)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
         self._optimizers: dict[int, Optimizer] = {}
@@ -50,7 +52,7 @@ class Watched:
         self._hooked: dict[int, Any] = {}
         self._num_backward = 0
         self._backward_in = set[CodeType]()
-        self._has_clipped = self._has_begun = self.has_enough = False
+        self.has_clipped = self._has_begun = self.has_enough = False
 
     def line(self) -> str:
         return this_rank().lines.here()
@@ -77,6 +79,22 @@ class Watched:
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1:
             self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A function of torch is called."""
+        if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
+            self.mending.gradients([p for group in self._groups() for p in group["params"]])
+        return self.mending.function(func, args, kwargs)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers.values():
+            yield from optimizer.param_groups
+
+    def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """An autograd function is applied."""
+        if self.plan.traced is not None or not self.plan.repairs or function is Back:
+            return self.recorder.apply(function, call, args, kwargs)
+        return self.mending.applied(self.line(), line_of_return(function), call())
 
     def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
         """A function of torch was called, and autograd has nothing to do with it."""
@@ -108,6 +126,8 @@ class Watched:
             return args, kwargs
         if is_whole:
             self._hook()
+        if is_whole and not self._has_begun:
+            self.mending.begin()
         if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
             self._begin_with(self.plan.weights)
         self._has_begun = True
@@ -123,6 +143,9 @@ class Watched:
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)
+        if is_whole and self.plan.repairs:
+            data = self.mending.samples(len(self.step.samples), data)
+            args, kwargs = replaced(args, kwargs, data)
         self.step.samples.append({name: self.plan.once(x) for name, x in data.items()})
         return args, kwargs
 
@@ -134,7 +157,7 @@ class Watched:
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
-        with self._looks():
+        with self.looks():
             self.seen.buffers |= {
                 name: self._piece(x) for name, x in self.names.buffers() if name not in self.seen.buffers
             }
@@ -167,6 +190,8 @@ class Watched:
             self.step.lines.setdefault("label", line)
         if self.plan.feed is not None and transform() is None:
             target = self.plan.feed.target(self.seen.num_steps, target)
+        if self.plan.repairs and transform() is None:
+            target = self.mending.target(len(self.step.targets), target, ignored)
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
         self.step.targets.append((self.plan.once(target), count, self.line()))
@@ -177,7 +202,8 @@ class Watched:
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
         self.seen.kinds.add("Dropout")
 
-    def begin_backward(self, tensors: Any, grads: Any) -> None:
+    def begin_backward(self, tensors: Any, grads: Any) -> Any:
+        """A backward pass begins. Returns the gradients that it begins with."""
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -185,10 +211,13 @@ class Watched:
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
         if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
-            self.step.losses.append((float(local_of(first).detach()), line))
+            by = self.mending.loss(len(self.step.losses))
+            grads = torch.full_like(first, by) if by != 1.0 else grads
+            self.step.losses.append((by * float(local_of(first).detach()), line))
             self.step.made = self.step.made or made(first)
         if called := [line for code, line in self._called if code in self._backward_in]:
             self.step.lines.setdefault("call", called[0])
+        return grads
 
     def end_backward(self) -> None:
         self._num_backward += 1
@@ -197,12 +226,12 @@ class Watched:
 
     def clip(self, parameters: list[Tensor], norm: Tensor) -> None:
         line = self.line()
-        with self._looks():
+        with self.looks():
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
             self.step.lines["clip"] = line
             self.step.norms.append((float(value), line))
             self._gradients(parameters)
-        self._has_clipped = True
+        self.has_clipped = True
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
@@ -212,8 +241,9 @@ class Watched:
             self.settle()
         self._optimizers[id(optimizer)] = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with self._looks():
-            if not self._has_clipped:
+        self.mending.before_step(optimizer)
+        with self.looks():
+            if not self.has_clipped:
                 self._gradients(parameters)
             if not self.seen.num_steps:
                 parameters += self.names.parameters()
@@ -236,7 +266,8 @@ class Watched:
         if not self.step.has_stepped or self._inside is not None:
             return
         step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
-        with self._looks():
+        self.mending.after_step(self.names.parameters())
+        with self.looks():
             if is_whole:
                 step.parameters = {self.names.of(p): self._piece(p) for p in self.names.parameters()}
                 step.buffers = {name: self._piece(x) for name, x in self.names.buffers()}
@@ -249,7 +280,7 @@ class Watched:
                             step.states[name, key] = self._piece(torch.as_tensor(x))
         self.seen.kinds |= self.names.kinds()
         self.seen.steps.append(step)
-        self.step, self._num_backward, self._has_clipped = Step(), 0, False
+        self.step, self._num_backward, self.has_clipped = Step(), 0, False
 
     def close(self) -> None:
         self.recorder.close()
@@ -271,7 +302,7 @@ class Watched:
             return "forward"
         return "after" if self.step.has_stepped else "reduction" if self._num_backward else "between"
 
-    def send(self, call: Any, x: Tensor | None) -> None:
+    def send(self, call: Any, x: Tensor | None, is_open: bool = False) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
         if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
@@ -279,14 +310,16 @@ class Watched:
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
                 self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
-        if moment == "reduction" and on == "gradient" and self._has_clipped:
-            self._has_clipped = False  # what was clipped is not what the optimizer gets
+        if moment == "reduction" and on == "gradient" and self.has_clipped:
+            self.has_clipped = False  # what was clipped is not what the optimizer gets
             self.step.lines["early clip"] = self.step.lines["clip"]
         if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
             self.step.lines["early clamp"] = self.step.lines["clamp"]
         self.recorder.send(self.line())
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
-        self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
+        self.step.sent.append(
+            Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
+        )
 
     def _gradients(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
@@ -297,7 +330,7 @@ class Watched:
         return piece_of(x, self.plan.once)
 
     @contextmanager
-    def _looks(self) -> Iterator[None]:
+    def looks(self) -> Iterator[None]:
         """What is computed and sent meanwhile is not the script's."""
         before, self.is_looking = self.is_looking, True
         try:
