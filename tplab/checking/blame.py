@@ -9,6 +9,7 @@ from tplab.checking.causes import thread
 from tplab.checking.clipping import clipped, early_clamp, early_clip, is_clipped
 from tplab.checking.factors import divided_alone, scaled
 from tplab.checking.facts import Facts, Found
+from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.parts_of_loss import are_means_of_parts
 from tplab.checking.same_model import Finding, named
@@ -41,10 +42,10 @@ def _loss(facts: Facts, is_right: bool) -> Found:
         yield facts.row("loss", None, "no backward pass from a single number was seen")
         return
     mean, slack = float(np.mean(has)), facts.reference.slack_of_loss(facts.number)
-    if abs(mean - want) <= slack:
+    if gap(mean, want) <= slack:
         how = "the mean over ranks" if np.ptp(has) > min(slack, 1e-5 * abs(want)) else "the same on every rank"
         yield facts.row("loss", True, f"{mean:.6g}, {how}; the reference's is {want:.6g}")
-    elif abs(sum(has) - want) <= len(has) * slack and is_right:
+    elif gap(sum(has), want) <= len(has) * slack and is_right:
         yield facts.row("loss", True, f"its parts on {len(has)} ranks add up to {want:.6g}, as in the reference")
     elif is_right:
         words = f"{mean:.6g} on average, {want:.6g} in the reference; it is scaled, as the gradients are the same"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tplab.checking.causes import Sizes
+from tplab.checking.gaps import gaps
 from tplab.checking.places import Place, find_places
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
@@ -16,6 +17,10 @@ from tplab.checking.trail import Trails
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
+
+
+class NothingToTell(Exception):
+    """The two runs cannot be compared any further. The text says why, and how they can."""
 
 
 class Facts:
@@ -156,5 +161,5 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal but for the rounding of float32."""
     if a is b:
         return True
-    size = float(np.abs(b).max(initial=0))
-    return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-6, atol=1e-7 * size))
+    size = np.abs(b, dtype=np.float64)
+    return a.shape == b.shape and bool((gaps(a, b) <= 1e-6 * size + 1e-7 * size.max(initial=0)).all())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.checking.gaps import gap
 from tplab.checking.recording import Piece, Seen
 from tplab.layout import MOST_PARTS
 
@@ -168,7 +169,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
     slack = _CLOSE * float(np.abs(whole[name]).max(initial=0))
     for index in _indices(piece, name, whole):
         place = Place(name, index, True)
-        if np.abs(place.take(whole[name]) - piece.values).max(initial=0) <= slack:
+        if gap(place.take(whole[name]), piece.values) <= slack:
             yield place
 
 

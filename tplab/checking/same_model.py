@@ -30,6 +30,7 @@ Verdict = Literal["same", "different", "could not run", "cannot tell"]
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2, "cannot tell": 3}
 
 MOST_NAMES = 3
+NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class Finding:
         many = f" and of {len(self.others)} other{'s' * (len(self.others) > 1)}" if self.others else ""
         on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
         return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
+
+    @property
+    def is_not_finite(self) -> bool:
+        return self.text_of_factor.startswith(NOT_FINITE)
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.title}: {self.text_of_factor}"]
@@ -175,7 +180,8 @@ class SameModel:
             return f"{about}{self.verdict}, because {self.reason or 'nothing was seen'}"
         if self.first is None:
             return about + self.words[0]
-        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}"
+        how = f": {self.first.text_of_factor}, at {self.first.where}" if self.first.is_not_finite else ""
+        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}{how}"
 
     def __str__(self) -> str:
         parts = [fill(self.title, 110, break_long_words=False)]

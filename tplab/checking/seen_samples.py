@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.facts import Facts, Found
+from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
 
 
 class NeedsSamples(Exception):
     """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it."""
-
-
-class OtherSamples(Exception):
-    """The two runs cannot be compared: they did not see the same samples. The text says how they can."""
 
 
 _CAUSES = {
@@ -29,7 +25,7 @@ _CAUSES = {
 
 
 def samples(facts: Facts, may_ask: bool) -> Found:
-    """Compare what models were called with. Raises NeedsSamples where `may_ask`, and OtherSamples."""
+    """Compare what models were called with. Raises NeedsSamples where `may_ask`, and NothingToTell."""
     found = compare_samples(facts.mine, facts.theirs)
     facts.copies, facts.is_padded = found.copies, found.is_padded
     forward = facts.line("forward")
@@ -52,7 +48,7 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found)):
             raise NeedsSamples(reason)
-        raise OtherSamples(reason)
+        raise NothingToTell(reason)
 
 
 def _can_be_fed(facts: Facts, found: Samples) -> bool:

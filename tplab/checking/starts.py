@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
+from tplab.checking.gaps import farthest
 from tplab.checking.places import Place
 from tplab.checking.samples import seeds_by_rank
 
@@ -38,8 +39,8 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         name, ranks = next(iter(wrong.items()))
         held = {rank: facts.ours[rank].weights[mine].values for rank, mine, _ in facts.holders(name)}
         bad, good = held[min(ranks)], next(values for rank, values in held.items() if rank not in ranks)
-        place = int(np.abs(bad - good).argmax())
-        values = f"{bad.flat[place]:.6g} on rank {min(ranks)}", f"{good.flat[place]:.6g}"
+        got, want = farthest(bad, good)
+        values = f"{got:.6g} on rank {min(ranks)}", f"{want:.6g}"
         words = "not the same on ranks that hold copies"
         others = list(wrong)[1:]
         yield facts.fault(

@@ -6,6 +6,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, same
+from tplab.checking.gaps import farthest, gap, gaps
 from tplab.checking.recording import Piece, settings_that_differ
 from tplab.checking.same_model import named
 
@@ -18,7 +19,7 @@ def norm(facts: Facts) -> Found:
     if not wanted or not has:
         return
     want = wanted[-1]
-    wrong = {rank: at for rank, at in has.items() if not abs(at[0] - want) <= facts.reference.of_numbers * want}
+    wrong = {rank: at for rank, at in has.items() if gap(at[0], want) > facts.reference.of_numbers * want}
     if not wrong:
         yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
         return
@@ -82,11 +83,9 @@ def states(facts: Facts) -> Found:
             )
             if piece is None or piece.values.shape != wanted.shape or not wanted.size:
                 continue
-            gap = np.abs(piece.values - wanted)
-            if gap.max() > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
-                place_of_it = int(gap.argmax())
+            if gap(piece.values, wanted) > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
                 if not wrong:
-                    first = rank, float(piece.values.flat[place_of_it]), float(wanted.flat[place_of_it])
+                    first = rank, *farthest(piece.values, wanted)
                 wrong.setdefault((name, key), set()).add(rank)
     if not wrong:
         return
@@ -118,10 +117,10 @@ def parameters(facts: Facts) -> Found:
             piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
             if piece is None or piece.values.shape != want.shape:
                 continue
-            gap = np.abs(piece.values - want) - place.take(reference.slack_of_parameter(name, number))
-            if gap.max(initial=0) > 0 and not _is_kept_elsewhere(facts, name, rank, mine):
+            far = gaps(piece.values, want) > place.take(reference.slack_of_parameter(name, number))
+            if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
                 if not wrong:
-                    first = rank, float(piece.values.flat[gap.argmax()]), float(want.flat[gap.argmax()])
+                    first = rank, *farthest(piece.values[far], want[far])
                 wrong.setdefault(name, set()).add(rank)
                 start = place.take(before[name])
                 moved, should = piece.values.astype(np.float64) - start, want - start
@@ -182,10 +181,9 @@ def buffers(facts: Facts) -> Found:
         want = whole[name].values
         slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
-        gaps = {rank: np.abs(x - want) for rank, x in held.items() if x.shape == want.shape}
-        if ranks := [rank for rank, gap in gaps.items() if gap.max(initial=0) > slack]:
-            place = int(gaps[ranks[0]].argmax())
-            values = f"{held[ranks[0]].flat[place]:.6g} on rank {ranks[0]}", f"{want.flat[place]:.6g}"
+        if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
+            got, wanted = farthest(held[ranks[0]], want)
+            values = f"{got:.6g} on rank {ranks[0]}", f"{wanted:.6g}"
             wrong[name] = values, ranks
     if wrong:
         cause = (

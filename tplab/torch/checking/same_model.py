@@ -244,8 +244,10 @@ class _Doctor:
 
 def _is_certain(report: SameModel) -> bool:
     """Whether it is the same model although only the least rounding was allowed: another run could only allow more. A
-    loss that seems to be scaled may only be rounded."""
-    return report.verdict == "same" and all(row.ok for row in report.rows if row.what == "loss")
+    loss that seems to be scaled may only be rounded. What is not finite is so in any order of summation."""
+    if report.first is not None:
+        return report.first.is_not_finite
+    return report.verdict == "cannot tell" or all(row.ok for row in report.rows if row.what == "loss")
 
 
 @contextmanager
