@@ -115,3 +115,149 @@ def test_copies_that_become_nan_are_not_the_same():
     other = seen(float("nan"))
     other.weights["w"] = start.weights["w"]
     assert check_copies([start, other]).verdict == "different"
+
+
+TRAINED = """
+{before}
+model = {model}
+optimizer = torch.optim.SGD({optimized}, lr={lr})
+for step in range(3):
+    x, y = {data}
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    {reduce}
+    optimizer.step()
+"""
+CUT = "(part.chunk(world)[rank] for part in batch())"
+USUAL = {"before": "", "model": "DDP(nn.Linear(4, 3))", "optimized": "model.parameters()", "lr": "0.1", "data": CUT,
+         "reduce": ""}  # fmt: skip
+ALL_HAVE_IT = {"data": "batch()"}
+BY_HAND = {
+    "model": "nn.Linear(4, 3)",
+    "reduce": "for p in model.parameters(): dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)",
+}
+IN_FSDP = {"before": "from torch.distributed.fsdp import fully_shard", "model": "fully_shard(nn.Linear(4, 3))"}
+NO_NEWS = {
+    "replicas that see the same samples": (ALL_HAVE_IT, "same samples"),
+    "the same, averaged by hand": (ALL_HAVE_IT | BY_HAND, "same samples"),
+    "the same, in FSDP2": (ALL_HAVE_IT | IN_FSDP, "same samples"),
+    "nothing is sent": ({"data": "batch()", "model": "nn.Linear(4, 3)"}, "sent anything"),
+    "a learning rate of 0": ({"lr": "0.0"}, "no parameter has changed"),
+    "parameters of another model": ({"before": "other = nn.Linear(4, 3)", "optimized": "other.parameters()"},
+                                    "no parameter has changed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_NEWS)
+def test_what_cannot_differ_tells_nothing(name: str, tmp_path: Path):
+    changed, words = NO_NEWS[name]
+    report = report_of(TRAINED.format(**USUAL | changed), tmp_path)
+    assert (report.verdict, report.exit_code, report.findings) == ("cannot tell", 3, ()), str(report)
+    assert words in report.reason, report.reason
+
+
+def test_one_rank_tells_nothing(tmp_path: Path):
+    report = report_of(TRAINED.format(**USUAL), tmp_path, ranks=1)
+    assert (report.verdict, report.exit_code) == ("cannot tell", 3) and "one rank" in report.reason, str(report)
+    assert report_of(TRAINED.format(**USUAL), tmp_path).verdict == "same"
+
+
+def test_a_schedule_may_begin_with_a_rate_of_nothing(tmp_path: Path):
+    text = TRAINED.format(**USUAL).replace(
+        "for step", "warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)\nfor step"
+    )
+    report = report_of(text + "    warm.step()\n", tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+def test_parameters_whose_memory_is_freed_are_not_read(tmp_path: Path):
+    text = """
+from torch.distributed.fsdp import fully_shard
+model = fully_shard(nn.Linear(4, 3))
+model(batch()[0])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(3):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    report = report_of(text, tmp_path)
+    assert (report.verdict, report.exit_code) == ("cannot tell", 3), str(report)
+    assert "no parameter has changed" in report.reason and line_of("optimizer = ", text) in report.reason
+
+
+PADDED = """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+data = TensorDataset(*batch(30))
+model = DDP(nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(data, drop_last={drop_last})
+for epoch in range(3):
+    for x, y in DataLoader(data, batch_size={size}, sampler=sampler, drop_last=True):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_samples_that_padding_repeats_are_no_fault(tmp_path: Path):
+    text = PADDED.format(drop_last=False, size="8 if world > 1 else 30")
+    report = report_of(text, tmp_path, ranks=4)
+    assert (report.verdict, report.exit_code) == ("cannot tell", 3), str(report)
+    assert f"DistributedSampler made at {line_of('sampler = ', text)}" in report.reason
+    assert report_of(PADDED.format(drop_last=True, size="8 // world"), tmp_path, ranks=4).verdict == "same"
+
+
+def test_a_doctor_that_fails_says_where(tmp_path: Path, monkeypatch):
+    from tplab.checking import diagnosis
+
+    def fail(*_: object):
+        raise ZeroDivisionError("by nothing")
+        yield
+
+    monkeypatch.setattr(diagnosis, "buffers", fail)
+    monkeypatch.setitem(diagnosis._AFTER, "buffers", (fail,))
+    report = report_of(TRAINED.format(**USUAL), tmp_path)
+    assert (report.verdict, report.exit_code) == ("cannot tell", 3), str(report)
+    assert "the doctor failed at test_doctor_answers.py:" in report.reason and "by nothing" in report.reason
+
+
+WARM_UP = """
+model = {model}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+warm = F.mse_loss(model(batch()[0]), batch()[1])
+for step in range(3):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_warm_up_has_no_samples(tmp_path: Path):
+    report = report_of(WARM_UP.format(model="DDP(nn.Linear(4, 3))"), tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+BARE = """
+a, b = torch.randn(4, 6).requires_grad_(), torch.randn(6, 3).requires_grad_()
+optimizer = torch.optim.SGD([a, b], lr=0.1)
+for step in range(5):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    loss = F.mse_loss((x @ a).tanh() @ b, y)
+    optimizer.zero_grad()
+    loss.backward()
+    for w in (a, b) if step < {until} else ():
+        dist.all_reduce(w.grad, op=dist.ReduceOp.AVG)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("until", [9, 2, 0])
+def test_steps_of_a_script_without_modules_are_told_apart(until: int, tmp_path: Path):
+    report = report_of(BARE.format(until=until), tmp_path)
+    if until == 9:
+        assert report.verdict == "same" and {row.step for row in report.rows} == {0, 1, 2}, str(report)
+    else:
+        assert report.first is not None and (report.first.what, report.first.step) == ("gradient", until), str(report)

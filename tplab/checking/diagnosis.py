@@ -12,6 +12,7 @@ from dataclasses import replace
 from tplab.checking.blame import loss_and_gradients
 from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.finite import finite
+from tplab.checking.learnt import nothing_learnt
 from tplab.checking.logged import log
 from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
@@ -91,6 +92,7 @@ class Diagnosis:
                 self.facts.number = count
                 if not self.is_fed and all(len(one.steps) > count for one in seen):  # what comes after the last step
                     self._collect(log(self.facts))
+                reason = "" if self.findings else nothing_learnt(self.facts, count)
         except NothingToTell as error:
             reason = str(error)
         is_certain = not self.findings or self.findings[0].what in _CERTAIN or self.findings[0].is_not_finite

@@ -1,13 +1,13 @@
-"""Numbers that are not finite. They come first: NaN is not larger than any tolerance, and what follows it is NaN too."""
+"""Numbers that are not finite. They come first, as what follows from NaN is NaN too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, NothingToTell
-from tplab.checking.recording import Seen
+from tplab.checking.recording import Piece, Seen
 from tplab.checking.same_model import NOT_FINITE, TITLES, What
 from tplab.units import ranks_text
 
@@ -19,7 +19,7 @@ def finite(facts: Facts) -> Found:
     """What is not finite on ranks, and is finite in the reference. Raises NothingToTell where the reference has it."""
     ours = [list(_not_finite(seen, facts.number)) for seen in facts.ours]
     theirs = [one for seen in facts.reference.seen for one in _not_finite(seen, facts.number)]
-    for what in TITLES:
+    for what in TITLES:  # in the order of a step
         mine = {rank: [one for one in found if one[0] == what] for rank, found in enumerate(ours)}
         mine = {rank: found for rank, found in mine.items() if found}
         if here := next((one for one in theirs if one[0] == what), None):
@@ -57,19 +57,22 @@ def _numbers(seen: Seen, number: int) -> Iterator[_Number]:
         yield "norm", "", np.array(value), line
     for (name, key), piece in step.states.items():
         yield "optimizer", f"{key} of {name}", piece.values, end
-    for what, begun, pieces in (
-        ("parameters", seen.weights, step.parameters),
-        ("buffers", seen.buffers, step.buffers),
-    ):
-        for name, piece in pieces.items():
-            if name not in begun or np.isfinite(begun[name].values).all():
-                yield what, name, piece.values, end
+    for name, piece in step.parameters.items():
+        if _is_finite_at_start(seen.weights, name):
+            yield "parameters", name, piece.values, end
+    for name, piece in step.buffers.items():
+        if _is_finite_at_start(seen.buffers, name):
+            yield "buffers", name, piece.values, end
+
+
+def _is_finite_at_start(begun: Mapping[str, Piece], name: str) -> bool:
+    return name not in begun or bool(np.isfinite(begun[name].values).all())
 
 
 def _listed(found: Sequence[_Number]) -> str:
     """What the first of them is, NaN or infinite, and where else there is NaN: of infinities it is made later."""
-    what, _, values, _ = found[0]
+    values = found[0][2]
     if np.isnan(values).any():
         return "NaN"
-    later = next((other for other, _, values, _ in found if np.isnan(values).any()), None)
-    return "infinite" + (f", and then NaN in {TITLES[later]}" if later else "")
+    later = next((TITLES[one[0]] for one in found if np.isnan(one[2]).any()), "")
+    return "infinite" + (f", and then NaN in {later}" if later else "")

@@ -118,13 +118,15 @@ class Seen:
     made        where layers of these kinds are made
     lines       of "wrapped", where the model was made DistributedDataParallel; "no sync", where a script keeps it or
                 FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
-                the model was loaded
+                the model was loaded; "freed", where an optimizer was made of parameters that have no memory; "padded",
+                where a sampler was that repeats samples
     places      the file and the number of each line that was named
     groups      how many ranks there are in each group of them
+    has_sent    whether it has sent anything to another rank, or was sent anything
     options     of the command line, as the script has parsed them
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
                 dtypes that it rounds to on its way; "torch.compile", where the script calls it;
-                "FullyShardedDataParallel"
+                "FullyShardedDataParallel", "FSDPModule"
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -141,6 +143,7 @@ class Seen:
     lines: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
+    has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 

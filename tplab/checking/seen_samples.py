@@ -33,6 +33,11 @@ def samples(facts: Facts, may_ask: bool) -> Found:
     if found.ok:
         yield facts.row("samples", None if found.kind == "nothing" else True, found.words)
         return
+    if padded := facts.line_of_script("padded"):
+        raise NothingToTell(
+            f"the DistributedSampler made at {padded} repeats samples, so that each rank has as many ({found.words}): "
+            "compare with a number of samples that the ranks divide, with drop_last=True, or with fewer --steps"
+        )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
         yield facts.fault("samples", "", words, found.factor, line, _CAUSES["parts"], ranks=ranks, lines=[forward])

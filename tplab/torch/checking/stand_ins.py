@@ -99,17 +99,21 @@ class StandIns:
             self._undo.callback(delattr, owner, name)
 
     def _module(self, call: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             if rank is None or rank.depth or graph_task() != -1:
                 return call(module, *args, **kwargs)
-            if not _only_asks_for_shapes():
+            is_call = not _only_asks_for_shapes()
+            if is_call:
                 for one in self._groups.of_fsdp():
                     self._replace(*one)
                 args, kwargs = rank.forward(module, args, kwargs)
             rank.depth, before = 1, states()
             try:
-                return call(module, *args, **kwargs)
+                found = call(module, *args, **kwargs)
+                if is_call:
+                    rank.returns(found)
+                return found
             finally:
                 rank.depth = 0
                 if torch.is_grad_enabled() and states() != before:
@@ -118,7 +122,7 @@ class StandIns:
         return watched
 
     def _asked_for_parameters(self, original: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and not rank.depth:
                 rank.names.note(module)
             return original(module, *args, **kwargs)
@@ -175,6 +179,7 @@ class StandIns:
             target = rank.target(target, kwargs.get("ignore_index", -100))
             with rank.calls(original):
                 value = original(given, target, *args, **kwargs)
+            rank.returns(value)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
                 rank.step.evaluated.append(float(local_of(value)))
@@ -183,7 +188,7 @@ class StandIns:
         return watched
 
     def _zero_grad(self, original: Any) -> Any:
-        def watched(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and rank.step.losses and not rank.step.has_stepped:
                 rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
             return original(owner, *args, **kwargs)
@@ -191,17 +196,17 @@ class StandIns:
         return watched
 
     def _wrap(self, original: Any) -> Any:
-        def watched(module: Any, *args: Any, **kwargs: Any) -> None:
+        def watched(model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.seen.lines["wrapped"] = rank.line()
                 if kwargs.get("broadcast_buffers") is False:
                     rank.seen.lines["no broadcast"] = rank.line()
-            original(module, *args, **kwargs)
+            original(model, *args, **kwargs)
 
         return watched
 
     def _make(self, original: Any) -> Any:
-        def watched(thing: Any, *args: Any, **kwargs: Any) -> None:
+        def watched(thing: Any, /, *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.make(thing)
             original(thing, *args, **kwargs)
@@ -253,7 +258,7 @@ class StandIns:
         return watched
 
     def _load_weights(self, original: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None:
                 rank.seen.lines["weights"] = rank.line()
             return original(module, *args, **kwargs)

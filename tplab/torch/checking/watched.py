@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -18,7 +18,8 @@ from tplab.torch.checking.by_hand import ByHand
 from tplab.torch.checking.made import made
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
-from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.pending import Call, Pending
+from tplab.torch.checking.pieces import array_of, data_in, is_loss, is_there, piece_of, reduced, replaced, sampled
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import graph_task, local_of, transform
@@ -45,6 +46,7 @@ class Watched:
         self.recorder = Recorder(self.names, self._is_traced)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
+        self._pending, self._call = Pending(), Call()
         self._optimizers: dict[int, Optimizer] = {}
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
@@ -75,6 +77,8 @@ class Watched:
         """Samples are taken from a loader."""
         self.origins.read(loader)
         sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
+            self.seen.lines["padded"] = self.origins.of(sampler)
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1:
             self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
 
@@ -95,16 +99,14 @@ class Watched:
 
     def forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model is called, from outside of any module. Returns its arguments."""
+        self._call = Call()
         self.settle()
         is_whole = transform() is None  # or the model is called with one sample, and with other weights
         if is_whole:
             self.names.note(module)
         if not (torch.is_grad_enabled() and module.training):
             return args, kwargs
-        if self.seen.num_steps >= self.plan.steps:
-            if self.plan.ends:
-                raise Enough
-            self.has_enough = True
+        if not self._goes_on():
             return args, kwargs
         if is_whole:
             self._hook()
@@ -117,14 +119,28 @@ class Watched:
         if not data or is_loss(module, args, kwargs):
             return args, kwargs
         self.recorder.begin_with(data.values())
-        self.step.lines.setdefault("forward", self.line())
+        lines = {"forward": self.line()}
         self._called = this_rank().lines.chain()
-        self.origins.use_data(self.step.lines, max(len(x) if x.dim() else 0 for x in data.values()))
+        self.origins.use_data(lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)
-        self.step.samples.append({name: self.plan.once(x) for name, x in data.items()})
+        samples = {name: self.plan.once(x) for name, x in data.items()}
+        self._call = self._pending.add(Call(samples=samples, lines=lines))
         return args, kwargs
+
+    def returns(self, found: Any) -> None:
+        """The model, or the loss that was called last, has returned."""
+        self._call.returns(found)
+
+    def _goes_on(self) -> bool:
+        """Whether the rank makes another step, and is watched in it. Raises Enough where it is to end."""
+        if self.seen.num_steps < self.plan.steps:
+            return True
+        if self.plan.ends:
+            raise Enough
+        self.has_enough = True
+        return False
 
     def _begin_with(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():
@@ -135,9 +151,7 @@ class Watched:
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
         with self._looks():
-            self.seen.buffers |= {
-                name: self._piece(x) for name, x in self.names.buffers() if name not in self.seen.buffers
-            }
+            self.seen.buffers = self._pieces(self.names.buffers()) | self.seen.buffers
 
     def _hook(self) -> None:
         """See each gradient as it arrives, before anything is reduced."""
@@ -160,6 +174,7 @@ class Watched:
             self.seen.order.append(name)
 
     def target(self, target: Any, ignored: int) -> Any:
+        self._call = Call()
         if not isinstance(target, Tensor) or not torch.is_grad_enabled():
             return target
         self.recorder.begin_with([target])
@@ -169,7 +184,7 @@ class Watched:
             target = self.plan.feed.target(self.seen.num_steps, target)
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
-        self.step.targets.append((self.plan.once(target), count, self.line()))
+        self._call = self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
         return target
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
@@ -178,6 +193,9 @@ class Watched:
         self.seen.kinds.add("Dropout")
 
     def begin_backward(self, tensors: Any, grads: Any) -> None:
+        self.settle()
+        if not self._goes_on():
+            return
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -192,6 +210,7 @@ class Watched:
 
     def end_backward(self) -> None:
         self._num_backward += 1
+        self.step.parts += [{} for _ in range(self._num_backward - len(self.step.parts))]
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -207,9 +226,9 @@ class Watched:
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
             return  # an optimizer that calls another one
-        self._inside = optimizer
         if id(optimizer) in self._optimizers and self.step.has_stepped:
             self.settle()
+        self._inside = optimizer
         self._optimizers[id(optimizer)] = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with self._looks():
@@ -217,8 +236,10 @@ class Watched:
                 self._gradients(parameters)
             if not self.seen.num_steps:
                 parameters += self.names.parameters()
-                weights = {self.names.of(p): self._piece(p) for p in parameters}
+                weights = self._pieces((self.names.of(p), p) for p in parameters)
                 self.seen.weights = weights | self.seen.weights  # another optimizer may have made its step
+                if not all(map(is_there, parameters)):
+                    self.seen.lines.setdefault("freed", self.origins.of(optimizer))
                 self._see_buffers()
                 self.seen.shared = self.names.shared()
         for group in optimizer.param_groups:
@@ -236,23 +257,26 @@ class Watched:
         if not self.step.has_stepped or self._inside is not None:
             return
         step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
+        self._pending.move(step)
         with self._looks():
             if is_whole:
-                step.parameters = {self.names.of(p): self._piece(p) for p in self.names.parameters()}
-                step.buffers = {name: self._piece(x) for name, x in self.names.buffers()}
+                step.parameters = self._pieces((self.names.of(p), p) for p in self.names.parameters())
+                step.buffers = self._pieces(self.names.buffers())
             for optimizer in self._optimizers.values():
-                for p in (p for group in optimizer.param_groups for p in group["params"]):
-                    name = self.names.of(p)
-                    step.parameters[name] = self._piece(p)
-                    for key, x in optimizer.state.get(p, {}).items():
-                        if isinstance(x, Tensor) or _is_number(x):
-                            step.states[name, key] = self._piece(torch.as_tensor(x))
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                step.parameters |= self._pieces((self.names.of(p), p) for p in parameters)
+                for p in parameters:
+                    states = {(self.names.of(p), key): x for key, x in optimizer.state.get(p, {}).items()}
+                    step.states |= self._pieces(
+                        (key, torch.as_tensor(x)) for key, x in states.items() if isinstance(x, Tensor) or _is_number(x)
+                    )
         self.seen.kinds |= self.names.kinds()
         self.seen.steps.append(step)
         self.step, self._num_backward, self._has_clipped = Step(), 0, False
 
     def close(self) -> None:
         self.recorder.close()
+        self._pending.move(self.step)
         self.seen.places = this_rank().lines.places
         self.seen.steps.append(self.step)  # what came after the last one
         for handle in self._hooked.values():
@@ -285,16 +309,16 @@ class Watched:
         if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
             self.step.lines["early clamp"] = self.step.lines["clamp"]
         self.recorder.send(self.line())
+        self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
         self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
 
     def _gradients(self, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self.step.gradients[self.names.of(parameter)] = self._piece(reduced(parameter.grad, parameter))
+        there = [p for p in parameters if p.grad is not None]
+        self.step.gradients |= self._pieces((self.names.of(p), reduced(p.grad, p)) for p in there)  # type: ignore[arg-type]
 
-    def _piece(self, x: Tensor) -> Piece:
-        return piece_of(x, self.plan.once)
+    def _pieces(self, tensors: Iterable[tuple[Any, Tensor]]) -> dict[Any, Piece]:
+        return {name: piece_of(x, self.plan.once) for name, x in tensors if is_there(x)}
 
     @contextmanager
     def _looks(self) -> Iterator[None]:
