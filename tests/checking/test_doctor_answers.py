@@ -261,3 +261,54 @@ def test_steps_of_a_script_without_modules_are_told_apart(until: int, tmp_path: 
         assert report.verdict == "same" and {row.step for row in report.rows} == {0, 1, 2}, str(report)
     else:
         assert report.first is not None and (report.first.what, report.first.step) == ("gradient", until), str(report)
+
+
+CLIPPED = """
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= {count}
+    square = sum(p.grad.pow(2).sum() for p in model.parameters())
+    {square}
+    norm = square.sqrt()
+    for p in model.parameters():
+        p.grad.mul_({scale})
+    optimizer.step()
+"""
+CLIPS = {"count": "world", "square": "", "scale": "min(1.0, 0.1 / norm.item())"}
+BY_TENSOR = {"scale": "(0.1 / (norm + 1e-6)).clamp(max=1.0)"}
+
+
+@pytest.mark.parametrize("changed", [{}, BY_TENSOR, {"count": "1", "square": "square /= world ** 2", "scale":
+                                     "min(1.0, 0.1 / norm.item()) / world"}])  # fmt: skip
+def test_a_clip_by_hand_is_no_fault(changed: dict, tmp_path: Path):
+    report = report_of(CLIPPED.format(**CLIPS | changed), tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+@pytest.mark.parametrize("scale", [CLIPS["scale"], BY_TENSOR["scale"]])
+def test_gradients_are_judged_before_a_clip_by_hand(scale: str, tmp_path: Path):
+    wrong = {"count": "(1 if name == '2.bias' else world)", "scale": scale}
+    first = report_of(CLIPPED.format(**CLIPS | wrong), tmp_path).first
+    assert first is not None and (first.what, first.name) == ("gradient", "2.bias")
+    assert first.factor == pytest.approx(2.0, rel=1e-3) and not first.others
+
+
+@pytest.mark.parametrize("scale", [CLIPS["scale"], BY_TENSOR["scale"]])
+def test_the_factor_is_that_of_the_norm(scale: str, tmp_path: Path):
+    wrong = {"square": "dist.all_reduce(square)", "scale": scale}
+    text = CLIPPED.format(**CLIPS | wrong)
+    first = report_of(text, tmp_path).first
+    assert first is not None and (first.what, first.step) == ("norm", 0)
+    assert first.factor == pytest.approx(2**0.5, rel=1e-3)
+    assert first.where == line_of("dist.all_reduce(square)", text)
+
+
+def test_a_clip_on_one_rank_is_named(tmp_path: Path):
+    first = report_of(CLIPPED.format(**CLIPS | {"scale": "1.0 if rank == 1 else 0.5"}), tmp_path).first
+    assert first is not None and (first.what, first.ranks) == ("norm", (1,)), str(first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tplab.checking.case import Case
@@ -53,18 +55,31 @@ def _loss(facts: Facts, is_right: bool) -> Found:
 
 
 def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int]:
-    """Those that are wrong, in the order of the backward pass; and how many were judged."""
-    whole, found, count = facts.reference.gradients(facts.number), list[Wrong](), 0
+    """Those that are wrong, in the order of the backward pass; and how many were judged. A script may take a norm
+    before it divides by what it has added up, so none is wrong if the optimizer gets what it should."""
+    wrong, count = _judged(facts, facts.reference.gradients(facts.number), is_final=False)
+    is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
+    if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:
+        return [], count
+    return wrong, count
+
+
+def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:
+    found, count = list[Wrong](), 0
     for name in facts.reference.order:
         holders = []
         for rank, mine, place in facts.holders(name):
             step = facts.mine[rank]
             if mine in step.settings:  # an optimizer has it
-                piece, parts = step.gradients.get(mine), [batch.get(mine) for batch in step.parts]
+                pieces = step.gradients | step.finals if is_final else step.gradients
+                piece, parts = pieces.get(mine), [batch.get(mine) for batch in step.parts]
                 holders.append(Holder(rank, place, None if piece is None else piece.values, parts))
         if holders:
             count += 1
             slack = facts.reference.slack_of_gradient(name, facts.number) if name in whole else 0.0
+            if is_final and slack:
+                before = facts.reference.gradients(facts.number)[name]
+                slack *= float(np.abs(whole[name]).max() / max(np.abs(before).max(), 1e-300))
             if wrong := judge_gradient(name, whole.get(name), holders, slack):
                 found.append(wrong)
     return found, count

@@ -14,6 +14,7 @@ from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.finite import finite
 from tplab.checking.learnt import nothing_learnt
 from tplab.checking.logged import log
+from tplab.checking.norms import norm
 from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import Finding, Row, SameModel, What
@@ -21,7 +22,7 @@ from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
-from tplab.checking.updates import buffers, norm, parameters, settings, states
+from tplab.checking.updates import buffers, parameters, settings, states
 
 _AFTER = {
     "dropout": (targets, dropout),

@@ -67,7 +67,8 @@ class Step:
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
-    gradients   as the optimizer gets them; if they are clipped, before that
+    gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
+    finals      as the optimizer gets them, where such a norm was taken
     norms       that gradients are clipped by: value and line
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
@@ -89,6 +90,7 @@ class Step:
     made: list[tuple[str, float | None]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
     gradients: dict[str, Piece] = field(default_factory=dict)
+    finals: dict[str, Piece] = field(default_factory=dict)
     norms: list[tuple[float, str]] = field(default_factory=list)
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)

@@ -47,6 +47,10 @@ class Reference:
     def gradients(self, number: int) -> dict[str, np.ndarray]:
         return self._whole_of("gradients", number)
 
+    def finals(self, number: int) -> dict[str, np.ndarray]:
+        """The gradients as the optimizer gets them."""
+        return self.gradients(number) | self._whole_of("finals", number)
+
     def parameters(self, number: int) -> dict[str, np.ndarray]:
         """After a step; before the first one for -1."""
         return self.weights if number < 0 else self._whole_of("parameters", number)

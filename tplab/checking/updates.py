@@ -1,48 +1,15 @@
-"""The norm that gradients are clipped by, the optimizer, parameters after its step, and buffers."""
+"""The optimizer, parameters after its step, and buffers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest, gap, gaps
-from tplab.checking.recording import Piece, settings_that_differ
+from tplab.checking.recording import settings_that_differ
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
-
-
-def norm(facts: Facts) -> Found:
-    wanted = [value for step in facts.theirs[:1] for value, _ in step.norms]
-    has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
-    if not wanted or not has:
-        return
-    want = wanted[-1]
-    wrong = {rank: at for rank, at in has.items() if gap(at[0], want) > facts.reference.of_numbers * want}
-    if not wrong:
-        yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
-        return
-    rank, (got, line) = next(iter(wrong.items()))
-    own = {rank: _norm_of(facts.mine[rank].gradients) for rank in has}
-    every = sum(value * value for value in own.values()) ** 0.5
-    is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, (value, _) in wrong.items())
-    if is_own and (got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
-        cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
-    elif abs(got - every) <= 1e-3 * every:
-        cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
-        key = "copies in norm"
-    else:
-        cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
-        key = "copies in norm" if got > want else "norm"
-    factor = got / want if want else None
-    words = facts.sizes.words(factor) if factor else "not the reference's"
-    values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
-    ranks = list(wrong) if len(wrong) < len(has) else []
-    lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1] + [facts.line("step")]
-    yield facts.fault(
-        "norm", "", words, factor, line, cause, thread=thread(key), values=values, ranks=ranks, lines=lines
-    )
 
 
 def settings(facts: Facts) -> Found:
@@ -208,7 +175,3 @@ def buffers(facts: Facts) -> Found:
 
 def _place(among: list[str], one: str) -> int:
     return among.index(one) if one in among else len(among)
-
-
-def _norm_of(pieces: dict[str, Piece]) -> float:
-    return float(sum((piece.values.astype(np.float64) ** 2).sum() for piece in pieces.values()) ** 0.5)

@@ -57,10 +57,14 @@ def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
 
 def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient, placed as its parameter is: DTensor adds up what is partial only when the optimizer reads it."""
-    wanted = getattr(parameter, "placements", None)
-    if wanted is None or getattr(gradient, "placements", wanted) == wanted:
+    if is_reduced(gradient, parameter):
         return gradient
-    return gradient.detach().redistribute(placements=wanted)  # type: ignore[attr-defined]
+    return gradient.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def is_reduced(gradient: Tensor, parameter: Tensor) -> bool:
+    wanted = getattr(parameter, "placements", None)
+    return wanted is None or getattr(gradient, "placements", wanted) == wanted
 
 
 def sampled(gradient: Tensor) -> np.ndarray:

@@ -19,7 +19,17 @@ from tplab.torch.checking.made import made
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
 from tplab.torch.checking.pending import Call, Pending
-from tplab.torch.checking.pieces import array_of, data_in, is_loss, is_there, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.pieces import (
+    array_of,
+    data_in,
+    is_loss,
+    is_reduced,
+    is_there,
+    piece_of,
+    reduced,
+    replaced,
+    sampled,
+)
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import graph_task, local_of, transform
@@ -42,17 +52,18 @@ class Watched:
         seen.groups.update(mesh.axis_size(name) for name in mesh.axis_names)
         self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
         self.origins = Origins(lambda: this_rank().lines.chain())
-        self.by_hand = ByHand(self.names, self.origins)
+        self.by_hand = ByHand(self.names, self.origins, self.measure)
         self.recorder = Recorder(self.names, self._is_traced)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
         self._pending, self._call = Pending(), Call()
         self._optimizers: dict[int, Optimizer] = {}
+        self._made: list[Optimizer] = []
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
         self._num_backward = 0
         self._backward_in = set[CodeType]()
-        self._has_clipped = self._has_begun = self.has_enough = False
+        self._is_measured = self._has_begun = self.has_enough = False
 
     def line(self) -> str:
         return this_rank().lines.here()
@@ -70,6 +81,8 @@ class Watched:
 
     def make(self, thing: Any) -> None:
         self.origins.make(thing)
+        if isinstance(thing, Optimizer):
+            self._made.append(thing)
         if isinstance(thing, OF_A_BATCH):
             self.seen.made.setdefault("BatchNorm", self.origins.of(thing))
 
@@ -196,6 +209,7 @@ class Watched:
         self.settle()
         if not self._goes_on():
             return
+        self._is_measured = False
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -220,8 +234,18 @@ class Watched:
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
             self.step.lines["clip"] = line
             self.step.norms.append((float(value), line))
-            self._gradients(parameters)
-        self._has_clipped = True
+            if not self._is_measured:
+                self.step.gradients |= self._gradients(parameters)
+        self._is_measured = True
+
+    def measure(self) -> None:
+        """A norm of the gradients is taken: what changes them from now on, such as a clip, does so by their size."""
+        parameters = [p for optimizer in self._made for group in optimizer.param_groups for p in group["params"]]
+        if self._is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
+            return
+        with self._looks():
+            self.step.gradients = self._gradients(parameters)
+        self._is_measured = True
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
@@ -232,8 +256,11 @@ class Watched:
         self._optimizers[id(optimizer)] = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with self._looks():
-            if not self._has_clipped:
-                self._gradients(parameters)
+            finals = self._gradients(parameters)
+            if self._is_measured:
+                self.step.finals |= finals
+                finals = {name: piece for name, piece in finals.items() if name not in self.step.gradients}
+            self.step.gradients |= finals
             if not self.seen.num_steps:
                 parameters += self.names.parameters()
                 weights = self._pieces((self.names.of(p), p) for p in parameters)
@@ -272,7 +299,7 @@ class Watched:
                     )
         self.seen.kinds |= self.names.kinds()
         self.seen.steps.append(step)
-        self.step, self._num_backward, self._has_clipped = Step(), 0, False
+        self.step, self._num_backward, self._is_measured = Step(), 0, False
 
     def close(self) -> None:
         self.recorder.close()
@@ -303,9 +330,10 @@ class Watched:
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
                 self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
-        if moment == "reduction" and on == "gradient" and self._has_clipped:
-            self._has_clipped = False  # what was clipped is not what the optimizer gets
-            self.step.lines["early clip"] = self.step.lines["clip"]
+        if moment == "reduction" and self._is_measured and x is not None and (on == "gradient" or x.numel() > 1):
+            self._is_measured = False  # what was measured, or clipped, is not what is added up over ranks
+            if on == "gradient" and "clip" in self.step.lines:
+                self.step.lines["early clip"] = self.step.lines["clip"]
         if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
             self.step.lines["early clamp"] = self.step.lines["clamp"]
         self.recorder.send(self.line())
@@ -313,9 +341,8 @@ class Watched:
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
         self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
 
-    def _gradients(self, parameters: list[Tensor]) -> None:
-        there = [p for p in parameters if p.grad is not None]
-        self.step.gradients |= self._pieces((self.names.of(p), reduced(p.grad, p)) for p in there)  # type: ignore[arg-type]
+    def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
+        return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)
 
     def _pieces(self, tensors: Iterable[tuple[Any, Tensor]]) -> dict[Any, Piece]:
         return {name: piece_of(x, self.plan.once) for name, x in tensors if is_there(x)}
