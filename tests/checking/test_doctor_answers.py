@@ -312,3 +312,68 @@ def test_the_factor_is_that_of_the_norm(scale: str, tmp_path: Path):
 def test_a_clip_on_one_rank_is_named(tmp_path: Path):
     first = report_of(CLIPPED.format(**CLIPS | {"scale": "1.0 if rank == 1 else 0.5"}), tmp_path).first
     assert first is not None and (first.what, first.ranks) == ("norm", (1,)), str(first)
+
+
+def test_a_report_says_what_was_compared(tmp_path: Path):
+    report = report_of(TRAINED.format(**USUAL), tmp_path)
+    assert report.coverage == (
+        "compared in steps 0 to 2: 2 weights, samples, loss, 2 gradients, optimizer, 2 parameters; "
+        "not seen: dropout, norm, buffers, log, evaluation"
+    )
+    assert report.coverage.partition(";")[0] in " ".join(str(report).split())
+
+
+STAGES = """
+class Part(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(4, 4) for name in "abc"}
+        for name in names:
+            setattr(self, name, layers[name])
+        self.names = names
+
+    def forward(self, x):
+        for name in self.names:
+            x = getattr(self, name)(x).tanh()
+        return x
+
+model = DDP(Part("abc" if world == 1 else "ac"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = batch()[0].chunk(world)[rank]
+model(x).square().mean().backward()
+optimizer.step()
+"""
+FAN_IN = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed({seed})
+        self.w = nn.Parameter(torch.randn(32 // world, 64) / {fan_in} ** 0.5)
+
+    def forward(self, x):
+        parts = [torch.zeros(len(x), 32 // world) for _ in range(world)]
+        dist.all_gather(parts, x @ self.w.detach().T)
+        return sum(part.sum() for part in parts) + (x @ self.w.T).sum()
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(8, 64, generator=draw)).backward()
+optimizer.step()
+"""
+
+
+def test_parameters_on_no_rank_are_named(tmp_path: Path):
+    first = report_of(STAGES, tmp_path).first
+    assert first is not None and (first.what, first.name, first.others) == ("weights", "b.weight", ("b.bias",))
+    assert first.text_of_factor == "on no rank; the 4 others of the reference are"
+
+
+@pytest.mark.parametrize(
+    ("seed", "fan_in", "words"), [("rank", "(64 // world)", "times as large as"), ("0", "64", "the same")]
+)
+def test_weights_of_another_size_or_drawn_alike_are_named(seed: str, fan_in: str, words: str, tmp_path: Path):
+    first = report_of(FAN_IN.format(seed=seed, fan_in=fan_in), tmp_path).first
+    assert first is not None and (first.what, first.name) == ("weights", "w"), str(first)
+    assert words in first.text_of_factor
+    assert fan_in == "64" or first.factor == pytest.approx(2**0.5, rel=0.1)

@@ -27,7 +27,7 @@ def loss_and_gradients(facts: Facts) -> Found:
     if not wrong:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
         words = f"{total}{of} gradients are the reference's" if total else "no gradients were seen"
-        yield facts.row("gradient", True if total else None, words)
+        yield facts.row("gradient", True if total else None, words, count=total)
         return
     groups = grouped(wrong)
     for group in groups:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tplab.checking.causes import Sizes
 from tplab.checking.gaps import gaps
-from tplab.checking.places import Place, find_places
+from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
 from tplab.checking.same_model import Finding, Row, What
@@ -59,6 +59,20 @@ class Facts:
         for (rank, mine), place in self.places.items():
             if place.name == name:
                 yield rank, mine, place
+
+    @property
+    def on_no_rank(self) -> list[str]:
+        """The reference's parameters of which no rank is known to hold a part."""
+        known = {place.name for place in self.places.values()}
+        return [name for name in self.reference.weights if name not in known and not is_number(name)]
+
+    @property
+    def unplaced(self) -> list[str]:
+        """What ranks hold, and nobody knows of what it is a part."""
+        held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
+        return list(
+            dict.fromkeys(name for rank, name in held if (rank, name) not in self.places and not is_number(name))
+        )
 
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold different parts of a parameter."""
@@ -130,8 +144,8 @@ class Facts:
 
     # --- what is yielded --------------------------------------------------------------------------------------------
 
-    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None) -> Row:
-        return Row(what, self.number, ok, words, factor=factor)
+    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None, count: int = 0) -> Row:
+        return Row(what, self.number, ok, words, factor=factor, count=count)
 
     def fault(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tplab.checking.facts import Facts, same
 from tplab.checking.recording import Seen
+from tplab.checking.same_model import named
 from tplab.units import ranks_text
 
 
@@ -17,11 +18,16 @@ def nothing_learnt(facts: Facts, num_steps: int) -> str:
             "call torch.distributed.init_process_group, and give the model to DistributedDataParallel or average its "
             "gradients"
         )
+    if lost := facts.on_no_rank:
+        return (
+            f"{named(lost)} of the reference was found on no rank, and it is not known of what ranks hold a part "
+            f"in {named(facts.unplaced)}: give them the reference's names, or weights that are its own at the start"
+        )
     if twice := next(_twice(facts), ()):
         line = facts.line_of_data() or facts.line("forward")
         return (
             f"{ranks_text(twice)} hold copies of the model and see the same samples as each other (at {line}), so "
-            f"together they do what one of them does alone: cut the batch by rank, give the loader a "
+            "together they do what one of them does alone: cut the batch by rank, give the loader a "
             "DistributedSampler, or draw from a seed for each rank"
         )
     if not any(_has_changed(seen, number) for seen in facts.ours for number in range(num_steps)):
@@ -36,11 +42,16 @@ def nothing_learnt(facts: Facts, num_steps: int) -> str:
     return ""
 
 
+_SUMS = ("backward", "reduction")
+
+
 def _twice(facts: Facts) -> Iterator[tuple[int, ...]]:
-    """Ranks that do the same: they saw the same samples, hold the same parts, and have computed the same gradients."""
+    """Ranks that do the same though they average their gradients, or though there are no others: they saw the same
+    samples, hold the same parts, and have computed the same gradients."""
     first = [seen.steps[0] for seen in facts.ours]
     for group in facts.copies:
-        if len(group) < 2:
+        sums = [sent.ranks for step in first for sent in step.sent if sent.moment in _SUMS and sent.size > 1]
+        if len(group) < 2 or (len(facts.copies) > 1 and not any(len({*group} & {*ranks}) > 1 for ranks in sums)):
             continue
         if "FSDPModule" in facts.ours[0].kinds:  # which shows no gradient before it adds them up
             if all(sent.op == "all_gather" for rank in group for sent in first[rank].sent if sent.moment == "forward"):

@@ -112,6 +112,7 @@ class Row:
 
     ok      None if it was not judged, because it follows from an earlier fault or was not seen; `words` say which
     factor  what was found, divided by what should be there, where that is one number
+    count   how many tensors, or numbers, were compared, where there may be several
     """
 
     what: What
@@ -120,6 +121,7 @@ class Row:
     words: str
     name: str = ""
     factor: float | None = None
+    count: int = 0
 
     @property
     def mark(self) -> str:
@@ -191,9 +193,26 @@ class SameModel:
             parts.append(_indented(f"nothing further was compared, because {self.reason}"))
         if self.rows:
             parts.append("\n".join(self._table()))
-        if self.notes:
-            parts.append("\n".join(_indented(note) for note in self.notes))
+        if notes := [self.coverage, *self.notes] if self.rows else self.notes:
+            parts.append("\n".join(_indented(note) for note in notes))
         return "\n\n".join(parts)
+
+    @property
+    def coverage(self) -> str:
+        """What was compared, and what was not: "compared in step 0: samples, loss, 8 gradients; not compared: norm"."""
+        judged = [row for row in self.rows if row.ok is not None]
+        counts = {what: max((row.count for row in judged if row.what == what), default=0) for what in TITLES}
+        of = {row.what for row in judged}
+        compared = [
+            f"{counts[what]} {_many(what, counts[what])}" if counts[what] else what for what in TITLES if what in of
+        ]
+        steps = sorted({row.step for row in judged})
+        when = f"in steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"in step {steps[0]}" if steps else ""
+        left = dict.fromkeys(row.what for row in self.rows if row.what not in of)
+        unseen = [what for what in TITLES if what not in of and what not in left]
+        parts = [f"compared {when}: {', '.join(compared) or 'nothing'}"]
+        parts += [f"not compared: {', '.join(left)}"] * bool(left) + [f"not seen: {', '.join(unseen)}"] * bool(unseen)
+        return "; ".join(parts)
 
     def _table(self) -> Iterator[str]:
         marks = max(len(row.mark) for row in self.rows)
@@ -215,7 +234,8 @@ class SameModel:
             lines = "".join(_html_row(row) for row in self.rows)
             head = "<tr><th>step</th><th></th><th>quantity</th><th>what was found</th></tr>"
             parts.append(f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>")
-        return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in self.notes)])
+        notes = [self.coverage, *self.notes] if self.rows else self.notes
+        return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in notes)])
 
 
 def could_not_run(reason: str, *, about: str = "") -> SameModel:
@@ -235,6 +255,12 @@ def named(names: Sequence[str]) -> str:
         return ", ".join(names)
     rest = len(names) - MOST_NAMES
     return f"{', '.join(names[:MOST_NAMES])} and {rest} other{'s' * (rest > 1)}"
+
+
+def _many(what: What, count: int) -> str:
+    """What is counted, in the singular or the plural."""
+    one = {"log": "logged number", "evaluation": "evaluation", "norm": "norm"}.get(what, what.removesuffix("s"))
+    return one + "s" * (count > 1)
 
 
 def _html_of(finding: Finding) -> str:

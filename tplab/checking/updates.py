@@ -93,7 +93,8 @@ def parameters(facts: Facts) -> Found:
                 moved, should = piece.values.astype(np.float64) - start, want - start
                 shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
-        yield facts.row("parameters", True, f"{len(whole)} parameters are the reference's after the step")
+        words = f"{len(whole)} parameters are the reference's after the step"
+        yield facts.row("parameters", True, words, count=len(whole))
         return
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
@@ -170,7 +171,7 @@ def buffers(facts: Facts) -> Found:
         )  # fmt: skip
         return
     if moving:
-        yield facts.row("buffers", True, f"{named(moving)} as in the reference")
+        yield facts.row("buffers", True, f"{named(moving)} as in the reference", count=len(moving))
 
 
 def _place(among: list[str], one: str) -> int:

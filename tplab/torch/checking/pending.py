@@ -28,6 +28,8 @@ class Call:
 
     def returns(self, found: Any) -> None:
         """It is used as soon as a gradient reaches what it has returned. If none can, nobody knows, and it is."""
+        if self.samples is None and self.target is None:
+            return
         tensors = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
         if not tensors or transform() is not None:
             self.is_used = True

@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tplab.torch.checking.chance import Chance, states
 from tplab.torch.checking.groups import Groups
 from tplab.torch.checking.names import OF_A_BATCH
+from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.values import dtype_name
@@ -103,16 +104,15 @@ class StandIns:
             rank = self._here()
             if rank is None or rank.depth or graph_task() != -1:
                 return call(module, *args, **kwargs)
-            is_call = not _only_asks_for_shapes()
-            if is_call:
+            seen = Call()
+            if not _only_asks_for_shapes():
                 for one in self._groups.of_fsdp():
                     self._replace(*one)
-                args, kwargs = rank.forward(module, args, kwargs)
+                args, kwargs, seen = rank.forward(module, args, kwargs)
             rank.depth, before = 1, states()
             try:
                 found = call(module, *args, **kwargs)
-                if is_call:
-                    rank.returns(found)
+                seen.returns(found)
                 return found
             finally:
                 rank.depth = 0
@@ -176,10 +176,10 @@ class StandIns:
             rank = self._here()
             if rank is None or graph_task() != -1 or _only_asks_for_shapes() or original in rank.inside:
                 return original(given, target, *args, **kwargs)
-            target = rank.target(target, kwargs.get("ignore_index", -100))
+            target, seen = rank.target(target, kwargs.get("ignore_index", -100))
             with rank.calls(original):
                 value = original(given, target, *args, **kwargs)
-            rank.returns(value)
+            seen.returns(value)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
                 rank.step.evaluated.append(float(local_of(value)))

@@ -56,7 +56,7 @@ class Watched:
         self.recorder = Recorder(self.names, self._is_traced)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
-        self._pending, self._call = Pending(), Call()
+        self._pending = Pending()
         self._optimizers: dict[int, Optimizer] = {}
         self._made: list[Optimizer] = []
         self._inside: Optimizer | None = None
@@ -110,17 +110,17 @@ class Watched:
 
     # --- a microbatch ------------------------------------------------------------------------------------------------
 
-    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The model is called, from outside of any module. Returns its arguments."""
-        self._call = Call()
+    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Call]:
+        """The model is called, from outside of any module. Returns its arguments, and what has to know its result."""
         self.settle()
+        call = Call()
         is_whole = transform() is None  # or the model is called with one sample, and with other weights
         if is_whole:
             self.names.note(module)
         if not (torch.is_grad_enabled() and module.training):
-            return args, kwargs
+            return args, kwargs, call
         if not self._goes_on():
-            return args, kwargs
+            return args, kwargs, call
         if is_whole:
             self._hook()
         if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
@@ -130,21 +130,16 @@ class Watched:
             self._see_buffers()
         data = data_in(args, kwargs)
         if not data or is_loss(module, args, kwargs):
-            return args, kwargs
+            return args, kwargs, call
         self.recorder.begin_with(data.values())
-        lines = {"forward": self.line()}
+        call.lines["forward"] = self.line()
         self._called = this_rank().lines.chain()
-        self.origins.use_data(lines, max(len(x) if x.dim() else 0 for x in data.values()))
+        self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)
-        samples = {name: self.plan.once(x) for name, x in data.items()}
-        self._call = self._pending.add(Call(samples=samples, lines=lines))
-        return args, kwargs
-
-    def returns(self, found: Any) -> None:
-        """The model, or the loss that was called last, has returned."""
-        self._call.returns(found)
+        call.samples = {name: self.plan.once(x) for name, x in data.items()}
+        return args, kwargs, self._pending.add(call)
 
     def _goes_on(self) -> bool:
         """Whether the rank makes another step, and is watched in it. Raises Enough where it is to end."""
@@ -186,10 +181,10 @@ class Watched:
         if self.seen.num_steps == 0 and name not in self.seen.order:
             self.seen.order.append(name)
 
-    def target(self, target: Any, ignored: int) -> Any:
-        self._call = Call()
+    def target(self, target: Any, ignored: int) -> tuple[Any, Call]:
+        """A loss is called. Returns what it compares with, and what has to know what it returns."""
         if not isinstance(target, Tensor) or not torch.is_grad_enabled():
-            return target
+            return target, Call()
         self.recorder.begin_with([target])
         if line := self.by_hand.label(target):
             self.step.lines.setdefault("label", line)
@@ -197,8 +192,7 @@ class Watched:
             target = self.plan.feed.target(self.seen.num_steps, target)
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
-        self._call = self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
-        return target
+        return target, self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
