@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tplab.checking.case import Case
-from tplab.checking.clipping import is_clipped
 from tplab.checking.facts import Facts, Found
+from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.hypotheses import hypotheses
 from tplab.checking.same_model import Finding, named
@@ -22,7 +24,7 @@ def loss_and_gradients(facts: Facts) -> Found:
     if not wrong:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
         words = f"{total}{of} gradients are the reference's" if total else "no gradients were seen"
-        yield facts.row("gradient", True if total else None, words)
+        yield facts.row("gradient", True if total else None, words, count=total)
         return
     groups = grouped(wrong)
     for group in groups:
@@ -40,15 +42,6 @@ def _finding(case: Case) -> Finding:
     words, values = first.words, (f"{first.got:.6g}", f"{first.want:.6g}")
     options = {"others": case.names[1:], "lines": case.lines, "hypotheses": hypotheses(case)}
     ranks = first.ranks if kind in ("none", "shape", "other") else ()
-    if is_clipped(case) and not mixing(facts, case.names):
-        scale = (first.scales or (factor or 1.0,))[0]
-        by = 1 / scale if scale else None
-        lines = [facts.line("norm"), *facts.sums_of_numbers(), facts.line("scale"), facts.line("scale in"), case.step]
-        at = facts.line_of_norm() or facts.line("scale") or case.step
-        listed = ", ".join(f"{x:.4g}" for x in first.scales or (scale,))
-        seen = f"all gradients are scaled by one number ({listed} times the reference's)"
-        words = facts.sizes.words(by) if by else "not the reference's"
-        return facts.fault("norm", "", words, by, at, "", lines=lines, hypotheses=options["hypotheses"], seen=seen)
     if "BatchNorm" in facts.ours[0].kinds and kind in ("other", "means", "weights"):
         name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
@@ -97,10 +90,10 @@ def _loss(facts: Facts, is_right: bool) -> Found:
         yield facts.row("loss", None, "no backward pass from a single number was seen")
         return
     mean, slack = float(np.mean(has)), facts.reference.slack_of_loss(facts.number)
-    if abs(mean - want) <= slack:
+    if gap(mean, want) <= slack:
         how = "the mean over ranks" if np.ptp(has) > min(slack, 1e-5 * abs(want)) else "the same on every rank"
         yield facts.row("loss", True, f"{mean:.6g}, {how}; the reference's is {want:.6g}")
-    elif abs(sum(has) - want) <= len(has) * slack and is_right:
+    elif gap(sum(has), want) <= len(has) * slack and is_right:
         yield facts.row("loss", True, f"its parts on {len(has)} ranks add up to {want:.6g}, as in the reference")
     elif is_right:
         words = f"{mean:.6g} on average, {want:.6g} in the reference; it is scaled, as the gradients are the same"
@@ -108,18 +101,31 @@ def _loss(facts: Facts, is_right: bool) -> Found:
 
 
 def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int]:
-    """Those that are wrong, in the order of the backward pass; and how many were judged."""
-    whole, found, count = facts.reference.gradients(facts.number), list[Wrong](), 0
+    """Those that are wrong, in the order of the backward pass; and how many were judged. A script may take a norm
+    before it divides by what it has added up, so none is wrong if the optimizer gets what it should."""
+    wrong, count = _judged(facts, facts.reference.gradients(facts.number), is_final=False)
+    is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
+    if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:
+        return [], count
+    return wrong, count
+
+
+def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:
+    found, count = list[Wrong](), 0
     for name in facts.reference.order:
         holders = []
         for rank, mine, place in facts.holders(name):
             step = facts.mine[rank]
             if mine in step.settings:  # an optimizer has it
-                piece, parts = step.gradients.get(mine), [batch.get(mine) for batch in step.parts]
+                pieces = step.gradients | step.finals if is_final else step.gradients
+                piece, parts = pieces.get(mine), [batch.get(mine) for batch in step.parts]
                 holders.append(Holder(rank, place, None if piece is None else piece.values, parts))
         if holders:
             count += 1
             slack = facts.reference.slack_of_gradient(name, facts.number) if name in whole else 0.0
+            if is_final and slack:
+                before = facts.reference.gradients(facts.number)[name]
+                slack *= float(np.abs(whole[name]).max() / max(np.abs(before).max(), 1e-300))
             if wrong := judge_gradient(name, whole.get(name), holders, slack):
                 found.append(wrong)
     return found, count

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tplab.checking.causes import Sizes
-from tplab.checking.places import Place, find_places
+from tplab.checking.gaps import gaps
+from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
 from tplab.checking.repairs import Hypothesis, Repair
@@ -17,6 +18,10 @@ from tplab.checking.trail import Trails
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
+
+
+class NothingToTell(Exception):
+    """The two runs cannot be compared any further. The text says why, and how they can."""
 
 
 class Facts:
@@ -55,6 +60,20 @@ class Facts:
         for (rank, mine), place in self.places.items():
             if place.name == name:
                 yield rank, mine, place
+
+    @property
+    def on_no_rank(self) -> list[str]:
+        """The reference's parameters of which no rank is known to hold a part."""
+        known = {place.name for place in self.places.values()}
+        return [name for name in self.reference.weights if name not in known and not is_number(name)]
+
+    @property
+    def unplaced(self) -> list[str]:
+        """What ranks hold, and nobody knows of what it is a part."""
+        held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
+        return list(
+            dict.fromkeys(name for rank, name in held if (rank, name) not in self.places and not is_number(name))
+        )
 
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold different parts of a parameter."""
@@ -137,8 +156,8 @@ class Facts:
 
     # --- what is yielded --------------------------------------------------------------------------------------------
 
-    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None) -> Row:
-        return Row(what, self.number, ok, words, factor=factor)
+    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None, count: int = 0) -> Row:
+        return Row(what, self.number, ok, words, factor=factor, count=count)
 
     def fault(
         self,
@@ -172,5 +191,5 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal but for the rounding of float32."""
     if a is b:
         return True
-    size = float(np.abs(b).max(initial=0))
-    return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-6, atol=1e-7 * size))
+    size = np.abs(b, dtype=np.float64)
+    return a.shape == b.shape and bool((gaps(a, b) <= 1e-6 * size + 1e-7 * size.max(initial=0)).all())

@@ -17,7 +17,8 @@ def log(facts: Facts) -> Found:
     twice = again[0].steps[facts.number] if again and facts.number < len(again[0].steps) else None
     count, wrong = compare_logs(facts.mine, facts.theirs[0], twice, 4 * facts.reference.of_numbers)
     if count and not wrong:
-        yield facts.row("log", True, f"{count} logged numbers are the reference's")
+        words = f"{count} logged number{'s are' if count > 1 else ' is'} the reference's"
+        yield facts.row("log", True, words, count=count)
     if not wrong:
         return
     rank, got, want = wrong[0]

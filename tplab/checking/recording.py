@@ -69,7 +69,8 @@ class Step:
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
-    gradients   as the optimizer gets them; if they are clipped, before that
+    gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
+    finals      as the optimizer gets them, where such a norm was taken
     norms       that gradients are clipped by: value and line
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
@@ -91,6 +92,7 @@ class Step:
     made: list[tuple[str, float | None]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
     gradients: dict[str, Piece] = field(default_factory=dict)
+    finals: dict[str, Piece] = field(default_factory=dict)
     norms: list[tuple[float, str]] = field(default_factory=list)
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
@@ -120,13 +122,15 @@ class Seen:
     made        where layers of these kinds are made
     lines       of "wrapped", where the model was made DistributedDataParallel; "no sync", where a script keeps it or
                 FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
-                the model was loaded
+                the model was loaded; "freed", where an optimizer was made of parameters that have no memory; "padded",
+                where a sampler was that repeats samples
     places      the file and the number of each line that was named
     groups      how many ranks there are in each group of them; members: the ranks of each that the script makes
+    has_sent    whether it has sent anything to another rank, or was sent anything
     options     of the command line, as the script has parsed them
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
                 dtypes that it rounds to on its way; "torch.compile", where the script calls it;
-                "FullyShardedDataParallel"
+                "FullyShardedDataParallel", "FSDPModule"
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -144,6 +148,7 @@ class Seen:
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
     members: set[tuple[int, ...]] = field(default_factory=set)
+    has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.facts import Facts, Found
+from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.recording import Step
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
@@ -16,10 +16,6 @@ from tplab.checking.sends import partitions
 
 class NeedsSamples(Exception):
     """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it."""
-
-
-class OtherSamples(Exception):
-    """The two runs cannot be compared: they did not see the same samples. The text says how they can."""
 
 
 _CAUSES = {
@@ -34,7 +30,7 @@ _CAUSES = {
 
 
 def samples(facts: Facts, may_ask: bool) -> Found:
-    """Compare what models were called with. Raises NeedsSamples where `may_ask`, and OtherSamples."""
+    """Compare what models were called with. Raises NeedsSamples where `may_ask`, and NothingToTell."""
     found = compare_samples(facts.mine, facts.theirs)
     facts.copies, facts.is_padded = found.copies, found.is_padded
     forward = facts.line("forward")
@@ -42,6 +38,11 @@ def samples(facts: Facts, may_ask: bool) -> Found:
     if found.ok:
         yield facts.row("samples", None if found.kind == "nothing" else True, found.words)
         return
+    if padded := facts.line_of_script("padded"):
+        raise NothingToTell(
+            f"the DistributedSampler made at {padded} repeats samples, so that each rank has as many ({found.words}): "
+            "compare with a number of samples that the ranks divide, with drop_last=True, or with fewer --steps"
+        )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
         ways = [way for way in partitions(facts) if any(set(ranks) <= set(group) for group in way)]
@@ -61,7 +62,7 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found)):
             raise NeedsSamples(reason)
-        raise OtherSamples(reason)
+        raise NothingToTell(reason)
 
 
 def _ways(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:

@@ -1,56 +1,16 @@
-"""The norm that gradients are clipped by, the optimizer, parameters after its step, and buffers."""
+"""The optimizer, parameters after its step, and buffers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.recording import Piece, settings_that_differ
+from tplab.checking.gaps import farthest, gap, gaps
+from tplab.checking.recording import settings_that_differ
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
-
-
-def norm(facts: Facts) -> Found:
-    wanted = [value for step in facts.theirs[:1] for value, _ in step.norms]
-    has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
-    if not wanted or not has:
-        return
-    want = wanted[-1]
-    wrong = {rank: at for rank, at in has.items() if not abs(at[0] - want) <= facts.reference.of_numbers * want}
-    if not wrong:
-        yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
-        return
-    rank, (got, line) = next(iter(wrong.items()))
-    own = {rank: _norm_of(facts.mine[rank].gradients) for rank in has}
-    every = sum(value * value for value in own.values()) ** 0.5
-    is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, (value, _) in wrong.items())
-    is_whole = abs(every - want) <= 1e-3 * want
-    if is_own and (is_whole or got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
-        cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
-    elif abs(got - every) <= 1e-3 * every:
-        cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
-        key = "copies in norm"
-    else:
-        cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
-        key = "copies in norm" if got > want else "norm"
-    factor = got / want if want else None
-    words = facts.sizes.words(factor) if factor else "not the reference's"
-    values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
-    ranks = list(wrong) if len(wrong) < len(has) else []
-    lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1] + [facts.line("step")]
-    norms = {
-        number: step.norms[-1][0]
-        for number in range(min(len(one.steps) for one in facts.reference.seen))
-        for step in facts.reference.steps(number)[:1]
-        if step.norms
-    }
-    repair = Repair("norm", f"the reference's norm in place of what {line} clips by", line, values=norms)
-    hypotheses = [Hypothesis(repair, cause, line, thread(key))]
-    yield facts.fault("norm", "", words, factor, line, "", values=values, ranks=ranks, lines=lines,
-                      hypotheses=hypotheses)  # fmt: skip
 
 
 def settings(facts: Facts) -> Found:
@@ -101,11 +61,9 @@ def states(facts: Facts) -> Found:
             )
             if piece is None or piece.values.shape != wanted.shape or not wanted.size:
                 continue
-            gap = np.abs(piece.values - wanted)
-            if gap.max() > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
-                place_of_it = int(gap.argmax())
+            if gap(piece.values, wanted) > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
                 if not wrong:
-                    first = rank, float(piece.values.flat[place_of_it]), float(wanted.flat[place_of_it])
+                    first = rank, *farthest(piece.values, wanted)
                 wrong.setdefault((name, key), set()).add(rank)
     if not wrong:
         return
@@ -145,16 +103,17 @@ def parameters(facts: Facts) -> Found:
             piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
             if piece is None or piece.values.shape != want.shape:
                 continue
-            gap = np.abs(piece.values - want) - place.take(reference.slack_of_parameter(name, number))
-            if gap.max(initial=0) > 0 and not _is_kept_elsewhere(facts, name, rank, mine):
+            far = gaps(piece.values, want) > place.take(reference.slack_of_parameter(name, number))
+            if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
                 if not wrong:
-                    first = rank, float(piece.values.flat[gap.argmax()]), float(want.flat[gap.argmax()])
+                    first = rank, *farthest(piece.values[far], want[far])
                 wrong.setdefault(name, set()).add(rank)
                 start = place.take(before[name])
                 moved, should = piece.values.astype(np.float64) - start, want - start
                 shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
-        yield facts.row("parameters", True, f"{len(whole)} parameters are the reference's after the step")
+        words = f"{len(whole)} parameters are the reference's after the step"
+        yield facts.row("parameters", True, words, count=len(whole))
         return
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
@@ -221,10 +180,9 @@ def buffers(facts: Facts) -> Found:
         want = whole[name].values
         slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
-        gaps = {rank: np.abs(x - want) for rank, x in held.items() if x.shape == want.shape}
-        if ranks := [rank for rank, gap in gaps.items() if gap.max(initial=0) > slack]:
-            place = int(gaps[ranks[0]].argmax())
-            values = f"{held[ranks[0]].flat[place]:.6g} on rank {ranks[0]}", f"{want.flat[place]:.6g}"
+        if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
+            got, wanted = farthest(held[ranks[0]], want)
+            values = f"{got:.6g} on rank {ranks[0]}", f"{wanted:.6g}"
             wrong[name] = values, ranks
     if wrong:
         cause = (
@@ -247,12 +205,8 @@ def buffers(facts: Facts) -> Found:
         )  # fmt: skip
         return
     if moving:
-        yield facts.row("buffers", True, f"{named(moving)} as in the reference")
+        yield facts.row("buffers", True, f"{named(moving)} as in the reference", count=len(moving))
 
 
 def _place(among: list[str], one: str) -> int:
     return among.index(one) if one in among else len(among)
-
-
-def _norm_of(pieces: dict[str, Piece]) -> float:
-    return float(sum((piece.values.astype(np.float64) ** 2).sum() for piece in pieces.values()) ** 0.5)

@@ -60,6 +60,8 @@ class Groups:
         def watched(member: SimulatedRank, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             is_seen = rank is not None and not rank.is_looking and SimulatedRank not in rank.inside
+            if rank is not None and is_seen and len(call.place.group) > 1:
+                rank.seen.has_sent = True
             if rank is not None and is_seen and call.op not in ("send", "receive"):
                 rank.send(call, x)
                 return rank.mending.of_tplab(call, original(member, call, x, *args, **kwargs))

@@ -52,7 +52,7 @@ class Mending:
         self._later: list[Callable[[], None]] = []
         self._weights: dict[tuple[int, int], float] = {}
         self._before: dict[str, Tensor] = {}
-        self._is_done = -1
+        self._is_done, self._rows = -1, 1
 
     def _of(self, *kinds: Kind, line: str | None = None) -> Iterator[Repair]:
         for one in self._repairs:
@@ -226,8 +226,9 @@ class Mending:
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
-    def samples(self, batch: int, asked: dict[str, Tensor]) -> dict[str, Tensor]:
+    def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model is called with."""
+        batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
         for one in self._of("samples"):
             rows, _ = one.values.get(self._step, ([], None))
             for whole, (name, x) in zip(rows, [*asked.items()]):
@@ -241,8 +242,14 @@ class Mending:
         start = (place * one.times + batch) * len(like)
         return torch.from_numpy(np.array(whole[start : start + len(like)])).to(like)
 
-    def target(self, batch: int, target: Tensor, ignored: int) -> Tensor:
+    def _turn(self, key: str) -> int:
+        """How often this was asked in the step."""
+        self._turns[key, self._step] += 1
+        return self._turns[key, self._step] - 1
+
+    def target(self, target: Tensor, ignored: int) -> Tensor:
         """What a loss compares with."""
+        batch = self._turn("target")
         for one in self._of("samples"):
             _, whole = one.values.get(self._step, ([], None))
             if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
@@ -253,8 +260,8 @@ class Mending:
 
     def _cut(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
         """The rank's part of the targets, and its weight in the mean over all of them."""
-        size, rows = this_rank().mesh.size, len(next(iter(self._watched.step.samples[-1].values())))
-        part = np.array_split(whole.reshape(rows, -1), size, axis=1)[self.rank]
+        size = this_rank().mesh.size
+        part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
         counts = self._exchanged("targets", int((part != ignored).sum()))
         self._weights[self._step, batch] = counts[self.rank] * size / max(sum(counts.values()), 1)
         return torch.from_numpy(np.array(part)).reshape(target.shape).to(target)
@@ -274,7 +281,7 @@ class Mending:
         later, self._later = self._later, []
         for act in later:
             act()
-            self._watched.has_clipped = False  # the reference clips before its average
+            self._watched.is_measured = False  # the reference clips before its average
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm: Tensor, line: str) -> Tensor | None:
         """The norm to clip by; None if there is nothing to do now."""

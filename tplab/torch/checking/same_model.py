@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -107,6 +108,8 @@ class _Doctor:
         about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
         try:
             ours = self.seen(mesh, self.args)
+            if mesh.size == 1:
+                raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
             if any(FLAT in one.kinds for one in ours):
                 raise _NothingToTell(
                     "FullyShardedDataParallel (FSDP1) keeps all parameters of a module in one flat tensor, and the "
@@ -117,6 +120,10 @@ class _Doctor:
             return self._diagnosed(about, ours, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
+        except Exception as error:  # of the doctor itself: what the script raises is a _NotRun by now
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(at.filename).name}:{at.lineno}"
+            return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=about)
 
     def _proven(
         self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
@@ -237,10 +244,10 @@ class _Doctor:
             if not watch.has_enough:
                 raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
         except NotEnough as error:
-            raise _NotRun(f"{why}; {error}") from error
+            raise _NothingToTell(f"{why}; {error}") from error
         except TplabError as error:
             if isinstance(error.__cause__, NotEnough):
-                raise _NotRun(f"{why}; {error.__cause__}") from error
+                raise _NothingToTell(f"{why}; {error.__cause__}") from error
             way_out = "; the reference may need other arguments, or more ranks: --reference-args, --reference"
             raise _NotRun(f"on {_ranks(mesh)} the script fails: {error}{way_out * (mesh.size == 1)}") from error
         counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
@@ -274,8 +281,10 @@ class _Doctor:
 
 def _is_certain(report: SameModel) -> bool:
     """Whether it is the same model although only the least rounding was allowed: another run could only allow more. A
-    loss that seems to be scaled may only be rounded."""
-    return report.verdict == "same" and all(row.ok for row in report.rows if row.what == "loss")
+    loss that seems to be scaled may only be rounded. What is not finite is so in any order of summation."""
+    if report.first is not None:
+        return report.first.is_not_finite
+    return report.verdict == "cannot tell" or all(row.ok for row in report.rows if row.what == "loss")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tplab.torch.checking.chance import Chance, states
 from tplab.torch.checking.groups import Groups
 from tplab.torch.checking.names import OF_A_BATCH
+from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.values import dtype_name
@@ -106,17 +107,20 @@ class StandIns:
             self._undo.callback(delattr, owner, name)
 
     def _module(self, call: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             if rank is None or rank.depth or graph_task() != -1:
                 return call(module, *args, **kwargs)
+            seen = Call()
             if not _only_asks_for_shapes():
                 for one in self._groups.of_fsdp():
                     self._replace(*one)
-                args, kwargs = rank.forward(module, args, kwargs)
+                args, kwargs, seen = rank.forward(module, args, kwargs)
             rank.depth, before = 1, states()
             try:
-                return call(module, *args, **kwargs)
+                found = call(module, *args, **kwargs)
+                seen.returns(found)
+                return found
             finally:
                 rank.depth = 0
                 rank.mending.after_forward()
@@ -126,7 +130,7 @@ class StandIns:
         return watched
 
     def _asked_for_parameters(self, original: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and not rank.depth:
                 rank.names.note(module)
             return original(module, *args, **kwargs)
@@ -184,9 +188,10 @@ class StandIns:
             rank = self._here()
             if rank is None or graph_task() != -1 or _only_asks_for_shapes() or original in rank.inside:
                 return original(given, target, *args, **kwargs)
-            target = rank.target(target, kwargs.get("ignore_index", -100))
+            target, seen = rank.target(target, kwargs.get("ignore_index", -100))
             with rank.calls(original):
                 value = original(given, target, *args, **kwargs)
+            seen.returns(value)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
                 rank.step.evaluated.append((float(local_of(value)), target.numel()))
@@ -195,7 +200,7 @@ class StandIns:
         return watched
 
     def _zero_grad(self, original: Any) -> Any:
-        def watched(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and rank.step.losses and not rank.step.has_stepped:
                 rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
                 if rank.mending.keeps(rank.line()):
@@ -205,17 +210,17 @@ class StandIns:
         return watched
 
     def _wrap(self, original: Any) -> Any:
-        def watched(module: Any, *args: Any, **kwargs: Any) -> None:
+        def watched(model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.seen.lines["wrapped"] = rank.line()
                 if kwargs.get("broadcast_buffers") is False:
                     rank.seen.lines["no broadcast"] = rank.line()
-            original(module, *args, **kwargs)
+            original(model, *args, **kwargs)
 
         return watched
 
     def _make(self, original: Any) -> Any:
-        def watched(thing: Any, *args: Any, **kwargs: Any) -> None:
+        def watched(thing: Any, /, *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.make(thing)
             original(thing, *args, **kwargs)
@@ -267,7 +272,7 @@ class StandIns:
         return watched
 
     def _load_weights(self, original: Any) -> Any:
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None:
                 rank.seen.lines["weights"] = rank.line()
             return original(module, *args, **kwargs)
