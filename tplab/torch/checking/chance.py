@@ -53,8 +53,8 @@ class Chance:
     def _dropout(self, original: Any) -> Any:
         usual = not original.__name__.endswith("alpha_dropout")
 
-        def watched(x: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
-            rank = self._here()
+        def watched(input: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
+            rank, x = self._here(), input
             if rank is None or not training or original in rank.inside:
                 return original(x, p, training, inplace)
             rank.seen.kinds.add("Dropout")
@@ -72,8 +72,8 @@ class Chance:
     def _torch_dropout(self, original: Any) -> Any:
         """torch.dropout(x, p, train) and its like."""
 
-        def watched(x: Tensor, p: float, train: bool) -> Tensor:
-            rank = self._is_off(original)
+        def watched(input: Tensor, p: float, train: bool) -> Tensor:
+            rank, x = self._is_off(original), input
             if rank is None or not train or not p:
                 return original(x, p, train)
             self._draw(rank, x, local_of(x).shape, p)
@@ -104,16 +104,16 @@ class Chance:
     def _recurrent(self, original: Any) -> Any:
         """Between its layers a recurrent network drops parts of their outputs."""
 
-        def watched(module: nn.RNNBase, x: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.RNNBase, /, input: Any, *args: Any, **kwargs: Any) -> Any:
             rank, p = self._is_off(original), module.dropout
             if rank is None or not p or not module.training:
-                return original(module, x, *args, **kwargs)
-            given = x if isinstance(x, Tensor) else x.data
+                return original(module, input, *args, **kwargs)
+            given = input if isinstance(input, Tensor) else input.data
             width = module.hidden_size * (1 + module.bidirectional)
             self._draw(rank, given, (module.num_layers - 1, *local_of(given).shape[:-1], width), p)
             module.dropout = 0.0
             try:
-                return original(module, x, *args, **kwargs)
+                return original(module, input, *args, **kwargs)
             finally:
                 module.dropout = p
 
@@ -123,9 +123,9 @@ class Chance:
 
     def _rrelu(self, original: Any) -> Any:
         def watched(
-            x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+            input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
         ) -> Any:
-            return original(x, lower, upper, training and self._is_off(original) is None, inplace)
+            return original(input, lower, upper, training and self._is_off(original) is None, inplace)
 
         return watched
 
