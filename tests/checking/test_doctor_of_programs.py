@@ -1,0 +1,138 @@
+"""What people give the doctor: programs that look for GPUs, cannot run on one rank, draw their own data, or fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tplab import doctor
+from tplab.torch import same_model
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without a GPU")
+
+SCRIPT = """\
+import logging, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+logging.basicConfig(level=logging.INFO)
+FEWEST = 2
+if torch.accelerator.device_count() < FEWEST:
+    print(f"There are fewer than {FEWEST} gpus. Exiting.")
+    sys.exit()
+device = torch.accelerator.current_accelerator()
+dist.init_process_group()
+rank, world = dist.get_rank(), dist.get_world_size()
+# ASSERT
+torch.manual_seed(0)
+model = nn.Linear(6, 3).to(device)
+if world > 1:
+    model = DistributedDataParallel(model, device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+logging.info("begins")
+for step in range(5):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(world)[rank].to(device)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train_it.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@no_gpu
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_program_that_looks_for_gpus_finds_as_many_as_ranks_on_the_reference_too(script: Path, device: str | None):
+    report = same_model(script, ranks=2, device=device)
+    assert report.verdict == "same", str(report)
+    assert "the reference found 2 GPUs, as the ranks did" in str(report)
+    assert ("this machine has no GPU" in str(report)) == (device is None)
+
+
+def test_what_a_program_printed_that_made_no_step_is_said(script: Path):
+    script.write_text(SCRIPT.replace("FEWEST = 2", "FEWEST = 3"))
+    report = same_model(script, ranks=2, device="cpu")
+    assert report.exit_code == 3
+    assert report.reason.startswith("on 2 ranks no step of an optimizer was seen")
+    assert report.reason.endswith("it ended, and last it printed 'There are fewer than 3 gpus. Exiting.'")
+
+
+def test_a_reference_that_cannot_run_on_one_rank_has_as_few_as_it_can(script: Path):
+    script.write_text(SCRIPT.replace("# ASSERT", "assert world % 2 == 0, f'an even number, not {world}'"))
+    report = same_model(script, ranks=4, device="cpu")
+    assert report.verdict == "same", str(report)
+    assert report.about.endswith("compared with 2 ranks")
+    text = " ".join(str(report).split())
+    assert "the reference has 2 ranks, as on 1 rank the script fails: rank 0 raised AssertionError at" in text
+    assert "train_it.py:14: an even number, not 1" in text and "--reference" not in text
+    reason = same_model(script, ranks=2, device="cpu").reason
+    assert "an even number, not 1; the reference may need other arguments, or more ranks" in reason
+
+
+def test_what_a_program_logs_is_not_shown_and_its_handlers_are_gone(script: Path, capfd):
+    before = logging.root.handlers[:]
+    same_model(script, ranks=2, device="cpu")
+    assert "begins" not in "".join(capfd.readouterr())
+    assert logging.root.handlers == before
+
+
+def test_long_errors_of_torch_are_cut_to_their_first_sentence():
+    def train() -> None:
+        raise RuntimeError("Shapes are wrong. It got Spec(f32[4, 4](S(0)))\nand more\nand more")
+
+    reason = same_model(train, ranks=2).reason
+    assert reason.startswith("on 2 ranks the script fails: rank 0 raised RuntimeError at test_doctor_of_programs.py:")
+    assert reason.endswith(": Shapes are wrong.")
+
+    def long() -> None:
+        raise RuntimeError("Spec" * 1000)
+
+    assert len(same_model(long, ranks=2).reason) < 500
+
+
+@pytest.mark.parametrize("name", ["no_such_package.train", "no_such_package"])
+def test_a_module_that_is_not_there(name: str, capsys):
+    assert doctor.main(["--nproc-per-node", "2", "-m", name]) == 2
+    shown = capsys.readouterr().err
+    assert shown == f"tplab.doctor: there is no module {name!r} to run, neither in this folder nor installed\n"
+
+
+def test_flags_behind_the_script_are_the_scripts(script: Path, capsys):
+    assert doctor.main([str(script), "--nproc-per-node", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert "give --nproc-per-node 4, or --mesh dp=2,tp=2, before the script: --nproc-per-node stands behind" in shown
+
+
+def command(script: Path, tail: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The doctor as a command in a shell."""
+    path = os.pathsep.join([*environment.pop("first", "").split(), str(Path(doctor.__file__).parents[1])])
+    text = f"{sys.executable} -m tplab.doctor --nproc-per-node 2 {script.name} {tail}"
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        ["bash", "-c", text], cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_without_torch_it_could_not_run(script: Path, tmp_path: Path):
+    folder = tmp_path / "without"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    done = command(script, first=str(folder))
+    assert (done.returncode, done.stderr) == (2, "tplab.doctor: No module named 'torch'\n")
+
+
+def test_who_reads_the_report_may_stop_reading(script: Path):
+    done = command(script, "| true; exit ${PIPESTATUS[0]}")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
