@@ -136,3 +136,75 @@ def test_without_torch_it_could_not_run(script: Path, tmp_path: Path):
 def test_who_reads_the_report_may_stop_reading(script: Path):
     done = command(script, "| true; exit ${PIPESTATUS[0]}")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+# --- samples that ranks draw themselves -------------------------------------------------------------------------------
+
+
+def draws_its_own(seeded: bool, factor: float) -> None:
+    """Each rank draws a batch, and compares with something that no function of torch for losses sees."""
+    import torch.distributed as dist
+
+    model = torch.nn.Linear(6, 3)
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if seeded:
+        torch.manual_seed(dist.get_rank() + 1)
+    for _ in range(3):
+        for _ in range(2):
+            noise = torch.rand(4, 3)
+            x, y = torch.randn(4, 6), torch.randint(3, (4,))
+            found = model(x) - torch.nn.functional.one_hot(y, 3) + 0.1 * noise
+            (factor ** (dist.get_world_size() - 1) * found.square().mean() / 2).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_the_reference_is_given_what_ranks_draw_where_it_draws_its_own(seeded: bool):
+    report = same_model(draws_its_own, [seeded, 1.0], ranks=3, seed=1)
+    assert report.verdict == "same", str(report)
+    assert "the reference was given the samples that the ranks drew, as each of them draws its own" in str(report)
+    first = same_model(draws_its_own, [seeded, 1.5], ranks=3, seed=1).first
+    assert first is not None and (first.what, first.factor) == ("loss", pytest.approx(1.5**2, rel=1e-3))
+
+
+def test_the_script_of_the_readme_is_compared(tmp_path: Path):
+    whole = (Path(__file__).parents[2] / "docs" / "train.py").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(whole.replace("WIDTH, BATCH = 1024, 2048", "WIDTH, BATCH = 16, 8"))
+    report = same_model(script, ranks=4)
+    assert report.verdict == "same", str(report)
+    script.write_text(
+        script.read_text().replace("    optimizer.step()", "    if world > 1: scale()\n    optimizer.step()")
+    )
+    scale = "def scale():\n    for p in model.parameters():\n        p.grad *= 2\n\n\nworld = dist.get_world_size()\n"
+    script.write_text(script.read_text().replace("for _ in range(2):", scale + "for _ in range(2):"))
+    first = same_model(script, ranks=4).first
+    assert first is not None and first.factor == pytest.approx(2, rel=1e-3), str(first)
+
+
+def test_ranks_that_gather_what_each_of_them_draws_are_not_blamed():
+    """Sequence parallelism: the samples of a rank are a part of those that the ranks of the model work on."""
+
+    def train() -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+        model = parallelize_module(model, mesh, plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.rand(4, 6)).sum().backward()
+            optimizer.step()
+
+    report = same_model(train, ranks=2)
+    assert report.verdict == "same", str(report)

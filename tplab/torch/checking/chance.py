@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tplab.torch.checking.drawn import AGAIN, draw_again
+from tplab.torch.checking.draws import DRAW_SAMPLES
 from tplab.torch.checking.groups import StandIn
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import graph_task, local_of, python_random
@@ -147,9 +148,11 @@ class Chance:
         def watched(*args: Any, **kwargs: Any) -> Any:
             rank = self._is_off(original)
             is_weight = bool(args) and isinstance(args[0], nn.Parameter)
-            if rank is None or is_weight or not (rank.depth or graph_task() != -1):
-                return original(*args, **kwargs)
             found, frame = original(*args, **kwargs), sys._getframe(1)
+            if rank is None or is_weight:
+                return found
+            if not rank.depth and graph_task() == -1:
+                return rank.draws_sample(frame.f_code, found) if original.__name__ in DRAW_SAMPLES else found
             rank.seen.random.add((rank.line(), tuple(local_of(found).shape[1:])))
             draw_again(original.__name__, found, args, kwargs, f"{frame.f_code.co_name} {frame.f_lineno}")
             return found

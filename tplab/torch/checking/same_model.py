@@ -207,8 +207,9 @@ class _Doctor:
             except NeedsSamples as needs:
                 if handed is None:
                     return cannot_tell(str(needs), about=about)
-                is_fed, why = True, str(needs)
-                how = "each of them draws its own" if seeds_by_rank(ours) else "it draws in another order"
+                is_fed, why, handed.is_drawn = True, str(needs), needs.are_drawn and handed.can_be_drawn
+                is_own = handed.is_drawn or seeds_by_rank(ours) is not None
+                how = "each of them draws its own" if is_own else "it draws in another order"
                 notes.append(f"the reference was given the samples that the ranks drew, as {how}")
         return cannot_tell("the reference does not take the weights and samples of the ranks", about=about)
 

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
 from tplab.torch.checking.by_hand import ByHand
+from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
@@ -43,6 +44,7 @@ class Watched:
         self.origins = Origins(lambda: this_rank().lines.chain())
         self.by_hand = ByHand(self.names, self.origins)
         self.recorder = Recorder(self.names, self._is_traced)
+        self._draws = Draws(plan)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
         self._optimizers: dict[int, Optimizer] = {}
@@ -172,6 +174,12 @@ class Watched:
         self.step.targets.append((self.plan.once(target), count, self.line()))
         return target
 
+    def draws_sample(self, code: CodeType, found: Tensor) -> Tensor:
+        """A tensor was drawn outside of the model. Returns what the script is to get."""
+        if self.is_looking or not torch.is_grad_enabled():
+            return found
+        return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
+
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
@@ -248,6 +256,7 @@ class Watched:
                         if isinstance(x, Tensor) or _is_number(x):
                             step.states[name, key] = self._piece(torch.as_tensor(x))
         self.seen.kinds |= self.names.kinds()
+        self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
         self.step, self._num_backward, self._has_clipped = Step(), 0, False
 
