@@ -138,6 +138,32 @@ def test_who_reads_the_report_may_stop_reading(script: Path):
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_reference_of_several_ranks_is_given_its_pieces_of_the_ranks_weights():
+    """Each rank draws weights of its own, and the whole model's are pieces of them."""
+
+    def train() -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            rows = torch.arange(48.0).reshape(8, 6).sin().chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = same_model(train, ranks=4)
+    assert report.verdict == "same" and report.about.endswith("with 2 ranks"), str(report)
+    assert "the reference was given the weights that the ranks begin with" in str(report)
+
+
 # --- samples that ranks draw themselves -------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
-from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, put_piece, reduced, replaced, sampled
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import graph_task, local_of, transform
@@ -132,7 +132,7 @@ class Watched:
         with torch.no_grad():
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
-                    local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+                    put_piece(parameter, torch.from_numpy(np.array(values)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
