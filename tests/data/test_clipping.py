@@ -413,7 +413,7 @@ def test_a_nan_in_one_rank_s_piece_reaches_every_rank():
         assert norm.isnan() and all(n.isnan() for n in norms)
 
 
-# --- modules know how they are cut, whatever tensors they are given ----------------------------------------------------
+# --- modules know how they are cut, whatever tensors they are given ---------------------------------------------------
 
 
 def saved_and_loaded(net: nn.Module) -> nn.Module:
