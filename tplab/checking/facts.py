@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
+from tplab.units import plain
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
@@ -100,9 +102,22 @@ class Facts:
         for words, values in self.trails.wanted_at(line) if self.trails and line else ():
             repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
                             times=self.number)  # fmt: skip
-            cause = f"what goes into this line is right, and what it computes is not: {words}"
+            cause = f"what goes into this line is right, and what it computes is not: {words}{self._too_much(values)}"
             found.append(Hypothesis(repair, cause, line))
         return found
+
+    def _too_much(self, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
+        """Of which parameter a value has something too much."""
+        key, rank = next(iter(values)), self.num_ranks - 1
+        got = self.trails.value(rank, key) if self.trails else None
+        more = None if got is None else got.astype(np.float64) - values[key][rank]
+        for name, x in self.reference.parameters(self.number - 1).items():
+            if more is None or x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
+                continue
+            times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
+            if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
+                return f"; it has {name} {plain(times)} times too often"
+        return ""
 
     def line_of_gradient(self, name: str) -> str:
         """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""

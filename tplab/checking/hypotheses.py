@@ -17,7 +17,7 @@ from tplab.checking.clipping import of_clipping
 from tplab.checking.recording import Seen, Sent
 from tplab.checking.repairs import Hypothesis, Repair, close
 from tplab.checking.same_model import named
-from tplab.checking.sends import given_to, line_of_buckets, line_of_loss, lines_of_reduction, mixing, partitions
+from tplab.checking.sends import given_to, line_of_buckets, line_of_loss, mixing, partitions
 from tplab.units import plain, ranks_text
 
 _CLOSE = 2e-3
@@ -146,12 +146,10 @@ class _Hypotheses:
                 yield Hypothesis(self._mean(sent.where), cause, sent.where, thread("loss"))
             if sent.reduction == "mean" and _is(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
-                repair = Repair("sum", words, sent.where, by=factor)
-                yield Hypothesis(repair, _FACTOR_OF_ALL[False], sent.where, thread("loss"))
+                yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
             if sent.reduction == "sum" and case.is_all and factor < 1:
                 words = f"times {plain(1 / factor)} after {sent.where}"
-                repair = Repair("mean", words, sent.where, by=factor)
-                yield Hypothesis(repair, _FACTOR_OF_ALL[False], sent.where, thread("loss"))
+                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
         """The backward pass of one operation multiplies."""
@@ -241,8 +239,8 @@ class _Hypotheses:
         if line := self._of_the_others():
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
-                "samples. Those of the others are added up here: look at what keeps these away, such as a bucket "
-                "that is never full, or a list or a hook that they are not in"
+                "samples. Those of the others are added up here, many in one collective: look at what keeps these "
+                "away, such as a bucket that is never full"
             )
             return cause, line, ""
         cause = (
@@ -280,7 +278,7 @@ class _Hypotheses:
         """Where gradients are added up, where every rank saw samples of its own and these gradients are left out."""
         if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
-        return next(iter(lines_of_reduction(self.facts, self.case.others)), "") or line_of_buckets(self.facts)
+        return line_of_buckets(self.facts, self.case.others)
 
     def _unsynchronised(self) -> str:
         """Where the model is called past the DistributedDataParallel that is around it, which then sends nothing."""
@@ -470,6 +468,10 @@ def _weights(ranks: Sequence[Seen], key: Callable[[int, int], int]) -> dict[tupl
 _ADDED_UP = (
     "gradients are added up over ranks, and each rank's loss is already a mean, or scaled up: average the gradients, "
     "by dividing by the number of ranks or with ReduceOp.AVG"
+)
+_AVERAGED = (
+    "gradients are averaged over ranks where they must be added up: they are divided by a number of ranks already, or "
+    "each rank's gradient is only a part of the whole, as where what ranks gather passes no gradient back"
 )
 _FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
 _OF_RANKS = {

@@ -66,6 +66,7 @@ class Step:
 
     samples     the data that the model is called with: for each microbatch, name -> array
     targets     what losses compare with, how many of them count, and the line
+    draws       samples that the script drew itself, by their line and the how-manieth time there
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
@@ -88,6 +89,7 @@ class Step:
 
     samples: list[dict[str, np.ndarray]] = field(default_factory=list)
     targets: list[tuple[np.ndarray, int, str]] = field(default_factory=list)
+    draws: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     losses: list[tuple[float, str]] = field(default_factory=list)
     made: list[tuple[str, float | None]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)

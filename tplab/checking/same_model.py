@@ -96,7 +96,7 @@ class Finding:
         lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
         lines += [self.cause] * bool(self.cause)
         lines += [f"proof: {self.proof}"] * bool(self.proof)
-        lines += [self.untold] * bool(self.tried and not self.proof)
+        lines += [self.untold] * (not self.proof and (bool(self.tried) or not self.cause))
         lines += [f"others have met this: {self.thread}"] * bool(self.thread)
         return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
 
@@ -289,7 +289,7 @@ def _html_of(finding: Finding) -> str:
         ("also wrong in", named(finding.others)),
         ("cause", finding.cause),
         ("proof", finding.proof),
-        ("cause", finding.untold if finding.tried and not finding.proof else ""),
+        ("cause", finding.untold if not finding.proof and (finding.tried or not finding.cause) else ""),
     ]
     cells = "".join(
         f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text

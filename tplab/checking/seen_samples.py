@@ -15,7 +15,14 @@ from tplab.checking.sends import partitions
 
 
 class NeedsSamples(Exception):
-    """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it."""
+    """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it.
+
+    are_drawn   whether scripts draw them with torch, for as many microbatches on ranks as in the reference
+    """
+
+    def __init__(self, reason: str, are_drawn: bool):
+        super().__init__(reason)
+        self.are_drawn = are_drawn
 
 
 _CAUSES = {
@@ -60,8 +67,8 @@ def samples(facts: Facts, may_ask: bool) -> Found:
                           hypotheses=hypotheses)  # fmt: skip
     else:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
-        if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found)):
-            raise NeedsSamples(reason)
+        if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
+            raise NeedsSamples(reason, are_drawn(facts))
         raise NothingToTell(reason)
 
 
@@ -95,6 +102,12 @@ def _flat(step: Step) -> tuple[list[np.ndarray], np.ndarray | None]:
     return rows, np.concatenate(targets) if targets and all(x.ndim for x in targets) else None
 
 
+def are_drawn(facts: Facts) -> bool:
+    """Whether scripts draw their samples with torch: the reference can be given them where it draws its own."""
+    microbatches = {len(step.samples) for step in (*facts.mine, *facts.theirs)}
+    return len(microbatches) == 1 and all(step.draws for step in facts.mine)
+
+
 def _can_be_fed(facts: Facts, found: Samples) -> bool:
     """Whether the reference reads as many samples in another order, and all that the loss depends on was seen."""
     return found.factor == 1 and all(step.targets for seen in facts.ours for step in seen.steps if step.has_stepped)
@@ -102,7 +115,10 @@ def _can_be_fed(facts: Facts, found: Samples) -> bool:
 
 def _one_model(facts: Facts) -> tuple[int, ...]:
     """Ranks that add up activations of a layer of which each has a part, but do not see the same samples."""
+    gathered = set[tuple[int, ...]]()
     for sent in facts.sent("forward"):
+        if sent.op == "all_gather" and not sent.on:
+            gathered.add(sent.ranks)  # before the layer: each rank had a part of its samples
         together = next((group for group in facts.copies if set(sent.ranks) <= set(group)), None)
         if (
             together
@@ -110,6 +126,7 @@ def _one_model(facts: Facts) -> tuple[int, ...]:
             or sent.size == 1
             or sent.op not in ("all_reduce", "reduce_scatter")
             or len(sent.ranks) < 2
+            or sent.ranks in gathered
         ):
             continue
         if any(facts.holds_differ(name, sent.ranks) for name in facts.reference.weights):

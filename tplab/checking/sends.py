@@ -20,10 +20,11 @@ def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
     return [max(later, key=lambda sent: sent.size).where] if later else []
 
 
-def line_of_buckets(facts: Facts) -> str:
-    """The line of the largest collective that adds up over ranks what may be gradients."""
+def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
+    """The line of the largest collective that adds up over ranks more than any of these gradients alone."""
+    most = max((facts.reference.weights[name].size for name in names if name in facts.reference.weights), default=0)
     sums = [sent for sent in facts.sent("backward", "reduction")
-            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > 1]  # fmt: skip
+            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > most > 0]  # fmt: skip
     return max(sums, key=lambda sent: sent.size).where if sums else ""
 
 

@@ -88,6 +88,11 @@ class Trails:
                     if all(pieces[0].shape == self._theirs[key].values[0].shape for key, pieces in found.items()):
                         break
 
+    def value(self, rank: int, key: Key) -> np.ndarray | None:
+        """The result of an operation on a rank."""
+        op = self._by_key[rank].get(key)
+        return op.values[0] if op is not None and op.values else None
+
     def _pieces(self, key: Key, apart: int) -> dict[int, np.ndarray]:
         """The reference's value as each rank should have it: whole, or in contiguous parts, the next of which `apart`
         ranks further on has."""

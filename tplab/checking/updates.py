@@ -24,10 +24,14 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.sizes.words(factor) if factor else "not the reference's"
-        cause = (
-            f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
-            "once, and let a schedule count steps of the optimizer, or samples of all ranks"
-        )
+        cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
+        if len(ranks) < facts.num_ranks:
+            cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
+        elif factor and facts.sizes.named(factor):
+            cause = (
+                f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
+                "once, and let a schedule count steps of the optimizer, or samples of all ranks"
+            )
         values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
         line = facts.line(f"set {key}")
         line = facts.source.repetition(line) or line or step
@@ -130,8 +134,10 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
+    seen = "gradients, settings and states are the same, and the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, though no optimizer updates it"
+        seen = "it is a copy of weights, such as a moving average, that the script updates itself"
         cause = (
             "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
             "rank has the new parameters, and from the same ones on all ranks"
@@ -152,7 +158,7 @@ def parameters(facts: Facts) -> Found:
     yield facts.fault(
         "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
-        hypotheses=hypotheses, seen="gradients, settings and states are the same, and the update is not",
+        hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class Groups:
     def _collective(self, original: Any) -> Any:
         """One of torch.distributed: its tensors are still the script's own."""
 
-        def watched(group: Group, call: Any, put: Any, opts: Any, take: Any) -> Any:
+        def watched(group: Group, /, call: Any, put: Any, opts: Any, take: Any) -> Any:
             rank = self._here()
             if rank is None or rank.is_looking:
                 return original(group, call, put, opts, take)
@@ -57,7 +57,7 @@ class Groups:
     def _of_tplab(self, original: Any) -> Any:
         """One of tplab's own. Single messages are not seen, as those of torch.distributed."""
 
-        def watched(member: SimulatedRank, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def watched(member: SimulatedRank, /, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             is_seen = rank is not None and not rank.is_looking and SimulatedRank not in rank.inside
             if rank is not None and is_seen and len(call.place.group) > 1:
@@ -70,7 +70,7 @@ class Groups:
         return watched
 
     def _join(self, original: Any) -> Any:
-        def watched(group: Group, member: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        def watched(group: Group, /, member: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.seen.groups.add(len(ranks))
                 rank.seen.members.add(tuple(ranks))
@@ -81,7 +81,7 @@ class Groups:
     # --- what keeps gradients from being added up over ranks ---------------------------------------------------------
 
     def _no_sync(self, original: Any) -> Any:
-        def watched(module: Any) -> Any:
+        def watched(module: Any, /) -> Any:
             if (rank := self._here()) is not None:
                 rank.keep_apart()
                 if rank.mending.syncs:
@@ -91,7 +91,7 @@ class Groups:
         return watched
 
     def _set(self, original: Any) -> Any:
-        def watched(module: Any, name: str, value: Any) -> None:
+        def watched(module: Any, name: str, value: Any, /) -> None:
             is_off = name == "require_backward_grad_sync" and value is False
             if is_off and (rank := self._here()) is not None and sys._getframe(1).f_code.co_name != "no_sync":
                 rank.keep_apart()
@@ -108,10 +108,10 @@ class Groups:
             yield fsdp.FSDPModule, "set_requires_gradient_sync", self._require_sync
 
     def _require_sync(self, original: Any) -> Any:
-        def watched(module: Any, required: bool, *args: Any, **kwargs: Any) -> None:
-            if not required and (rank := self._here()) is not None:
+        def watched(module: Any, /, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
+            if not requires_gradient_sync and (rank := self._here()) is not None:
                 rank.keep_apart()
-                required = rank.mending.syncs
-            original(module, required, *args, **kwargs)
+                requires_gradient_sync = rank.mending.syncs
+            original(module, requires_gradient_sync, *args, **kwargs)
 
         return watched

@@ -26,6 +26,7 @@ class Watch:
 
     steps   after this many steps of its optimizer a rank ends, where the next one would begin
     seen    of each rank
+    stopped the ranks that were ended after these steps
     feed    the samples to use in the place of those that the program draws
     weights the weights to begin with in the place of those that the program draws, by name
     traced  the step of which every operation is recorded, in `trails`; None for none
@@ -47,6 +48,7 @@ class Watch:
         self._plan = Plan(steps, feed, weights, ends, traced, tuple(repairs), Board())
         self.seen = [Seen() for _ in range(num_ranks)]
         self.has_ended = [False] * num_ranks
+        self.stopped = set[int]()
         self._ranks: dict[int, Watched] = {}
         self._stand_ins = StandIns(self.here)
         self.trails: dict[int, Trail] = {}
@@ -66,7 +68,7 @@ class Watch:
                 yield
             self.has_ended[rank] = True
         except Enough:
-            pass
+            self.stopped.add(rank)
         finally:
             sys.stdout = stdout
             watched.settle()

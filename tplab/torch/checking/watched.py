@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
 from tplab.torch.checking.by_hand import NORMS, ByHand
+from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
 from tplab.torch.checking.mending import Back, Mending
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
@@ -27,6 +28,7 @@ from tplab.torch.checking.pieces import (
     is_reduced,
     is_there,
     piece_of,
+    put_piece,
     reduced,
     replaced,
     sampled,
@@ -56,6 +58,7 @@ class Watched:
         self.by_hand = ByHand(self.names, self.origins, self.measure)
         self.mending = Mending(plan.repairs, plan.board, self)
         self.recorder = Recorder(self.names, self._is_traced, self.mending.put)
+        self._draws = Draws(plan)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
         self._pending = Pending()
@@ -177,7 +180,7 @@ class Watched:
         with torch.no_grad():
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
-                    local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+                    put_piece(parameter, torch.from_numpy(np.array(values)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
@@ -218,6 +221,12 @@ class Watched:
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
         return target, self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
+
+    def draws_sample(self, code: CodeType, found: Tensor) -> Tensor:
+        """A tensor was drawn outside of the model. Returns what the script is to get."""
+        if self.is_looking or not torch.is_grad_enabled():
+            return found
+        return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
@@ -323,6 +332,7 @@ class Watched:
                         (key, torch.as_tensor(x)) for key, x in states.items() if isinstance(x, Tensor) or _is_number(x)
                     )
         self.seen.kinds |= self.names.kinds()
+        self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
         self.step, self._num_backward, self.is_measured = Step(), 0, False
 
