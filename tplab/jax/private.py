@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
-from jax._src import config
+from jax._src import config, source_info_util
 from jax._src import mesh as mesh_home
+from jax._src.interpreters import ad
 
 # The mesh of `jax.set_mesh` with its devices. It is in another module since 0.11.
 _device_context: Any = (mesh_home if hasattr(mesh_home, "device_context") else config).device_context  # type: ignore
@@ -76,6 +77,39 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
 def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     """The shardings that were asked of a traced function's results, in order; () where JAX does not say."""
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
+
+
+def changed(traced: Any, **params: Any) -> Any:
+    """A traced function with another "jaxpr" or other "out_shardings"."""
+    new = copy(traced)
+    new._params = {**traced._params, **params}
+    return new
+
+
+@contextmanager
+def own_lines_in_backward() -> Iterator[None]:
+    """Inside, what the backward function of a custom_vjp computes has its own lines. JAX gives it the line that the
+    custom_vjp is called at."""
+    found = [name for name in ad.primitive_transposes if name.name == "custom_lin"]
+    before = {name: ad.primitive_transposes[name] for name in found}
+
+    def with_own_lines(transpose: Any) -> Any:
+        def transposed(*args: Any, **kwargs: Any) -> Any:
+            context = source_info_util._source_info_context
+            before, context.context = context.context, source_info_util.SourceInfo(None, context.context.name_stack)
+            try:
+                return transpose(*args, **kwargs)
+            finally:
+                context.context = before
+
+        return transposed
+
+    with retracing("own lines"):
+        ad.primitive_transposes.update({name: with_own_lines(rule) for name, rule in before.items()})
+        try:
+            yield
+        finally:
+            ad.primitive_transposes.update(before)
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
