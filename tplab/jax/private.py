@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.experimental
 import numpy as np
 from jax._src import config, source_info_util
 from jax._src import mesh as mesh_home
-from jax._src.interpreters import ad
+from jax._src.interpreters import ad, batching
 
 # The mesh of `jax.set_mesh` with its devices. It is in another module since 0.11.
 _device_context: Any = (mesh_home if hasattr(mesh_home, "device_context") else config).device_context  # type: ignore
@@ -87,29 +87,43 @@ def changed(traced: Any, **params: Any) -> Any:
 
 
 @contextmanager
-def own_lines_in_backward() -> Iterator[None]:
-    """Inside, what the backward function of a custom_vjp computes has its own lines. JAX gives it the line that the
-    custom_vjp is called at."""
-    found = [name for name in ad.primitive_transposes if name.name == "custom_lin"]
-    before = {name: ad.primitive_transposes[name] for name in found}
+def as_written() -> Iterator[None]:
+    """Inside, JAX says more of the equations that it traces. What the backward function of a custom_vjp computes has
+    lines of its own, and not the one that the custom_vjp is called at. A constraint inside vmap has a scope
+    "tplab.batched2" for each dim that vmap has put into its array, in their order."""
 
-    def with_own_lines(transpose: Any) -> Any:
+    def in_backward(rule: Any) -> Any:
         def transposed(*args: Any, **kwargs: Any) -> Any:
             context = source_info_util._source_info_context
             before, context.context = context.context, source_info_util.SourceInfo(None, context.context.name_stack)
             try:
-                return transpose(*args, **kwargs)
+                return rule(*args, **kwargs)
             finally:
                 context.context = before
 
         return transposed
 
-    with retracing("own lines"):
-        ad.primitive_transposes.update({name: with_own_lines(rule) for name, rule in before.items()})
+    def in_vmap(rule: Any) -> Any:
+        def batched(axis: Any, values: Any, dims: Any, **params: Any) -> Any:
+            with nullcontext() if dims[0] is None else source_info_util.extend_name_stack(f"tplab.batched{dims[0]}"):
+                return rule(axis, values, dims, **params)
+
+        return batched
+
+    rules = (ad.primitive_transposes, "custom_lin", in_backward), (
+        batching.fancy_primitive_batchers, "sharding_constraint", in_vmap
+    )  # fmt: skip
+    before = []
+    with retracing("as written"):
+        for table, name, wrapped in rules:
+            primitive = next(each for each in table if each.name == name)
+            before.append((table, primitive, table[primitive]))
+            table[primitive] = wrapped(table[primitive])
         try:
             yield
         finally:
-            ad.primitive_transposes.update(before)
+            for table, primitive, rule in before:
+                table[primitive] = rule
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ _NOT_BY_ELEMENT = {
     "cholesky", "fft", "top_k", "triangular_solve", "shard_map",
 }  # fmt: skip
 _NUMBER = re.compile(r"tplab\.eqn(\d+)\b")
+_BATCHED = re.compile(r"tplab\.batched(\d+)\b")
 _FREE = PartitionSpec.UNCONSTRAINED
 COPIES = {*LAYOUTS, "broadcast_in_dim", "convert_element_type", "reshard", "sharding_constraint"}
 """Primitives whose result has the numbers of their operand."""
@@ -198,7 +199,11 @@ class Asked:
             for asking in self._asks.get(number, ()):
                 found.append(asking._replace(dims=_after(dims, asking.dims)))
             for step in self._users.get(number, ()):
-                if step.name != "sharding_constraint" and (next_dims := _dims(step.eqn, step.reads.index(number))):
+                if step.name == "sharding_constraint":
+                    continue
+                place = step.reads.index(number)
+                next_dims = _transposed(step.eqn) if step.name == "transpose" else _dims(step.eqn, place)
+                if next_dims is not None:
                     pending += [(made, _after(dims, next_dims)) for made in step.makes]
             for same, shift in self._links.get(number, ()):
                 moved = tuple(None if dim is None or dim + shift < 0 else dim + shift for dim in dims)
@@ -223,7 +228,7 @@ class Asked:
         for eqn in jaxpr.eqns:
             line, reads = line_outside(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
             backward = is_backward or is_transposed(eqn)
-            place, params, made = len(self.steps), dict(eqn.params), list[int]()
+            place, params, made = len(self.steps), dict(eqn.params), [self._new(v) for v in eqn.outvars]
             self.steps.append(Step(eqn.primitive.name, line, backward, (), (), None))  # those inside come after it
             inner = called(eqn)
             for key, value in eqn.params.items():
@@ -236,9 +241,8 @@ class Asked:
                     bodies = list(value) if several else [value]
                     if not bodies or not all(hasattr(body, "eqns") for body in bodies):
                         continue
-                    new = [self._body(eqn, body, reads, line, backward, made) for body in bodies]
+                    new = [self._body(eqn, key, body, reads, made, line, backward) for body in bodies]
                     params[key] = type(value)(new) if several else new[0]
-            made = made or [self._new(v) for v in eqn.outvars]
             if inner is None:
                 self.steps[place] = Step(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn)
             if eqn.primitive.name == "sharding_constraint":
@@ -253,19 +257,31 @@ class Asked:
         outputs, numbered = self._read(opened(inner)[0], given, line, backward)
         return outputs, inner.replace(jaxpr=numbered) if hasattr(inner, "consts") else numbered
 
-    def _body(self, eqn: Any, inner: Any, reads: Sequence[int], line: str, backward: bool, made: list[int]) -> Any:
-        """A jaxpr that an equation runs with other arrays than its own. A scan's are rows of its own."""
-        inputs = opened(inner)[0].invars
-        if eqn.primitive.name != "scan":
-            return self._nested(inner, [self._new(v) for v in inputs], line, backward)[1]
-        first, num_carry = sum(scan_sizes(eqn.params)), scan_sizes(eqn.params)[1]
-        rows = [self._new(v) for v in inputs[first:]]
-        outputs, numbered = self._nested(inner, [*reads[:first], *rows], line, backward)
-        made += [self._new(v) for v in eqn.outvars]
+    def _body(
+        self, eqn: Any, key: str, inner: Any, reads: Sequence[int], made: Sequence[int], line: str, backward: bool
+    ) -> Any:
+        """A jaxpr that an equation runs. A scan gives it rows and stacks its results; what loops carry goes around."""
+        name, params, inputs = eqn.primitive.name, eqn.params, opened(inner)[0].invars
+        first, carried, row_dims = 1, range(0), 0
+        if name == "scan":
+            num_consts, num_carry = scan_sizes(params)
+            first, carried, row_dims = num_consts + num_carry, range(num_consts, num_consts + num_carry), 1
+            given = [*reads[:first], *map(self._new, inputs[first:])]
+        elif name == "while":
+            num_tests, num_consts = params["cond_nconsts"], params["body_nconsts"]
+            carried = range(num_tests + num_consts, len(reads))
+            own = range(num_tests) if key == "cond_jaxpr" else range(num_tests, num_tests + num_consts)
+            given = [reads[place] for place in (*own, *carried)]
+        else:
+            given = reads[1:] if name == "cond" else list(map(self._new, inputs))
+        outputs, numbered = self._nested(inner, given, line, backward)
+        if name == "shard_map" or key == "cond_jaxpr":
+            return numbered
         for place, (output, result) in enumerate(zip(outputs, made, strict=True)):
-            self._links.setdefault(output, []).append((result, int(place >= num_carry)))
-            if place < num_carry:
-                self._links[output].append((reads[first - num_carry + place], 0))
+            around = place < len(carried)
+            self._links.setdefault(output, []).append((result, 0 if around else row_dims))
+            if around:
+                self._links[output].append((reads[carried[place]], 0))
         return numbered
 
     def _constraint(self, eqn: Any, jaxpr: Any, line: str, read: int, made: int) -> Any:
@@ -274,14 +290,14 @@ class Asked:
         if not isinstance(sharding, NamedSharding):
             return sharding
         spec = [*sharding.spec, *[None] * (num_dims - len(sharding.spec))]
-        num_batched = str(eqn.source_info.name_stack).count("vmap(")
-        batched = [dim for dim, names in enumerate(spec) if names is _FREE][:num_batched]
-        own = [dim for dim in range(num_dims) if dim not in batched]
+        dims = list(range(num_dims))
+        for batched in reversed(_BATCHED.findall(str(eqn.source_info.name_stack))):
+            del dims[int(batched)]
         line = line_outside(eqn, jaxpr, self._only_asks) or line
-        ask = Ask(line, "", tuple(spec[dim] for dim in own), len(own))
-        dims = tuple(own.index(dim) if dim in own else None for dim in range(num_dims))
-        self._asks.setdefault(read, []).append(Asking(ask, dims, (made,)))
-        for dim, names in zip(own, self._specs.get(ask, ask.spec), strict=True):
+        ask = Ask(line, "", tuple(spec[dim] for dim in dims), len(dims))
+        own = tuple(dims.index(dim) if dim in dims else None for dim in range(num_dims))
+        self._asks.setdefault(read, []).append(Asking(ask, own, (made,)))
+        for dim, names in zip(dims, self._specs.get(ask, ask.spec), strict=True):
             spec[dim] = names
         return _with_spec(sharding, spec)
 
@@ -308,7 +324,7 @@ def _functions_that_only_ask(jaxpr: Any) -> set[Any]:
     asks, computes = set[Any](), set[Any]()
     for eqn, _ in equations_of(jaxpr):
         if (traceback := eqn.source_info.traceback) is not None:
-            does = asks if eqn.primitive.name in {"sharding_constraint", *LAYOUTS} else computes
+            does = asks if eqn.primitive.name == "sharding_constraint" else computes
             does.update((frame.file_name, frame.function_start_line) for frame in traceback.frames)
     return asks - computes
 
@@ -338,6 +354,11 @@ def _dims(eqn: Any, place: int) -> Dims | None:
         dims = tuple(next(found, None) if size > 1 else None for size in shape)
         return dims if [size for size in shape if size > 1] == [result[dim] for dim in kept] else None
     return tuple(range(len(shape))) if shape == result else None
+
+
+def _transposed(eqn: Any) -> Dims:
+    order = list(eqn.params["permutation"])
+    return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def spec_text(spec: Sequence[Any]) -> str:

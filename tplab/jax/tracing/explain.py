@@ -281,6 +281,8 @@ class _Why:
     def _as_asked_after(self, asking: Asking, place: Place, made: Place, used: Step, sent: Sent, axis: str) -> str:
         """Who asks for the result of what needs an array."""
         ask, gathered = asking.ask, self._gathered_dim(place, sent)
+        if self.flow.slot(made) is not None:
+            self._propose(ask, self._as_it_is(asking, place, made, sent))
         if sent.op != "all_gather" or set(axis.split(",")) & ask.axes:
             return f"; {ask} of its result"
         dim = self.asked.through_product(used, self._arrays(made), gathered)
@@ -397,7 +399,7 @@ class _Why:
     def _is_place(self, source: Place, made: Place) -> bool:
         """Whether JAX works out here which elements are read: a negative index counts from the end."""
         step, used = (self.asked.step_of(each.one.origin) for each in (source, made))
-        if step is None or used is None or used.name not in ("gather", "dynamic_slice"):
+        if step is None or used is None or not used.name.startswith(("gather", "dynamic", "scatter")):
             return False
         return step.line == used.line and source.one.arrays[0].dtype.removeprefix("u").startswith(("int", "bool"))
 

@@ -71,7 +71,7 @@ def line_outside(eqn: Any, jaxpr: Any, helpers: Collection[tuple[str, int]] = ()
     line. A helper that JAX itself calls, as it does what is differentiated or mapped, has no line outside."""
     if not (frames := own_frames(frames_of(eqn, jaxpr))):
         return None
-    listed = list(eqn.source_info.traceback.frames)
+    listed = [frame for frame in eqn.source_info.traceback.frames if not frame.file_name.endswith(_TREES)]
     place = next(n for n, frame in enumerate(listed) if (frame.file_name, frame.line_num) == frames[0])
     while (listed[place].file_name, listed[place].function_start_line) in helpers:
         above = listed[place + 1 : place + 2]
@@ -113,6 +113,8 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]
     return tuple(own or frames)
 
 
+_TREES = tuple(os.path.join("jax", "_src", name) for name in ("tree.py", "tree_util.py", "traceback_util.py"))
+"""Where JAX calls a function on each array, and nothing else."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep

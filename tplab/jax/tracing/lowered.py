@@ -19,7 +19,7 @@ from jax.tree_util import SequenceKey
 
 from tplab import spare
 from tplab.errors import TraceError
-from tplab.jax.private import changed, out_shardings_of, own_lines_in_backward
+from tplab.jax.private import as_written, changed, out_shardings_of
 from tplab.jax.tracing.asked import Ask, Asked
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
@@ -68,7 +68,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
     if hasattr(fn, "as_text"):
         compiled = fn
     else:
-        with own_lines_in_backward() if numbered else nullcontext():
+        with as_written() if numbered else nullcontext():
             if not hasattr(fn, "lower"):
                 traced = _jitted(fn, args, kwargs)
             elif hasattr(fn, "trace"):
