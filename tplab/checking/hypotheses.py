@@ -92,7 +92,10 @@ class _Hypotheses:
             )
             yield self._loss(1 / factor, cause, case.made.last, "microbatches")
         if case.is_all:
-            yield from self._numbers_of_loss(factor, _FACTOR_OF_ALL[factor > 1])
+            yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
+            for sent in self._reductions() if factor < 1 else ():
+                words = f"times {plain(1 / factor)} after {sent.where}"
+                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
             if not case.reduction and not case.is_split and facts.sizes.named(factor):
                 yield self._loss(1 / factor, _FACTOR_OF_ALL[factor > 1], case.made.last, "loss")
         else:
@@ -143,13 +146,12 @@ class _Hypotheses:
                         "these gradients are added up over ranks, and others are averaged: average all of them, as "
                         "each rank's loss is a mean"
                     )
-                yield Hypothesis(self._mean(sent.where), cause, sent.where, thread("loss"))
+                names = () if case.is_all or not sent.on else self._mine
+                repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
+                yield Hypothesis(repair, cause, sent.where, thread("loss"))
             if sent.reduction == "mean" and _is(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
                 yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
-            if sent.reduction == "sum" and case.is_all and factor < 1:
-                words = f"times {plain(1 / factor)} after {sent.where}"
-                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
         """The backward pass of one operation multiplies."""
@@ -191,7 +193,8 @@ class _Hypotheses:
         """The reference's gradient is a sum, or a mean, of those of ranks: nothing adds them up."""
         facts, case = self.facts, self.case
         line = "" if case.is_all or case.left_out else case.in_backward
-        for way in partitions(facts) if line else ():
+        together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
+        for way in together if line else ():
             words = f"a sum over ranks{self._of_ranks(way)} in the backward pass of {line}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self._mine, way)
@@ -204,6 +207,10 @@ class _Hypotheses:
                 of = f"{self._of_ranks(way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over ranks{of}, before the step"
                 yield Hypothesis(self._gradients(combine, way, 1.0, words), cause, where, thread(key))
+
+    def _are_copies(self, way: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether ranks of one group saw the same samples."""
+        return any(len(set(group) & set(copies)) > 1 for group in way for copies in self.facts.copies)
 
     def _of_ranks(self, way: tuple[tuple[int, ...], ...]) -> str:
         return "" if len(way) == 1 and len(way[0]) == self.facts.num_ranks else f" of {_listed(way)}"
@@ -312,7 +319,7 @@ class _Hypotheses:
 
     def _in_place_of(self, line: str, cause: str, where: str) -> Iterator[Hypothesis]:
         undone = float(np.prod([*dict(self.facts.scaled).values()])) or 1.0
-        for way in partitions(self.facts):
+        for way in sorted(partitions(self.facts), key=self._are_copies):
             if any(self.facts.holds_differ(name, group) for name in self.names for group in way):
                 continue
             for combine, by in dict.fromkeys(itertools.product(("mean", "sum"), (1 / undone, 1.0))):
@@ -437,9 +444,6 @@ class _Hypotheses:
         words = f"{plain(by)} times the loss where the backward pass begins"
         return Hypothesis(Repair("loss", words, by=by), cause, where, thread(key))
 
-    def _mean(self, line: str) -> Repair:
-        return Repair("mean", f"the mean in place of the sum at {line}", line)
-
     def _gradients(
         self, combine: str, groups: tuple[tuple[int, ...], ...], by: float, words: str, line: str = ""
     ) -> Repair:
@@ -474,6 +478,12 @@ _AVERAGED = (
     "each rank's gradient is only a part of the whole, as where what ranks gather passes no gradient back"
 )
 _FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
+_OF_COUNTS = {
+    True: "the loss is divided by a number that is too small, such as a count of one rank's samples or tokens, where "
+    "the count of all ranks is meant",
+    False: "the loss is divided by a number that is too large, such as a count to which copies of the same samples or "
+    "tokens contribute several times, or that of all ranks where gradients are averaged once more",
+}
 _OF_RANKS = {
     True: "the loss is added up over ranks, or multiplied by their number, and gradients are averaged or added up "
     "again: let each rank's loss be the mean over its samples, and average the gradients",

@@ -82,7 +82,6 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     elif abs(got - every) <= 1e-3 * every:
         cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
         key = "copies in norm"
-        line = line if any(step.norms for step in facts.mine) else next(iter(facts.sums_of_numbers()), line)
     else:
         cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
         key = "copies in norm" if got > want else "norm"

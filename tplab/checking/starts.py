@@ -66,6 +66,10 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         words = f"drawn {plain(sizes[name])} times as large as the reference's"
         got, want = (f"{np.std(x):.4g} (the standard deviation)" for x in (whole[name], facts.reference.weights[name]))
         yield facts.fault("weights", name, words, sizes[name], where, "", values=(got, want), others=others)
+    elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
+        name, *others = whole
+        words = "not the reference's, though both load weights: here nothing, or something else, is loaded"
+        yield facts.fault("weights", name, words, None, loaded, "", others=others)
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:

@@ -137,10 +137,10 @@ def parameters(facts: Facts) -> Found:
     seen = "gradients, settings and states are the same, and the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, though no optimizer updates it"
-        seen = "it is a copy of weights, such as a moving average, that the script updates itself"
+        seen = "no optimizer has it: the script itself writes it, as it does a moving average"
         cause = (
-            "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
-            "rank has the new parameters, and from the same ones on all ranks"
+            "the script itself writes it, as it does a moving average or a copy in another precision, and ranks write "
+            "different values: write it when every rank has the new parameters, and from the same ones on all ranks"
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
