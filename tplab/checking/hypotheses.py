@@ -131,7 +131,7 @@ class _Hypotheses:
         if not self.facts.sizes.named(factor):
             return
         for line, by in self.case.made.numbers:
-            if not _is(by, factor):
+            if not any(_is(by, x) for x in (factor, 1.0, self.batches, 1 / self.batches)):
                 yield self._factor(line, by, by / factor, cause, "loss")
 
     def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
@@ -177,6 +177,15 @@ class _Hypotheses:
         if _is(factor, 2) and shared & set(self.names):
             cause = "the parameter is used in two places, and its gradient is added up for each of them"
             yield Hypothesis(repair, cause, case.where, thread("twice"))
+        if case.is_added_up or (
+            _is(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
+                                                                if sent.reduction == "sum"} and not case.is_split
+        ):  # fmt: skip
+            cause = (
+                "these gradients are added up over ranks, and others are averaged: average all of them, as each rank's "
+                "loss is a mean"
+            )
+            yield Hypothesis(repair, cause, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
         if (some_hold or any("expert" in name for name in self.names)) and facts.sizes.named(factor):

@@ -61,6 +61,7 @@ class Mending:
 
     def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
         self._turns[key] += 1
+        self._watched.seen.has_sent = True
         with self._watched.looks():
             return self._board.exchanged((key, self._turns[key]), self.rank, value)
 
@@ -99,12 +100,16 @@ class Mending:
                 return finished()
         return run(take)
 
-    def of_tplab(self, call: Any, result: Any) -> Any:
-        """The result of one of tplab's own."""
-        for one in self._of("mean", "sum", line=self._watched.line()) if self._repairs else ():
-            if isinstance(result, Tensor):
-                result = result * _scale(one, len(call.place.group))
-        return result
+    def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
+        """One of tplab's own. `run(x)` runs it."""
+        for one in self._of("mean", "sum", "skip", "gradients", line=self._watched.line()) if self._repairs else ():
+            if one.names and not set(self._watched.names.at(address_of(x))[1]) & set(one.names):
+                continue
+            if one.kind in ("mean", "sum"):
+                return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
+            if call.op == "all_reduce":
+                return x.clone()
+        return run(x)
 
     # --- other operations --------------------------------------------------------------------------------------------
 
