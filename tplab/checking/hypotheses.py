@@ -253,10 +253,11 @@ class _Hypotheses:
             )
             return cause, case.step, "tied"
         if line := self._of_the_others():
+            of_many = next(iter(given_to(self.facts, case.others)), None) is None
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
-                "samples. Those of the others are added up here, many in one collective: look at what keeps these "
-                "away, such as a bucket that is never full"
+                f"samples. Those of the others are added up here{', many in one collective' if of_many else ''}: look "
+                f"at what keeps these away{', such as a bucket that is never full' if of_many else ''}"
             )
             return cause, line, ""
         cause = (
@@ -294,7 +295,8 @@ class _Hypotheses:
         """Where gradients are added up, where every rank saw samples of its own and these gradients are left out."""
         if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
-        return line_of_buckets(self.facts, self.case.others)
+        given = [sent.where for sent in given_to(self.facts, self.case.others)]
+        return given[-1] if given else line_of_buckets(self.facts, self.case.others)
 
     def _unsynchronised(self) -> str:
         """Where the model is called past the DistributedDataParallel that is around it, which then sends nothing."""
