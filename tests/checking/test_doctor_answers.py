@@ -10,6 +10,7 @@ import pytest
 from tplab.checking.copies import check_copies
 from tplab.checking.gaps import farthest, gap
 from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.reference import Reference
 from tplab.torch import same_model
 
 HEAD = """\
@@ -377,3 +378,25 @@ def test_weights_of_another_size_or_drawn_alike_are_named(seed: str, fan_in: str
     assert first is not None and (first.what, first.name) == ("weights", "w"), str(first)
     assert words in first.text_of_factor
     assert fan_in == "64" or first.factor == pytest.approx(2**0.5, rel=0.1)
+
+
+def test_a_fault_that_is_larger_than_rounding_is_no_rounding(tmp_path: Path):
+    text = TRAINED.format(**USUAL).replace("model(x)", "model(x) * (1 + {} * (world > 1))")
+    report = report_of(text.replace("{}", "2e-5"), tmp_path)
+    assert report.verdict == "different", str(report)
+    assert any(row.what == "loss" and row.ok is not True for row in report.rows), str(report)
+    assert report_of(text.replace("{}", "1e-8"), tmp_path).verdict == "same"
+
+
+def test_noise_is_of_each_tensor():
+    """The gradient of a key's bias is nothing but rounding: that says nothing of others, nor of the loss."""
+
+    def seen(noise: float) -> Seen:
+        gradients = {"key.bias": np.array([noise, 0.0]), "weight": np.array([1.0, 2.0])}
+        step = Step(losses=[(1.9, "")], gradients={name: Piece(x.astype(np.float32)) for name, x in gradients.items()})
+        return Seen(weights=step.gradients, steps=[step, Step()])
+
+    reference = Reference([seen(1e-9)], [seen(-1e-8)])
+    assert reference.slack_of_loss(0) < 1e-5 and reference.slack_of_norm(0) == 0.0
+    assert reference.slack_of_gradient("weight", 0) < 1e-5
+    assert 8e-8 < reference.slack_of_gradient("key.bias", 0) < 1e-6

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tplab.checking.gaps import gap
 from tplab.checking.recording import Step
+from tplab.checking.reference import TIMES
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)(?![\w]|\.\d)")
 _MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
@@ -66,9 +67,10 @@ def compare_logs(ours: Sequence[Step], theirs: Step, again: Step | None, toleran
             others = twice.get(text, [])
             for place, (got, want) in enumerate(zip(mine[turn], numbers)):
                 same = others[turn][place].value if turn < len(others) else want.value
-                slack = 2 * want.slack + tolerance * abs(want.value)
-                if not want.is_measure or gap(same, want.value) > slack:
+                slack, moved = 2 * want.slack + tolerance * abs(want.value), gap(same, want.value)
+                if not want.is_measure or moved > max(slack, 0.01 * abs(want.value)):
                     continue
+                slack = max(slack, TIMES * moved)
                 count += 1
                 if gap(got.value, want.value) > slack:
                     found.append(Differs(printers[0], got, want))

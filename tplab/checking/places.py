@@ -271,12 +271,12 @@ def _learn(renamed: dict[str, str], name: str, other: str) -> None:
     mine, theirs = name.split("."), other.split(".")
     while mine and theirs and mine[-1] == theirs[-1]:
         mine, theirs = mine[:-1], theirs[:-1]
-        renamed.setdefault(".".join(mine), ".".join(theirs)) if mine else None
+        renamed.setdefault(".".join(mine), ".".join(theirs))
 
 
 def _rename(renamed: Mapping[str, str], name: str) -> str:
     parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
+    for count in range(len(parts) - 1, -1, -1):
         before = ".".join(parts[:count])
         if before in renamed:
             return ".".join([*filter(None, [renamed[before]]), *parts[count:]])

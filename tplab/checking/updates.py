@@ -7,6 +7,7 @@ import numpy as np
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest, gap, gaps
 from tplab.checking.recording import settings_that_differ
+from tplab.checking.reference import TIMES
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
@@ -50,7 +51,10 @@ def states(facts: Facts) -> Found:
             )
             if piece is None or piece.values.shape != wanted.shape or not wanted.size:
                 continue
-            if gap(piece.values, wanted) > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
+            slack = 8 * max(share, facts.reference.floor) * np.abs(wanted).max()
+            if gap(piece.values, wanted) > max(
+                slack, TIMES * facts.reference.moved("states", (name, key), facts.number)
+            ):
                 if not wrong:
                     first = rank, *farthest(piece.values, wanted)
                 wrong.setdefault((name, key), set()).add(rank)
@@ -148,6 +152,7 @@ def buffers(facts: Facts) -> Found:
     for name in moving:
         want = whole[name].values
         slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
+        slack = max(slack, TIMES * facts.reference.moved("buffers", name, facts.number))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
         if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
             got, wanted = farthest(held[ranks[0]], want)

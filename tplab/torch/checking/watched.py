@@ -25,6 +25,7 @@ from tplab.torch.checking.pieces import (
     is_loss,
     is_reduced,
     is_there,
+    nudged,
     piece_of,
     reduced,
     replaced,
@@ -123,8 +124,8 @@ class Watched:
             return args, kwargs, call
         if is_whole:
             self._hook()
-        if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
-            self._begin_with(self.plan.weights)
+        if is_whole and not self.seen.num_steps and not self._has_begun:
+            self._begin_with(self.plan.weights or {})
         self._has_begun = True
         if is_whole and not self.seen.num_steps:
             self._see_buffers()
@@ -137,6 +138,9 @@ class Watched:
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
+            args, kwargs = replaced(args, kwargs, data)
+        if is_whole and self.plan.nudges:
+            data = {name: nudged(x) for name, x in data.items()}
             args, kwargs = replaced(args, kwargs, data)
         call.samples = {name: self.plan.once(x) for name, x in data.items()}
         return args, kwargs, self._pending.add(call)
@@ -155,6 +159,8 @@ class Watched:
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
                     local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+                if self.plan.nudges and is_there(parameter):
+                    local_of(parameter).copy_(nudged(local_of(parameter)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
