@@ -114,8 +114,8 @@ class Facts:
         return [sent.where for sent in reversed(self.sent("reduction")) if sent.size == 1]
 
     def line_of_norm(self) -> str:
-        """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that of
-        the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
+        """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that
+        of the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
         held = [[place.index for _, _, place in self.holders(name)] for name in self.reference.weights]
         counts = {len(places) / len(set(places)) for places in held if places}
         sums, own = self.sums_of_numbers(), self.line("norm")

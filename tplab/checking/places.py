@@ -111,6 +111,9 @@ def _of_rank(
             late.append((name, piece, fitting))
     for name, piece, fitting in late:
         known = _rename(renamed, name)
+        if known not in whole:  # its module holds a tied parameter, by which it seems to be another module
+            ends = [other for other in whole if other.endswith(f".{name}") and list(_fitting(piece, other, whole))]
+            known = ends[0] if len(ends) == 1 else known
         if known != name:
             fitting = list(_fitting(piece, known, whole)) or fitting
         candidates = fitting or [Place(known, index, False) for index in _indices(piece, known, whole)]
