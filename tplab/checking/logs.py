@@ -22,17 +22,20 @@ class Printed(NamedTuple):
 
     label   the words before it
     slack   half of its last digit
+    is_beside   whether it has decimals, and is in one line with something that says how well the model does
     """
 
     label: str
     value: float
     slack: float
     where: str
+    is_beside: bool = False
 
     @property
     def is_measure(self) -> bool:
         """Whether it says how well the model does, and not how long something took, or how many ranks there are."""
-        return bool(_MEASURES.search(self.label)) and not _TIMES.search(self.label)
+        is_one = self.is_beside or bool(_MEASURES.search(self.label))
+        return is_one and not _TIMES.search(self.label)
 
     @property
     def is_evaluation(self) -> bool:
@@ -106,5 +109,6 @@ def _numbers(text: str, where: str) -> Iterator[Printed]:
         digits = match[0].partition("e")[0].partition("E")[0].partition(".")[2]
         power = float("1e" + match[0].lower().partition("e")[2]) if "e" in match[0].lower() else 1.0
         label = text[end : match.start()].strip(" :=,;|'\"{}[]()->")
-        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where)
+        is_beside = bool(digits and label and _MEASURES.search(text))
+        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where, is_beside)
         end = match.end()

@@ -115,14 +115,15 @@ class Reference:
         key, after = f"{number} {name}", self.parameters(number)[name]
         if key in self._doubt:
             return self._doubt[key]
-        before = self.parameters(number - 1)[name]
+        before = {**self.weights, **self.parameters(number - 1)}[name]
         step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
         gradient = self.gradients(number).get(name)
         share = np.zeros(after.shape)
         if gradient is not None:
             tiny = np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
             share = np.minimum(1.0, self.slack_of_gradient(name, number) / tiny)
-        earlier = self.slack_of_parameter(name, number - 1) if number else np.zeros(after.shape)
+        is_new = not number or name not in self.parameters(number - 1)
+        earlier = np.zeros(after.shape) if is_new else self.slack_of_parameter(name, number - 1)
         moved = self.moved("parameters", name, number)
         size = float(np.abs(after).max(initial=0))
         base = max(2 * self.epsilon * size, self.floor * step, TIMES * moved)

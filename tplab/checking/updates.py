@@ -79,7 +79,7 @@ def states(facts: Facts) -> Found:
 def parameters(facts: Facts) -> Found:
     """After the step."""
     reference, number = facts.reference, facts.number
-    whole, before = reference.parameters(number), reference.parameters(number - 1)
+    whole, before = reference.parameters(number), {**reference.weights, **reference.parameters(number - 1)}
     wrong: dict[str, set[int]] = {}
     shares: list[float] = []
     first = (0, 0.0, 0.0)

@@ -269,8 +269,12 @@ class Watched:
                     self.seen.lines.setdefault("freed", self.origins.of(optimizer))
                 self._see_buffers()
                 self.seen.shared = self.names.shared()
+            elif new := [p for p in parameters if self.names.of(p) not in self.seen.weights]:  # as after a restart
+                weights = self._pieces((self.names.of(p), p) for p in new)
+                self.seen.weights |= weights
+                self.seen.late |= set(weights)
         for group in optimizer.param_groups:
-            settings = {key: float(x) for key, x in group.items() if _is_number(x)}
+            settings = dict(_numbers(group))
             self.step.settings.update((self.names.of(p), settings) for p in group["params"])
         self.step.lines |= self.origins.lines(optimizer)
 
@@ -360,6 +364,15 @@ class Watched:
 
 def _is_nothing(grads: Any) -> bool:
     return grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The settings that are numbers, those in tuples included."""
+    for key, x in group.items():
+        if _is_number(x) or (isinstance(x, Tensor) and x.numel() == 1):
+            yield key, float(x)
+        elif isinstance(x, tuple) and all(map(_is_number, x)):
+            yield from ((f"{key}[{place}]", float(one)) for place, one in enumerate(x))
 
 
 def _is_number(x: Any) -> bool:
