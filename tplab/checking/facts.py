@@ -144,14 +144,12 @@ class Facts:
         return [sent.where for sent in reversed(self.sent("reduction")) if sent.size == 1]
 
     def line_of_norm(self) -> str:
-        """The line that makes the norm of gradients wrong: where a sum over ranks adds up nothing but copies, that one;
-        otherwise where the rank's own part is computed. "" if neither was seen."""
-        sums, ranks = self.sums_of_numbers(), range(self.num_ranks)
-        held = [{place.index for _, _, place in self.holders(name)} for name in self.reference.weights]
-        count = [len({rank for rank, _, _ in self.holders(name)}) for name in self.reference.weights]
-        are_copies = all(len(places) == 1 for places in held) and all(n == len(ranks) for n in count)
-        own = self.line("norm")
-        return (sums[0] if sums and (are_copies or not own) else own) or ""
+        """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that
+        of the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
+        held = [[place.index for _, _, place in self.holders(name)] for name in self.reference.weights]
+        counts = {len(places) / len(set(places)) for places in held if places}
+        sums, own = self.sums_of_numbers(), self.line("norm")
+        return (sums[0] if sums and ((len(counts) == 1 and counts != {1.0}) or not own) else own) or ""
 
     @property
     def scaled(self) -> list[tuple[str, float]]:

@@ -26,8 +26,11 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     """Ranks that hold copies must begin with the same. Raises NeedsWeights where `may_ask`."""
     wrong: dict[str, set[int]] = {}
     whole: dict[str, np.ndarray] = {}
+    late = {name for seen in facts.reference.seen for name in seen.late}
     for name, wanted in facts.reference.weights.items():
         groups: dict = {}
+        if name in late:
+            continue
         for rank, mine, place in facts.holders(name):
             groups.setdefault(place.index, []).append((rank, facts.ours[rank].weights[mine].values, place))
         for group in groups.values():
