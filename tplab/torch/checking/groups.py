@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tplab.torch.checking.watched import Watched
 from tplab.torch.data.parallel import DataParallel
 from tplab.torch.distributed.group import Group
+from tplab.torch.distributed.work import Taken
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -37,13 +39,18 @@ class Groups:
     def _collective(self, original: Any) -> Any:
         """One of torch.distributed: its tensors are still the script's own."""
 
-        def watched(group: Group, /, call: Any, put: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(group: Group, /, call: Any, put: Any, opts: Any, take: Any) -> Any:
             rank = self._here()
             if rank is None or rank.is_looking:
-                return original(group, call, put, *args, **kwargs)
-            rank.send(call, put if isinstance(put, Tensor) else next(iter(put), None))
+                return original(group, call, put, opts, take)
+            is_open = opts is None or opts.asyncOp
+            rank.send(call, put if isinstance(put, Tensor) else next(iter(put), None), is_open)
+
+            def run(take: Any) -> Any:
+                return original(group, call, put, opts, take)
+
             with rank.calls(SimulatedRank):
-                return original(group, call, put, *args, **kwargs)
+                return rank.mending.collective(run, call, put, take, Taken)
 
         return watched
 
@@ -53,8 +60,11 @@ class Groups:
         def watched(member: SimulatedRank, /, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             is_seen = rank is not None and not rank.is_looking and SimulatedRank not in rank.inside
+            if rank is not None and is_seen and len(call.place.group) > 1:
+                rank.seen.has_sent = True
             if rank is not None and is_seen and call.op not in ("send", "receive"):
                 rank.send(call, x)
+                return rank.mending.of_tplab(call, original(member, call, x, *args, **kwargs))
             return original(member, call, x, *args, **kwargs)
 
         return watched
@@ -63,6 +73,7 @@ class Groups:
         def watched(group: Group, /, member: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.seen.groups.add(len(ranks))
+                rank.seen.members.add(tuple(ranks))
             original(group, member, ranks, *args, **kwargs)
 
         return watched
@@ -73,6 +84,8 @@ class Groups:
         def watched(module: Any, /) -> Any:
             if (rank := self._here()) is not None:
                 rank.keep_apart()
+                if rank.mending.syncs:
+                    return nullcontext()
             return original(module)
 
         return watched
@@ -82,6 +95,7 @@ class Groups:
             is_off = name == "require_backward_grad_sync" and value is False
             if is_off and (rank := self._here()) is not None and sys._getframe(1).f_code.co_name != "no_sync":
                 rank.keep_apart()
+                value = rank.mending.syncs
             original(module, name, value)
 
         return watched
@@ -97,6 +111,7 @@ class Groups:
         def watched(module: Any, /, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
             if not requires_gradient_sync and (rank := self._here()) is not None:
                 rank.keep_apart()
+                requires_gradient_sync = rank.mending.syncs
             original(module, requires_gradient_sync, *args, **kwargs)
 
         return watched

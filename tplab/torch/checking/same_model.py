@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
@@ -16,6 +17,7 @@ import torch
 
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
+from tplab.checking.repairs import Repair, proven
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
@@ -115,6 +117,8 @@ class _Doctor:
         about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
         try:
             ours = self._on_gpus_or_cpu(mesh)
+            if mesh.size == 1:
+                raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
             if any(FLAT in one.kinds for one in ours):
                 raise _NothingToTell(
                     "FullyShardedDataParallel (FSDP1) keeps all parameters of a module in one flat tensor, and the "
@@ -128,6 +132,29 @@ class _Doctor:
             return self._diagnosed(about, ours, theirs, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
+        except Exception as error:  # of the doctor itself: what the script raises is a _NotRun by now
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(at.filename).name}:{at.lineno}"
+            return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=about)
+
+    def _proven(
+        self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
+        weights: Any, feed: Any
+    ) -> SameModel:  # fmt: skip
+        """The causes of faults, each of which was repaired in another run."""
+
+        def again(repairs: Sequence[Repair]) -> SameModel | None:
+            ours = [one for one in repairs if not one.of_reference]
+            theirs = [one for one in repairs if one.of_reference]
+            try:
+                traced = next((one.times for one in ours if one.kind == "put"), None)
+                seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
+                whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
+                return diagnosed(seen, whole)
+            except (_NotRun, NeedsWeights, NeedsSamples):
+                return None
+
+        return proven(report, again)
 
     def _on_gpus_or_cpu(self, mesh: Mesh) -> list[Seen]:
         """What is seen of the ranks. Where they look for GPUs and this machine has none, cuda means the CPU."""
@@ -195,12 +222,21 @@ class _Doctor:
                 diagnosis = Diagnosis(ours, theirs, again, about=about, notes=notes, is_fed=is_fed)
                 report = diagnosis.report()
                 if diagnosis.facts.wants_trails and alone.size == 1:
-                    feed = handed if handed is not None and handed.regroups else feed
-                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, feed)
+                    given = handed if handed is not None and handed.regroups else feed
+                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, given)
                     report = Diagnosis(
                         ours, theirs, again, about=about, notes=notes, is_fed=is_fed, trails=trails
                     ).report()
-                return report
+
+                def diagnosed(
+                    seen: list[Seen], whole: list[Seen] | None, theirs: list[Seen] = theirs, again: list[Seen] = again,
+                    is_fed: bool = is_fed,
+                ) -> SameModel:  # fmt: skip
+                    if whole is not None:
+                        theirs = again = whole
+                    return Diagnosis(seen, theirs, again, about=about, notes=notes, is_fed=is_fed).report()
+
+                return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
             except NeedsWeights as needs:
                 weights = needs.weights
                 notes.append("the reference was given the weights that the ranks begin with: they draw others")
@@ -244,12 +280,13 @@ class _Doctor:
         why: str = "",
         parts: int = 0,
         traced: int | None = None,
+        repairs: Sequence[Repair] = (),
     ) -> Watch:
         """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many parts, if
         not 0. traced: the step of which every operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = self.steps if traced is None else traced + 1
-        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced)
+        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced, repairs=repairs)
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -262,13 +299,16 @@ class _Doctor:
             if feed is not None and traced is None:
                 feed.check_end()
         except DeadlockError as error:
+            if watch.stopped and not watch.has_enough:
+                counts = ", ".join(f"rank {rank}: {seen.num_steps}" for rank, seen in enumerate(watch.seen))
+                raise _NothingToTell(f"on {_ranks(mesh)} ranks make different numbers of steps ({counts})") from error
             if not watch.has_enough:
                 raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
         except NotEnough as error:
-            raise _NotRun(f"{why}; {error}") from error
+            raise _NothingToTell(f"{why}; {error}") from error
         except TplabError as error:
             if isinstance(error.__cause__, NotEnough):
-                raise _NotRun(f"{why}; {error.__cause__}") from error
+                raise _NothingToTell(f"{why}; {error.__cause__}") from error
             failure = _NotRun(f"on {_ranks(mesh)} the script fails: {_shortened(error, self.options['device'])}")
             if mesh.size == 1:
                 failure.way_out = (
@@ -308,8 +348,10 @@ class _Doctor:
 
 def _is_certain(report: SameModel) -> bool:
     """Whether it is the same model although only the least rounding was allowed: another run could only allow more. A
-    loss that seems to be scaled may only be rounded."""
-    return report.verdict == "same" and all(row.ok for row in report.rows if row.what == "loss")
+    loss that seems to be scaled may only be rounded. What is not finite is so in any order of summation."""
+    if report.first is not None:
+        return report.first.is_not_finite
+    return report.verdict == "cannot tell" or all(row.ok for row in report.rows if row.what == "loss")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tplab.torch.checking.chance import Chance, states
 from tplab.torch.checking.groups import Groups, StandIn
 from tplab.torch.checking.names import OF_A_BATCH
+from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.values import dtype_name
@@ -88,10 +89,17 @@ class StandIns:
                 return original.__get__(None, function)(*args, **kwargs)
 
             rank = here()
-            return call() if rank is None else rank.recorder.apply(function, call, args, kwargs)
+            return call() if rank is None else rank.apply(function, call, args, kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         self._undo.callback(setattr, torch.autograd.Function, "apply", original)
+
+    def see_fsdp(self) -> None:
+        """See what FSDP is told from the beginning, and not only once a model is called."""
+        import torch.distributed.fsdp  # noqa: F401  # takes long
+
+        for one in self.groups.of_fsdp():
+            self._replace(*one)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original, is_own = getattr(owner, name), name in vars(owner)
@@ -106,15 +114,19 @@ class StandIns:
             rank = self._here()
             if rank is None or rank.depth or graph_task() != -1:
                 return call(module, *args, **kwargs)
+            seen = Call()
             if not _only_asks_for_shapes():
                 for one in self.groups.of_fsdp():
                     self._replace(*one)
-                args, kwargs = rank.forward(module, args, kwargs)
+                args, kwargs, seen = rank.forward(module, args, kwargs)
             rank.depth, before = 1, states()
             try:
-                return call(module, *args, **kwargs)
+                found = call(module, *args, **kwargs)
+                seen.returns(found)
+                return found
             finally:
                 rank.depth = 0
+                rank.mending.after_forward()
                 if torch.is_grad_enabled() and states() != before:
                     rank.seen.random.add((rank.line(), None))
 
@@ -134,7 +146,7 @@ class StandIns:
             if rank is None or graph_task() != -1 or original in rank.inside:  # or what a checkpoint computes again
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
-            rank.begin_backward(tensors, grad_tensors)
+            grad_tensors = rank.begin_backward(tensors, grad_tensors)
             with rank.calls(original):
                 original(tensors, grad_tensors, *args, **kwargs)
             rank.end_backward()
@@ -145,6 +157,10 @@ class StandIns:
         def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if (rank := self._here()) is not None:
+                found = rank.mending.clip(parameters, max_norm, total_norm, rank.line())
+                if found is None:
+                    return None
+                total_norm = found
                 rank.clip(parameters, total_norm)
             return original(parameters, max_norm, total_norm, *args, **kwargs)
 
@@ -175,12 +191,13 @@ class StandIns:
             rank = self._here()
             if rank is None or graph_task() != -1 or _only_asks_for_shapes() or original in rank.inside:
                 return original(input, target, *args, **kwargs)
-            target = rank.target(target, kwargs.get("ignore_index", -100))
+            target, seen = rank.target(target, kwargs.get("ignore_index", -100))
             with rank.calls(original):
                 value = original(input, target, *args, **kwargs)
+            seen.returns(value)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
-                rank.step.evaluated.append(float(local_of(value)))
+                rank.step.evaluated.append((float(local_of(value)), target.numel()))
             return value
 
         return watched
@@ -189,17 +206,19 @@ class StandIns:
         def watched(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and rank.step.losses and not rank.step.has_stepped:
                 rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
+                if rank.mending.keeps(rank.line()):
+                    return None
             return original(owner, *args, **kwargs)
 
         return watched
 
     def _wrap(self, original: Any) -> Any:
-        def watched(module: Any, /, *args: Any, **kwargs: Any) -> None:
+        def watched(model: DistributedDataParallel, /, *args: Any, **kwargs: Any) -> None:
             if (rank := self._here()) is not None:
                 rank.seen.lines["wrapped"] = rank.line()
                 if kwargs.get("broadcast_buffers") is False:
                     rank.seen.lines["no broadcast"] = rank.line()
-            original(module, *args, **kwargs)
+            original(model, *args, **kwargs)
 
         return watched
 
@@ -269,7 +288,10 @@ class StandIns:
         def watched(*args: Any, **kwargs: Any) -> Any:
             seed = next(iter((*args, *kwargs.values())), None)
             if (rank := self._here()) is not None and isinstance(seed, int):
-                rank.seen.seeds.append((seed, rank.line()))
+                other = rank.mending.seed(seed, rank.line())
+                rank.seen.seeds.append((other, rank.line()))
+                if other != seed:
+                    return original(other)
             return original(*args, **kwargs)
 
         return watched
