@@ -117,6 +117,7 @@ class Seen:
     """What was seen of one rank.
 
     weights     at the start, and so are `buffers`
+    unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
     shared      the first name of a parameter that has several, by its other names
     seeds       that were set: value and line
@@ -139,6 +140,7 @@ class Seen:
 
     weights: dict[str, Piece] = field(default_factory=dict)
     buffers: dict[str, Piece] = field(default_factory=dict)
+    unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)

@@ -125,6 +125,13 @@ class _Doctor:
                     "gradients of each cannot be told apart: use fully_shard (FSDP2), or compare the script with "
                     "DistributedDataParallel in its place"
                 )
+            if unfilled := [name for one in ours for name in one.unfilled]:
+                more = f" and {len(set(unfilled)) - 1} more" if len(set(unfilled)) > 1 else ""
+                raise _NothingToTell(
+                    f"{unfilled[0]}{more} hold whatever was in memory when training begins: to_empty at "
+                    f"{ours[0].lines['empty']} leaves parameters empty, and nothing fills these (nn.Module."
+                    "reset_parameters fills those of one module, and not of the modules in it)"
+                )
             handed = Handed(ours)
             with _threads(ours):
                 alone, theirs = self._reference(mesh, alone, reference_args)
@@ -132,6 +139,8 @@ class _Doctor:
             return self._diagnosed(about, ours, theirs, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
+        except (ImportError, OSError, SyntaxError):  # there is no such script, or it is none
+            raise
         except Exception as error:  # of the doctor itself: what the script raises is a _NotRun by now
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(at.filename).name}:{at.lineno}"
