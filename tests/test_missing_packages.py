@@ -47,7 +47,9 @@ def test_run_says_where_it_is():
         from tplab import run  # noqa: F401  # pyright: ignore
     import tplab
 
-    assert not hasattr(tplab, "runs")
+    assert not hasattr(tplab, "runs") and not hasattr(tplab, "run") and getattr(tplab, "launch", None) is None
+    with pytest.raises(AttributeError, match=r"^train is in tplab.torch or tplab.jax"):
+        tplab.train  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_package_as_a_command_lists_the_commands():

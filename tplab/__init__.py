@@ -1,5 +1,6 @@
 """tplab: an interactive lab for model parallelism. Write one rank's program; run it on every rank of a mesh."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tplab.mesh import Mesh
@@ -21,9 +22,11 @@ def __getattr__(name: str) -> Any:
         from tplab import trace
 
         return getattr(trace, name)
-    if name in ("run", "launch", "train"):  # an AttributeError's words would be lost: Python has its own for imports
+    if name in ("run", "launch", "train"):
         where = "tplab.torch" if name == "launch" else "tplab.torch or tplab.jax: the import is the switch between them"
-        raise ImportError(f"{name} is in {where}", name=__name__)
+        # For `from tplab import run` Python has words of its own, unless this is an ImportError; hasattr wants another.
+        kind = ImportError if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap" else AttributeError
+        raise kind(f"{name} is in {where}", name=__name__ if kind is ImportError else name)
     raise AttributeError(f"module 'tplab' has no attribute {name!r}")
 
 

@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.mesh is None and given.nproc_per_node is None:
             raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2" + _behind(given.script, given.args))
         mesh = mesh_of(given.nproc_per_node, given.mesh)
-        reference, steps = whole(given.reference, "--reference"), whole(given.steps, "--steps")
+        reference = None if given.reference is None else whole(given.reference, "--reference")
+        steps = whole(given.steps, "--steps")
         if not given.module and not Path(given.script).is_file():
             raise FileNotFoundError(f"there is no script {given.script}")
         if given.html and not Path(given.html).parent.is_dir():
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module=given.module,
             seed=given.seed,
             device=given.device,
+            resume=None if given.resume is None else shlex.split(given.resume),
         )
     except KeyboardInterrupt:
         print("tplab.doctor: interrupted", file=sys.stderr)
@@ -77,8 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks, or gpu, cpu, auto; or give --mesh")
     add("--mesh", metavar="dp=2,tp=2", help="axes of the mesh, for programs that use tplab's")
-    add("--reference", default="1", metavar="N", help="ranks of the run to compare with (default: 1)")
+    add("--reference", metavar="N", help="ranks of the run to compare with (default: 1; with --resume, as many)")
     add("--reference-args", default="", metavar="'--batch-size 32'", help="added to the reference's arguments")
+    add("--resume", metavar="'--resume last.pt'", help="begin again from the script's checkpoint, and compare")
     add("--steps", default="3", metavar="N", help="steps of the optimizer (default: 3)")
     add("--seed", type=int, default=0, metavar="N", help="seed of every rank's random numbers (default: 0)")
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")

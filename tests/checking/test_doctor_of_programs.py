@@ -109,6 +109,12 @@ def test_a_module_that_is_not_there(name: str, capsys):
     assert shown == f"tplab.doctor: there is no module {name!r} to run, neither in this folder nor installed\n"
 
 
+def test_a_script_that_python_cannot_read(script: Path, capsys):
+    script.write_text("for\n")
+    assert doctor.main(["--nproc-per-node", "2", str(script)]) == 2
+    assert capsys.readouterr().err == "tplab.doctor: invalid syntax (train_it.py, line 1)\n"
+
+
 def test_flags_behind_the_script_are_the_scripts(script: Path, capsys):
     assert doctor.main([str(script), "--nproc-per-node", "2"]) == 2
     shown = capsys.readouterr().err
@@ -162,6 +168,34 @@ def test_a_reference_of_several_ranks_is_given_its_pieces_of_the_ranks_weights()
     report = same_model(train, ranks=4)
     assert report.verdict == "same" and report.about.endswith("with 2 ranks"), str(report)
     assert "the reference was given the weights that the ranks begin with" in str(report)
+
+
+@pytest.mark.parametrize("filled", [0, 1, 2])
+def test_parameters_that_nothing_fills_are_named(filled: int):
+    def train(filled: int) -> None:
+        import torch.distributed as dist
+
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
+        model.to_empty(device="cpu")
+        for layer in list(model)[:filled]:
+            for p in layer.parameters():
+                p.data.normal_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.arange(24.0).reshape(4, 6).sin().chunk(dist.get_world_size())[dist.get_rank()]
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+
+    report = same_model(train, [filled], ranks=2)
+    assert report.verdict == ("same" if filled == 2 else "cannot tell"), str(report)
+    if filled < 2:
+        first = (
+            f"{filled}.weight and {3 - 2 * filled} more hold whatever was in memory when training begins: to_empty at"
+        )
+        assert report.reason.startswith(f"{first} test_doctor_of_programs.py:")
 
 
 # --- samples that ranks draw themselves -------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class Seen:
     """What was seen of one rank.
 
     weights     at the start, and so are `buffers`; late: names of those that an optimizer has got in a later step
+    unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
     shared      the first name of a parameter that has several, by its other names
     seeds       that were set: value and line
@@ -141,6 +142,7 @@ class Seen:
     weights: dict[str, Piece] = field(default_factory=dict)
     buffers: dict[str, Piece] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
+    unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)

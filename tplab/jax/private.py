@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.experimental
 import numpy as np
-from jax._src import config, source_info_util
+from jax._src import config, source_info_util, xla_bridge
 from jax._src import mesh as mesh_home
 from jax._src.interpreters import ad, batching
 
@@ -148,6 +148,21 @@ def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
     if jax.__version_info__ < (0, 9) and array.is_fully_addressable and any(jax.typeof(array).sharding.spec):
         array = jax.device_put(array, jax.sharding.SingleDeviceSharding(next(iter(array.devices()))))
     return jax.device_put(array, sharding)
+
+
+def at_first_use(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """JAX makes its devices inside this context, when it is first used; nothing happens if it has made them."""
+    if xla_bridge.backends_are_initialized():
+        return
+    make = xla_bridge.backends
+
+    def first() -> Any:
+        with context():
+            found = make()
+        xla_bridge.backends = make
+        return found
+
+    xla_bridge.backends = first
 
 
 def knows_patience_flag() -> bool:

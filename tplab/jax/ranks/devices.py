@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from tplab.errors import MeshError
-from tplab.jax.private import knows_patience_flag
+from tplab.jax.private import at_first_use, knows_patience_flag
 from tplab.mesh import Mesh
 
 NUM_CPU_DEVICES = 16
@@ -45,30 +46,43 @@ def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
     """
     if num_devices > _MOST_CPU_DEVICES:
         raise MeshError(_too_few(num_devices, "cpu"))
-    if not _arrange(num_devices) and len(jax.devices("cpu")) < num_devices:
+    if not _arrange(max(num_devices, _arranged())) and len(jax.devices("cpu")) < num_devices:
         raise MeshError(_too_few(num_devices, "cpu"))
 
 
 def _arrange(num_devices: int) -> bool:
-    """Have JAX make that many CPU devices, or more if other code has asked for more, and enough threads.
-
-    False if JAX has already made its devices.
-    """
-    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    asked_for = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    num_devices = max(num_devices, asked_for, int(flag[1]) if flag else 0)
+    """Have JAX make that many CPU devices. False if it has already made its devices."""
     try:
         jax.config.update("jax_num_cpu_devices", -1)  # JAX objects only to a change, so make one
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         return False
-    num_threads = max(_THREADS_A_DEVICE * num_devices, os.cpu_count() or 1, int(os.environ.get("NPROC") or 0))
-    os.environ["NPROC"] = str(num_threads)  # XLA reads it when it makes its CPU client, and offers no other way
-    _threads[0] = num_threads
-    flags = os.environ.get("XLA_FLAGS", "")
+    return True
+
+
+def _arranged() -> int:
+    """How many CPU devices JAX will make, as far as someone has said."""
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 0)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _threads_and_patience() -> Iterator[None]:
+    """The environment in which XLA makes its CPU client: it reads it then, and offers no other way."""
+    before = {name: os.environ.get(name) for name in ("NPROC", "XLA_FLAGS")}
+    num_threads = max(_THREADS_A_DEVICE * _arranged(), os.cpu_count() or 1, int(before["NPROC"] or 0))
+    _threads[0], flags = num_threads, before["XLA_FLAGS"] or ""
+    os.environ["NPROC"] = str(num_threads)
     if knows_patience_flag() and _PATIENCE not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_PATIENCE}={_PATIENCE_SECONDS}".strip()
-    return True
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @lru_cache(maxsize=64)
@@ -91,7 +105,7 @@ def _devices(count: int, on: str) -> Sequence[Any]:
         )
     if on == "simulated":
         # This is in time if JAX is used for the first time, and has no effect otherwise.
-        _arrange(count if NUM_CPU_DEVICES < count <= _MOST_CPU_DEVICES else NUM_CPU_DEVICES)
+        _arrange(max(count if count <= _MOST_CPU_DEVICES else 1, _arranged()))
         default = jax.devices()
         if default[0].platform != "cpu" and len(default) >= count:
             return _of_every_process(default, count)
@@ -146,4 +160,6 @@ def _too_few(count: int, platform: str) -> str:
     )
 
 
-_arrange(NUM_CPU_DEVICES)
+at_first_use(_threads_and_patience)
+if _arranged() < 1:  # or the user has said how many
+    _arrange(NUM_CPU_DEVICES)

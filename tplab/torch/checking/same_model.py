@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+import shlex
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Repair, proven
+from tplab.checking.restart import lost
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
@@ -42,12 +45,13 @@ def same_model(
     *,
     ranks: int | None = None,
     mesh: Mesh | None = None,
-    reference: int = 1,
+    reference: int | None = None,
     reference_args: Sequence[Any] | None = None,
     steps: int = 3,
     module: bool = False,
     seed: int = 0,
     device: str | None = None,
+    resume: Sequence[Any] | None = None,
 ) -> SameModel:
     """Whether a training script trains the same model on many ranks as on one: `same_model("train.py", ranks=4)`.
 
@@ -60,13 +64,16 @@ def same_model(
                where torch.distributed is initialised
     args       the script's own arguments
     ranks      how many ranks; or give `mesh`, for programs that use tplab's axes: the reference's has the same ones
-    reference  how many ranks the reference has
+    reference  how many ranks the reference has (None: one)
     reference_args   are added to its arguments, as ["--batch-size", "32"]; of an option that is given twice, argparse
                takes the last
     steps      after so many steps each rank ends, where the next forward pass would begin
     module     whether `script` is the name of a module, as in `python -m`
     seed       of every rank's random numbers
     device     "cpu": every mention of cuda in the script means the CPU
+    resume     arguments with which the script begins from its own checkpoint, as ["--resume", "last.pt"]. Then it runs
+               until `steps` on the reference's ranks (None: as many), is started again with these on `ranks`, and its
+               next steps are compared with those of a run on the reference's ranks that goes on
 
     Dropout draws its masks and drops nothing. If ranks draw their own data from seeds of their own, the reference is
     given that data; if they begin with other weights than the reference, but agree among themselves, it is given those.
@@ -79,11 +86,15 @@ def same_model(
     if (ranks is None) == (mesh is None):
         raise ValueError("give either ranks=4 or mesh=Mesh(dp=2, tp=2)")
     mesh = mesh or Mesh(world=ranks)  # type: ignore[arg-type]
+    reference = reference or (1 if resume is None else mesh.size)
     if steps < 1 or not 1 <= reference <= mesh.size:
         raise ValueError(
             f"steps is {steps} and reference is {reference}; both are at least 1, and it has no more ranks"
         )
-    return doctor.compared(mesh, _first_axis(mesh, reference), [*args, *(reference_args or ())])
+    alone = mesh if reference == mesh.size else _first_axis(mesh, reference)
+    if resume is not None:
+        return doctor.resumed(mesh, alone, [*args, *(reference_args or ())], [*resume])
+    return doctor.compared(mesh, alone, [*args, *(reference_args or ())])
 
 
 class _NotRun(Exception):
@@ -125,6 +136,13 @@ class _Doctor:
                     "gradients of each cannot be told apart: use fully_shard (FSDP2), or compare the script with "
                     "DistributedDataParallel in its place"
                 )
+            if unfilled := [name for one in ours for name in one.unfilled]:
+                more = f" and {len(set(unfilled)) - 1} more" if len(set(unfilled)) > 1 else ""
+                raise _NothingToTell(
+                    f"{unfilled[0]}{more} hold whatever was in memory when training begins: to_empty at "
+                    f"{ours[0].lines['empty']} leaves parameters empty, and nothing fills these (nn.Module."
+                    "reset_parameters fills those of one module, and not of the modules in it)"
+                )
             handed = Handed(ours)
             with _threads(ours):
                 alone, theirs = self._reference(mesh, alone, reference_args)
@@ -132,10 +150,44 @@ class _Doctor:
             return self._diagnosed(about, ours, theirs, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
+        except (ImportError, OSError, SyntaxError):  # there is no such script, or it is none
+            raise
         except Exception as error:  # of the doctor itself: what the script raises is a _NotRun by now
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(at.filename).name}:{at.lineno}"
             return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=about)
+
+    def resumed(self, mesh: Mesh, alone: Mesh, args: list[Any], resume: list[Any]) -> SameModel:
+        """The steps after a restart, compared with those of a run that goes on."""
+        how = f"started again with {shlex.join(map(str, resume))!r} after {self.steps} steps"
+        about = f"{self.name} on {_ranks(mesh)}, {how}, compared with {_ranks(alone)} that go on"
+        try:
+            if mesh.size == 1:
+                raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
+            theirs = self._later(alone, args)
+            self.seen(alone, args)  # the script leaves its checkpoint
+            ours = self.seen(mesh, [*self.args, *resume])
+            diagnosis = Diagnosis(ours, theirs, about=about, notes=self.notes)
+            if findings := list(lost(diagnosis.facts)):
+                return SameModel([], findings, notes=self.notes, about=about)  # type: ignore[arg-type]
+            report = diagnosis.report()
+            if not _is_certain(report):
+                again = self._later(alone, args, parts=mesh.size)
+                report = Diagnosis(ours, theirs, again, about=about, notes=self.notes).report()
+            return report
+        except _NotRun as error:
+            return error.report(about)
+
+    def _later(self, alone: Mesh, args: list[Any], **options: Any) -> list[Seen]:
+        """What is seen of twice as many steps, but for the first half."""
+        found = self.seen(alone, args, steps=2 * self.steps, **options)
+        if found[0].num_steps <= self.steps:
+            raise _NothingToTell(f"on {_ranks(alone)} the script ends after {self.steps} steps, where it is to go on")
+        return [
+            replace(one, weights=last.parameters, buffers=last.buffers, steps=one.steps[self.steps :])
+            for one in found
+            for last in [one.steps[self.steps - 1]]
+        ]
 
     def _proven(
         self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
@@ -281,12 +333,13 @@ class _Doctor:
         parts: int = 0,
         traced: int | None = None,
         repairs: Sequence[Repair] = (),
+        steps: int | None = None,
     ) -> Watch:
         """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many
         parts, and weights and samples are off in their last digit, if not 0. traced: the step of which every
         operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
-        steps = self.steps if traced is None else traced + 1
+        steps = steps or (self.steps if traced is None else traced + 1)
         watch = Watch(mesh.size, steps, feed=feed, weights=weights, nudges=parts > 0, traced=traced, repairs=repairs)
 
         @contextmanager

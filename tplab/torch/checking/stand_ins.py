@@ -76,6 +76,7 @@ class StandIns:
             (LRScheduler, "__init__", self._schedule),
             (Optimizer, "load_state_dict", self._load),
             (nn.Module, "load_state_dict", self._load_weights),
+            (nn.Module, "to_empty", self._to_empty),
             *self._chance.table(),
             *self.groups.table(),
         )
@@ -271,6 +272,15 @@ class StandIns:
             original(optimizer, *args, **kwargs)
             if (rank := self._here()) is not None:
                 rank.origins.load(optimizer)
+
+        return watched
+
+    def _to_empty(self, original: Any) -> Any:
+        def watched(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            found = original(module, *args, **kwargs)
+            if (rank := self._here()) is not None:
+                rank.empty(module)
+            return found
 
         return watched
 

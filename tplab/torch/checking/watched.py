@@ -147,6 +147,9 @@ class Watched:
             self._hook()
         if is_whole and not self.seen.num_steps and not self._has_begun:
             self.mending.begin()
+            if "empty" in self.seen.lines:
+                unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
+                self.seen.unfilled = [self.names.of(p) for p in unfilled]
             self._begin_with(self.plan.weights or {})
         self._has_begun = True
         if is_whole and not self.seen.num_steps:
@@ -178,6 +181,16 @@ class Watched:
             raise Enough
         self.has_enough = True
         return False
+
+    def empty(self, module: nn.Module) -> None:
+        """The module's tensors are now what was in memory: make that something that is known."""
+        if not self.plan.ends:
+            return
+        self.seen.lines["empty"] = self.line()
+        with self.looks():
+            for x in (*module.parameters(), *module.buffers()):
+                if x.is_floating_point() and not x.is_meta:
+                    local_of(x).fill_(torch.nan)
 
     def _begin_with(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():

@@ -1,0 +1,98 @@
+"""`--resume`: a script that is started again from its own checkpoint, beside a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tplab import doctor
+from tplab.torch import same_model
+
+SCRIPT = """\
+import argparse
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", default="")
+parser.add_argument("--forget", default="")
+parser.add_argument("--path", required=True)
+args = parser.parse_args()
+dist.init_process_group()
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+first = 0
+if args.resume:
+    saved = torch.load(args.resume)
+    if args.forget != "model":
+        model.module.load_state_dict(saved["model"])
+    if args.forget == "moments":
+        saved["optimizer"]["state"] = {}
+    if args.forget != "optimizer":
+        optimizer.load_state_dict(saved["optimizer"])
+    if args.forget != "schedule":
+        schedule.load_state_dict(saved["schedule"])
+    if args.forget != "step":
+        first = saved["step"]
+for step in range(first, 9):
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x.chunk(world)[rank]), y.chunk(world)[rank]).backward()
+    optimizer.step()
+    schedule.step()
+    if rank == 0:
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state | {"schedule": schedule.state_dict(), "step": step + 1}, args.path)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "before"), [(2, None), (4, 2)])
+def test_a_right_restart_trains_what_a_run_trains_that_goes_on(script: Path, ranks: int, before: int | None):
+    """On another number of ranks, too."""
+    saved = str(script.with_name("last.pt"))
+    report = same_model(script, ["--path", saved], ranks=ranks, steps=2, resume=["--resume", saved], reference=before)
+    assert report.verdict == "same", str(report)
+    assert "after 2 steps, compared with" in report.about and report.about.endswith("that go on")
+
+
+@pytest.mark.parametrize(
+    ("forget", "what", "step"),
+    [
+        ("model", "weights", 0),
+        ("optimizer", "optimizer", 0),
+        ("moments", "optimizer", 0),
+        ("schedule", "optimizer", 1),
+    ],
+)
+def test_what_a_restart_forgets_is_the_first_that_is_wrong(script: Path, forget: str, what: str, step: int):
+    saved = str(script.with_name("last.pt"))
+    report = same_model(script, ["--path", saved], ranks=2, steps=2, resume=["--resume", saved, "--forget", forget])
+    assert report.verdict == "different" and report.first is not None, str(report)
+    assert (report.first.what, report.first.step) == (what, step), str(report)
+
+
+def test_a_restart_that_reads_the_samples_again(script: Path):
+    saved = str(script.with_name("last.pt"))
+    report = same_model(script, ["--path", saved], ranks=2, steps=2, resume=["--resume", saved, "--forget", "step"])
+    assert report.verdict == "different", str(report)
+    assert report.first is not None and report.first.what == "samples"
+
+
+def test_the_command(script: Path, capsys):
+    saved = str(script.with_name("last.pt"))
+    flags = ["--nproc-per-node", "2", "--steps", "1", "--resume", f"--resume {saved} --forget model"]
+    assert doctor.main([*flags, str(script), "--path", saved]) == 1
+    assert "train.py on 2 ranks, started again with '--resume" in " ".join(capsys.readouterr().out.split())
