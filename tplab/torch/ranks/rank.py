@@ -183,7 +183,7 @@ class Rank(ABC):
         self.labels = Labels()  # for what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self.receipts: dict[Call, Any] = {}  # for each sender, the last receipt that was reserved
+        self.receipts: dict[tuple[int, ...], Any] = {}  # for each sender, the last one that was reserved, on any axis
         self.held = -1  # bytes that it keeps for backward passes, if the program says so
         self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
         self.types: Any = None  # what writes down its operations, where `run` was asked for types

@@ -77,6 +77,7 @@ class Turns:
     state       the part of the process's state that is swapped with the turn
     stuck       makes the error for a deadlock
     named       makes the error for what a rank has raised
+    told        puts what a rank was about to say before the error that the run fails with
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Turns:
         state: ProcessState,
         stuck: Callable[[], BaseException],
         named: Callable[[int, BaseException], BaseException],
+        told: Callable[[BaseException], BaseException],
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
@@ -92,7 +94,7 @@ class Turns:
         self.ready: deque[Seat] = deque(self.seats)
         self.watches = Watches[Seat]()
         self.failure: BaseException | None = None
-        self._state, self._stuck, self._named, self._around = state, stuck, named, around
+        self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
@@ -358,7 +360,7 @@ class Turns:
     def fail(self, error: BaseException) -> None:
         """The run has failed with `error`; only the first one counts, as others follow from it."""
         if self.failure is None:
-            self.failure = error
+            self.failure = self._told(error)
 
 
 _POLL = 0.1  # s; an exception set by another thread reaches a thread only between two waits
