@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,58 @@ def test_groups_are_counted_anew_after_the_end_of_all_groups():
         return sizes
 
     assert run(program, Mesh(world=3), distributed=True).per_rank == [[3, 2], [3, 2], [3, -1]]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def reduced_loss(y: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(y)
+    return y
+
+
+def sent_to_all(y: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(y, 0)
+    return y
+
+
+def exchanged(y: torch.Tensor) -> torch.Tensor:
+    outputs = [y * 1, y * 2]
+    dist.all_to_all(outputs, [torch.ones(3), torch.ones(3)])
+    return outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("send", "operation"), [(reduced_loss, "allreduce_"), (sent_to_all, "broadcast_"), (exchanged, "alltoall_")]
+)
+def test_a_backward_pass_through_a_collective_warns_as_over_gloo(send: Callable[..., torch.Tensor], operation: str):
+    def program() -> None:
+        for _ in range(2):
+            send(torch.ones(3, requires_grad=True) * 2).sum().backward()
+
+    with pytest.warns(UserWarning, match=f"^c10d::{operation}: an autograd kernel was not registered") as warned:
+        run(program, Mesh(world=2), distributed=True)
+    assert {os.path.basename(one.filename) for one in warned} == {HERE}
+    (line,) = {one.lineno for one in warned}
+    assert "dist." in Path(__file__).read_text(encoding="utf8").splitlines()[line - 1]
+
+
+def test_what_is_only_looked_at_warns_of_nothing():
+    """Warnings are errors here. A reduced loss has no backward pass after it, and a copy has no gradient."""
+
+    def program() -> float:
+        x = torch.ones(3, requires_grad=True)
+        loss = (x * 2).sum()
+        loss.backward()
+        dist.all_reduce(loss)
+        with torch.no_grad():
+            dist.broadcast(x, 0)
+        logged = (x * 3).sum()
+        dist.all_reduce(logged.detach())
+        logged.backward()
+        return loss.item()
+
+    assert run(program, Mesh(world=2), distributed=True).per_rank == [12.0, 12.0]
 
 
 # --- deadlocks -------------------------------------------------------------------------------------------------------
