@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out, mesh_of, whole
-from tplab.errors import MissingPackageError
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tplab.doctor: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, SyntaxError, MissingPackageError) as error:
+    except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"tplab.doctor: {error}", file=sys.stderr)
         return 2
     print(report)
@@ -78,4 +77,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)
