@@ -16,7 +16,7 @@ from tplab.torch.ranks.floor import Place
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
-from tplab.torch.ranks.watches import LONG, Watches, long_turn
+from tplab.torch.ranks.watches import LONG, Watches, whereabouts
 from tplab.units import ranks_text
 
 
@@ -99,7 +99,7 @@ class Turns:
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
         self._now: Seat | None = None  # who has the turn
-        self._has_warned = len(self.seats) == 1
+        self._began, self._silent_for = time.perf_counter(), LONG
         self._running = set(self.seats)
         self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
@@ -211,13 +211,14 @@ class Turns:
         self._give_turn()
 
     def _look(self) -> None:
-        """Say once if a rank keeps its turn for very long: it may wait for one that is waiting for its turn."""
-        seat = self._now
-        if self._has_warned or seat is None or seat.thread is None or self._core.seconds() < LONG:
+        """Say now and then where a long run is: a rank may be slow, or wait for one that is waiting for its turn."""
+        seconds, seat = time.perf_counter() - self._began, self._now
+        if seconds < self._silent_for or seat is None or seat.thread is None or self._around is not None:
             return
-        self._has_warned = True
+        self._silent_for = 2 * seconds
         if (frame := sys._current_frames().get(seat.thread.ident or 0)) is not None:
-            print(long_turn(seat.number, frame), file=sys.stderr)
+            turn = self._core.seconds() if len(self.seats) > 1 else 0.0
+            print(whereabouts(seconds, seat.number, frame, turn), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
         """End all ranks, at the next line of Python that each reaches. Those inside a call that cannot be interrupted
