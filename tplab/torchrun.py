@@ -24,7 +24,7 @@ from tplab.forecast.clusters import add_flags as add_cluster_flags
 from tplab.forecast.plan import AXES
 from tplab.forecast.rows import forecast_row, unread
 from tplab.mesh import Mesh
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 from tplab.trace import summary
 
 if TYPE_CHECKING:
@@ -203,4 +203,4 @@ def _explain(error: TplabError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)
