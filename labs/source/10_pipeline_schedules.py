@@ -107,7 +107,7 @@ for run in (all_f_then_all_b, one):
 assert one.makespan == all_f_then_all_b.makespan
 
 # %% [markdown]
-# This function writes the row of one rank, as text:
+# This function writes the row of one rank:
 
 # %%
 def row(rank, ranks, microbatches):
