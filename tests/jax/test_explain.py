@@ -319,6 +319,20 @@ PROGRAMS = {  # a program, which takes a spec last; its arguments; the spec that
     "a result of an inner jit": (
         lambda x, *spec: jax.jit(jnp.cos, out_shardings=on(*spec))(x) * 2, (X,), (None, "dp"), ("dp", "tp"),
     ),
+    "a batch along an axis": (
+        lambda x, *spec: jax.vmap(lambda x: constrained(jnp.exp(x), *spec), 1, 1, spmd_axis_name="dp")(x),
+        (placed((8, 4, 16), None, "dp", "tp"),), (None, None), (None, "tp"),
+    ),
+    "a loop that does nothing else": (
+        lambda x, *spec: lax.fori_loop(0, 3, lambda _, x: constrained(constrained(x, *spec), "dp", "tp"), x),
+        (X,), ("dp", None), ("dp", "tp"),
+    ),
+    "a branch": (
+        lambda x, *spec: lax.cond(True, lambda x: constrained(jnp.exp(x), *spec), jnp.sin, x),
+        (X,), ("dp", None), ("dp", "tp"),
+    ),
+    "rows": (lambda x, *spec: lax.map(lambda x: constrained(jnp.sin(x), *spec), x), (COLUMNS,), (None,), ("tp",)),
+    "a transpose": (lambda x, *spec: constrained(x.T, *spec), (X,), ("dp", None), ("tp", "dp")),
     "nothing is better": (
         lambda x, w, *spec: constrained(jax.nn.softmax(constrained(x @ w, *spec)), None, None),
         (COLUMNS, DOWN), (None, None), None,
