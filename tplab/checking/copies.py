@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tplab.checking.causes import thread
+from tplab.checking.gaps import farthest, gap
 from tplab.checking.recording import Piece, Seen, Step
 from tplab.checking.reference import FLOOR
 from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named
@@ -149,10 +150,7 @@ def _apart(pieces: Sequence[Mapping[str, Piece]], copies: Copies) -> dict[str, t
             size = float(np.abs(first.values).max(initial=0))
             slack = FLOOR.get(first.dtype, FLOOR["float32"]) * size
             for rank, other in others:
-                if (
-                    other.values is not first.values
-                    and (gap := np.abs(other.values - first.values)).max(initial=0) > slack
-                ):
-                    at = int(gap.argmax())
-                    found[name] = group, f"{other.values.flat[at]:.6g} on rank {rank}", f"{first.values.flat[at]:.6g}"
+                if other.values is not first.values and gap(other.values, first.values) > slack:
+                    a, b = farthest(other.values, first.values)
+                    found[name] = group, f"{a:.6g} on rank {rank}", f"{b:.6g}"
     return found

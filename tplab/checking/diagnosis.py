@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tplab.checking.blame import loss_and_gradients
-from tplab.checking.facts import Facts, Found
+from tplab.checking.facts import Facts, Found, NothingToTell
+from tplab.checking.finite import finite
+from tplab.checking.learnt import nothing_learnt
 from tplab.checking.logged import log
+from tplab.checking.norms import norm
 from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import Finding, Row, SameModel, What
 from tplab.checking.samples import seeds_by_rank
-from tplab.checking.seen_samples import OtherSamples, dropout, samples, targets
+from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
-from tplab.checking.updates import buffers, norm, parameters, settings, states
+from tplab.checking.updates import buffers, parameters, settings, states
 
 _AFTER = {
     "dropout": (targets, dropout),
@@ -71,9 +74,11 @@ class Diagnosis:
     def ask(self) -> None:
         """Raise NeedsWeights or NeedsSamples if the reference must run again with those of the ranks."""
         try:
-            if not any(isinstance(found, Finding) for found in weights(self.facts, may_ask=True)) and not self.is_fed:
+            if any(finite(self.facts)) or any(isinstance(one, Finding) for one in weights(self.facts, may_ask=True)):
+                return
+            if not self.is_fed:
                 list(samples(self.facts, may_ask=True))
-        except OtherSamples:
+        except NothingToTell:
             pass
 
     def report(self) -> SameModel:
@@ -88,9 +93,11 @@ class Diagnosis:
                 self.facts.number = count
                 if not self.is_fed and all(len(one.steps) > count for one in seen):  # what comes after the last step
                     self._collect(log(self.facts))
-        except OtherSamples as error:
+                reason = "" if self.findings else nothing_learnt(self.facts, count)
+        except NothingToTell as error:
             reason = str(error)
-        if self.findings and self.findings[0].what not in _CERTAIN and (chance := self._of_chance() or self._not_fed()):
+        is_certain = not self.findings or self.findings[0].what in _CERTAIN or self.findings[0].is_not_finite
+        if not is_certain and (chance := self._of_chance() or self._not_fed()):
             self.findings, reason = [], chance
             self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
         self.notes.append(self._about_rounding())
@@ -115,7 +122,7 @@ class Diagnosis:
     def _not_fed(self) -> str:
         """Why a difference may come from data that the reference was not given; "" if it was given all."""
         step = self.facts.mine[0]
-        if not self.is_fed or step.targets or not step.losses:
+        if not self.is_fed or step.targets or not step.losses or are_drawn(self.facts):
             return ""
         return (
             "the reference was given what the model is called with, as each rank draws its own, and not what the loss "
@@ -125,7 +132,8 @@ class Diagnosis:
         )
 
     def _compare_step(self) -> None:
-        if self.facts.number == 0:
+        self._collect(finite(self.facts))
+        if self.facts.number == 0 and not self.findings:
             self._collect(weights(self.facts, may_ask=False))
         if self.findings:
             self._follows("samples")

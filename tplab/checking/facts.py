@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tplab.checking.causes import Sizes
-from tplab.checking.places import Place, find_places
+from tplab.checking.gaps import gaps
+from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
+from tplab.units import plain
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
+
+
+class NothingToTell(Exception):
+    """The two runs cannot be compared any further. The text says why, and how they can."""
 
 
 class Facts:
@@ -55,6 +63,20 @@ class Facts:
             if place.name == name:
                 yield rank, mine, place
 
+    @property
+    def on_no_rank(self) -> list[str]:
+        """The reference's parameters of which no rank is known to hold a part."""
+        known = {place.name for place in self.places.values()}
+        return [name for name in self.reference.weights if name not in known and not is_number(name)]
+
+    @property
+    def unplaced(self) -> list[str]:
+        """What ranks hold, and nobody knows of what it is a part."""
+        held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
+        return list(
+            dict.fromkeys(name for rank, name in held if (rank, name) not in self.places and not is_number(name))
+        )
+
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold different parts of a parameter."""
         return len({place.index for rank, _, place in self.holders(name) if rank in ranks}) > 1
@@ -72,6 +94,33 @@ class Facts:
         """The line of the first operation of the forward pass whose result is wrong; "" if that is not known."""
         self.wants_trails = True
         return self.trails.line_of_value() if self.trails else ""
+
+    def in_its_place(self, line: str) -> list[Hypothesis]:
+        """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
+        there."""
+        found = []
+        for words, values in self.trails.wanted_at(line) if self.trails and line else ():
+            repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
+                            times=self.number)  # fmt: skip
+            wrong = f"{words}{self._too_much(values)}"
+            cause = f"in the forward pass what goes into this line is right, and what it computes is not: {wrong}"
+            found.append(Hypothesis(repair, cause, line))
+        return found
+
+    def _too_much(self, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
+        """Of which parameter a value has something too much."""
+        key, rank = next(iter(values)), self.num_ranks - 1
+        got = self.trails.value(rank, key) if self.trails else None
+        if got is None:
+            return ""
+        more = got.astype(np.float64) - values[key][rank]
+        for name, x in self.reference.parameters(self.number - 1).items():
+            if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
+                continue
+            times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
+            if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
+                return f"; it has {name} {plain(times)} times too often"
+        return ""
 
     def line_of_gradient(self, name: str) -> str:
         """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""
@@ -125,8 +174,8 @@ class Facts:
 
     # --- what is yielded --------------------------------------------------------------------------------------------
 
-    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None) -> Row:
-        return Row(what, self.number, ok, words, factor=factor)
+    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None, count: int = 0) -> Row:
+        return Row(what, self.number, ok, words, factor=factor, count=count)
 
     def fault(
         self,
@@ -142,13 +191,17 @@ class Facts:
         ranks: Sequence[int] = (),
         others: Sequence[str] = (),
         lines: Sequence[str] = (),
+        seen: str = "",
+        proof: str = "",
+        hypotheses: Iterable[Hypothesis] = (),
     ) -> Finding:
         """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
         got, want = values
         return Finding(
-            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines
+            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines,
+            proof=proof, seen=seen, hypotheses=tuple(hypotheses),
         )  # fmt: skip
 
 
@@ -156,5 +209,5 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal but for the rounding of float32."""
     if a is b:
         return True
-    size = float(np.abs(b).max(initial=0))
-    return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-6, atol=1e-7 * size))
+    size = np.abs(b, dtype=np.float64)
+    return a.shape == b.shape and bool((gaps(a, b) <= 1e-6 * size + 1e-7 * size.max(initial=0)).all())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tplab.checking.gaps import farthest, gap
 from tplab.checking.places import Index, Place
 from tplab.checking.recording import some_of
 from tplab.checking.shares import Part, find_shares
@@ -72,21 +73,19 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
     there = [(h, h.gradient.astype(np.float64), w) for h, w in zip(holders, wanted) if h.gradient is not None]
     if unlike := [h for h, g, w in there if g.shape != w.shape]:
         return Wrong(name, "shape", "of another shape than the reference's", ranks=_ranks(unlike))
-    bad = [(h, g, w) for h, g, w in there if _gap(g, w) > slack]
+    bad = [(h, g, w) for h, g, w in there if gap(g, w) > slack]
     if not bad:
         return None
     holder, g, w = bad[0]
-    place = int(np.abs(g - w).argmax())
+    got, there_should = farthest(g, w)
     size = float(np.abs(want).max(initial=0)) or 1.0
-    error = max(_gap(g, w) for _, g, w in bad) / size
+    error = max(gap(g, w) for _, g, w in bad) / size
     facts: dict[str, Any] = {
         "error": error,
-        "got": float(g.flat[place]),
-        "want": float(w.flat[place]),
+        "got": got,
+        "want": there_should,
         "size": want.size,
     }
-    if not all(np.isfinite(g).all() for _, g, _ in there):
-        return Wrong(name, "other", "not finite", ranks=_ranks([h for h, g, _ in there if not np.isfinite(g).all()]))
     scales = [_scale(g, w, slack) for _, g, w in there]
     known = [s for s in scales if s is not None]
     is_one = bool(known) and max(abs(s - 1) for s in known) < 1e-3
@@ -115,7 +114,7 @@ def _scale(g: np.ndarray, w: np.ndarray, slack: float) -> float | None:
     if square == 0:
         return None if np.abs(g).max(initial=0) > slack else 1.0
     factor = float((g * w).sum()) / square
-    return factor if _gap(g, factor * w) <= 2 * slack * max(1.0, abs(factor)) else None
+    return factor if gap(g, factor * w) <= 2 * slack * max(1.0, abs(factor)) else None
 
 
 def _by_parts(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], rank: int, index: Index, tolerance: float):
@@ -145,14 +144,10 @@ def _is_own(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], slack: float
         groups.setdefault(holder.place.index, []).append((g, w))
     for group in groups.values():
         total = np.sum([g for g, _ in group], axis=0)
-        is_alike = all(_gap(g, group[0][0]) <= slack for g, _ in group)
+        is_alike = all(gap(g, group[0][0]) <= slack for g, _ in group)
         if is_alike or total.size <= SMALL or _scale(total, group[0][1], len(group) * slack) is None:
             return False
     return True
-
-
-def _gap(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max(initial=0))
 
 
 def _ranks(holders: Sequence[Holder]) -> tuple[int, ...]:

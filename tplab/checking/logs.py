@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tplab.checking.gaps import gap
 from tplab.checking.recording import Step
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w]|\.\d)")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)(?![\w]|\.\d)")
 _MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
 _EVALUATES = re.compile(r"val|eval|test", re.IGNORECASE)
 _TIMES = re.compile(r"time|sec|\bms\b|/s|tok|elapsed|mfu|flops|mem|gb|mib", re.IGNORECASE)
@@ -66,10 +67,10 @@ def compare_logs(ours: Sequence[Step], theirs: Step, again: Step | None, toleran
             for place, (got, want) in enumerate(zip(mine[turn], numbers)):
                 same = others[turn][place].value if turn < len(others) else want.value
                 slack = 2 * want.slack + tolerance * abs(want.value)
-                if not want.is_measure or abs(same - want.value) > slack:
+                if not want.is_measure or gap(same, want.value) > slack:
                     continue
                 count += 1
-                if abs(got.value - want.value) > slack:
+                if gap(got.value, want.value) > slack:
                     found.append(Differs(printers[0], got, want))
     return count, found
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
 import numpy as np
 
-from tplab.checking.recording import Piece, Seen
+from tplab.checking.gaps import gap
+from tplab.checking.recording import Piece, Seen, checksum
 from tplab.layout import MOST_PARTS
 
 Index = tuple[Any, ...]
@@ -97,6 +98,11 @@ def _of_rank(
             names += [other for other in whole if other != name and _may_be(whole, name, other)]
             fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
             fitting = fitting or list(islice(values.find(piece.values, names), 1))
+            if fitting and (twins := values.twins(fitting[0].name)):
+                best = max(
+                    twins, key=lambda other: (_siblings(name, other, seen.weights, whole), other == fitting[0].name)
+                )
+                fitting = [replace(fitting[0], name=best)]
         if fitting and not _is_constant(piece.values):
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
@@ -123,6 +129,16 @@ class _Values:
     def __init__(self, whole: Mapping[str, np.ndarray]):
         self._whole = whole
         self._sorted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._alike: dict[tuple, list[str]] = {}
+
+    def twins(self, name: str) -> list[str]:
+        """The parameters that have the values of this one, if there are others: of those that are tied a rank may have
+        one, and another rank the other."""
+        if not self._alike:
+            for other, x in self._whole.items():
+                self._alike.setdefault((x.shape, checksum(x)), []).append(other)
+        found = self._alike[self._whole[name].shape, checksum(self._whole[name])]
+        return found if len(found) > 1 else []
 
     def find(self, piece: np.ndarray, names: Sequence[str]) -> Iterator[Place]:
         """The places of these values in parameters of these names."""
@@ -156,6 +172,13 @@ def _may_be(whole: Mapping[str, np.ndarray], name: str, other: str) -> bool:
     return name not in whole or whole[name].shape == whole[other].shape
 
 
+def _siblings(name: str, other: str, held: Mapping[str, Piece], whole: Mapping[str, np.ndarray]) -> int:
+    """How many of a rank's parameters the reference has, if what the rank calls `name` is the reference's `other`."""
+    renamed = dict[str, str]()
+    _learn(renamed, name, other)
+    return sum(_rename(renamed, one) in whole for one in held if _rename(renamed, one) != one)
+
+
 def is_number(name: str) -> bool:
     """Whether a parameter belongs to no module, so that its name is a number."""
     return name.startswith("parameter ")
@@ -168,7 +191,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
     slack = _CLOSE * float(np.abs(whole[name]).max(initial=0))
     for index in _indices(piece, name, whole):
         place = Place(name, index, True)
-        if np.abs(place.take(whole[name]) - piece.values).max(initial=0) <= slack:
+        if gap(place.take(whole[name]), piece.values) <= slack:
             yield place
 
 

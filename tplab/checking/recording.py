@@ -34,6 +34,7 @@ class Sent:
 
     moment  "between" (before the backward pass), "forward", "backward", "reduction" (after it), "step" (in the
             optimizer), "after"
+    is_open whether the script itself must wait for it
     size    of this rank's input, in elements; value: of one that is a single number
     on      "parameter", "gradient" or "buffer" if it was given one, otherwise ""; names: its name
     """
@@ -47,6 +48,7 @@ class Sent:
     on: str = ""
     names: tuple[str, ...] = ()
     value: float | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class Step:
 
     samples     the data that the model is called with: for each microbatch, name -> array
     targets     what losses compare with, how many of them count, and the line
+    draws       samples that the script drew itself, by their line and the how-manieth time there
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
-    gradients   as the optimizer gets them; if they are clipped, before that
+    gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
+    finals      as the optimizer gets them, where such a norm was taken
     norms       that gradients are clipped by: value and line
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
@@ -80,15 +84,17 @@ class Step:
                 itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
-    evaluated   losses that were computed without gradients
+    evaluated   losses that were computed without gradients, and of how many targets
     """
 
     samples: list[dict[str, np.ndarray]] = field(default_factory=list)
     targets: list[tuple[np.ndarray, int, str]] = field(default_factory=list)
+    draws: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     losses: list[tuple[float, str]] = field(default_factory=list)
     made: list[tuple[str, float | None]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
     gradients: dict[str, Piece] = field(default_factory=dict)
+    finals: dict[str, Piece] = field(default_factory=dict)
     norms: list[tuple[float, str]] = field(default_factory=list)
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
@@ -99,7 +105,7 @@ class Step:
     prints: list[tuple[str, str]] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
+    evaluated: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def has_stepped(self) -> bool:
@@ -118,13 +124,15 @@ class Seen:
     made        where layers of these kinds are made
     lines       of "wrapped", where the model was made DistributedDataParallel; "no sync", where a script keeps it or
                 FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
-                the model was loaded
+                the model was loaded; "freed", where an optimizer was made of parameters that have no memory; "padded",
+                where a sampler was that repeats samples
     places      the file and the number of each line that was named
-    groups      how many ranks there are in each group of them
+    groups      how many ranks there are in each group of them; members: the ranks of each that the script makes
+    has_sent    whether it has sent anything to another rank, or was sent anything
     options     of the command line, as the script has parsed them
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
                 dtypes that it rounds to on its way; "torch.compile", where the script calls it;
-                "FullyShardedDataParallel"
+                "FullyShardedDataParallel", "FSDPModule"
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -141,6 +149,8 @@ class Seen:
     lines: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
+    members: set[tuple[int, ...]] = field(default_factory=set)
+    has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 

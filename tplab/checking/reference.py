@@ -41,11 +41,19 @@ class Reference:
         self._largest: dict[int, float] = {}
         self._doubt: dict[str, np.ndarray] = {}
 
+    @property
+    def num_steps(self) -> int:
+        return min(one.num_steps for one in self.seen)
+
     def steps(self, number: int) -> list[Step]:
         return [one.steps[number] for one in self.seen]
 
     def gradients(self, number: int) -> dict[str, np.ndarray]:
         return self._whole_of("gradients", number)
+
+    def finals(self, number: int) -> dict[str, np.ndarray]:
+        """The gradients as the optimizer gets them."""
+        return self.gradients(number) | self._whole_of("finals", number)
 
     def parameters(self, number: int) -> dict[str, np.ndarray]:
         """After a step; before the first one for -1."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from textwrap import fill
-from typing import Literal
+from typing import Any, Literal
 
 from tplab.units import ranks_text
 
@@ -30,6 +30,7 @@ Verdict = Literal["same", "different", "could not run", "cannot tell"]
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2, "cannot tell": 3}
 
 MOST_NAMES = 3
+NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Finding:
     cause           what makes it so, where that is known: a run in which it was repaired was right
     proof           what was changed in that run; "" where the cause is seen and not concluded, or not known
     tried           what was changed in runs that were not right either
+    seen            what is certain of the fault without another run
+    hypotheses      what may be the cause, until it is tried
     thread          the address of a public thread in which somebody met the same; "" if there is none
     got, want       both values
     ranks           where it is wrong; () if on all ranks
@@ -66,6 +69,8 @@ class Finding:
     lines: tuple[str, ...] = ()
     proof: str = ""
     tried: tuple[str, ...] = ()
+    seen: str = ""
+    hypotheses: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -74,14 +79,24 @@ class Finding:
         on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
         return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
 
+    @property
+    def untold(self) -> str:
+        """What to say where no repair was enough."""
+        tried = f"; tried, and not enough: {'; '.join(self.tried)}" if self.tried else ""
+        return f"the cause is not known{tried}"
+
+    @property
+    def is_not_finite(self) -> bool:
+        return self.text_of_factor.startswith(NOT_FINITE)
+
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.title}: {self.text_of_factor}"]
         lines += [f"at {self.where}"] * bool(self.where)
         lines += [f"also see {', '.join(others)}"] if (others := [at for at in self.lines if at != self.where]) else []
         lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
         lines += [self.cause] * bool(self.cause)
-        lines += [f"proven by a run with this change: {self.proof}"] * bool(self.proof)
-        lines += [f"tried, and not enough: {'; '.join(self.tried)}"] * bool(self.tried and not self.proof)
+        lines += [f"proof: {self.proof}"] * bool(self.proof)
+        lines += [self.untold] * (not self.proof and (bool(self.tried) or not self.cause))
         lines += [f"others have met this: {self.thread}"] * bool(self.thread)
         return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
 
@@ -107,6 +122,7 @@ class Row:
 
     ok      None if it was not judged, because it follows from an earlier fault or was not seen; `words` say which
     factor  what was found, divided by what should be there, where that is one number
+    count   how many tensors, or numbers, were compared, where there may be several
     """
 
     what: What
@@ -115,6 +131,7 @@ class Row:
     words: str
     name: str = ""
     factor: float | None = None
+    count: int = 0
 
     @property
     def mark(self) -> str:
@@ -151,6 +168,12 @@ class SameModel:
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
         self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
 
+    def with_findings(self, findings: Iterable[Finding]) -> SameModel:
+        """The same report with other faults, or with what else became known of them."""
+        other = SameModel(self.rows, findings, notes=self.notes, reason=self.reason, about=self.about, words=self.words)
+        other._has_run = self._has_run
+        return other
+
     @property
     def verdict(self) -> Verdict:
         if self.findings:
@@ -175,7 +198,8 @@ class SameModel:
             return f"{about}{self.verdict}, because {self.reason or 'nothing was seen'}"
         if self.first is None:
             return about + self.words[0]
-        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}"
+        how = f": {self.first.text_of_factor}, at {self.first.where}" if self.first.is_not_finite else ""
+        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}{how}"
 
     def __str__(self) -> str:
         parts = [fill(self.title, 110, break_long_words=False)]
@@ -185,9 +209,26 @@ class SameModel:
             parts.append(_indented(f"nothing further was compared, because {self.reason}"))
         if self.rows:
             parts.append("\n".join(self._table()))
-        if self.notes:
-            parts.append("\n".join(_indented(note) for note in self.notes))
+        if notes := [self.coverage, *self.notes] if self.rows else self.notes:
+            parts.append("\n".join(_indented(note) for note in notes))
         return "\n\n".join(parts)
+
+    @property
+    def coverage(self) -> str:
+        """What was compared, and what was not: "compared in step 0: samples, loss, 8 gradients; not compared: norm"."""
+        judged = [row for row in self.rows if row.ok is not None]
+        counts = {what: max((row.count for row in judged if row.what == what), default=0) for what in TITLES}
+        of = {row.what for row in judged}
+        compared = [
+            f"{counts[what]} {_many(what, counts[what])}" if counts[what] else what for what in TITLES if what in of
+        ]
+        steps = sorted({row.step for row in judged})
+        when = f"in steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"in step {steps[0]}" if steps else ""
+        left = dict.fromkeys(row.what for row in self.rows if row.what not in of)
+        unseen = [what for what in TITLES if what not in of and what not in left]
+        parts = [f"compared {when}: {', '.join(compared) or 'nothing'}"]
+        parts += [f"not compared: {', '.join(left)}"] * bool(left) + [f"not seen: {', '.join(unseen)}"] * bool(unseen)
+        return "; ".join(parts)
 
     def _table(self) -> Iterator[str]:
         marks = max(len(row.mark) for row in self.rows)
@@ -209,7 +250,8 @@ class SameModel:
             lines = "".join(_html_row(row) for row in self.rows)
             head = "<tr><th>step</th><th></th><th>quantity</th><th>what was found</th></tr>"
             parts.append(f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>")
-        return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in self.notes)])
+        notes = [self.coverage, *self.notes] if self.rows else self.notes
+        return "".join([*parts, *(f"<p><small>{escape(note)}</small></p>" for note in notes)])
 
 
 def could_not_run(reason: str, *, about: str = "") -> SameModel:
@@ -231,6 +273,12 @@ def named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MOST_NAMES])} and {rest} other{'s' * (rest > 1)}"
 
 
+def _many(what: What, count: int) -> str:
+    """What is counted, in the singular or the plural."""
+    one = {"log": "logged number", "evaluation": "evaluation", "norm": "norm"}.get(what, what.removesuffix("s"))
+    return one + "s" * (count > 1)
+
+
 def _html_of(finding: Finding) -> str:
     """A fault, opened."""
     pairs = [
@@ -240,8 +288,8 @@ def _html_of(finding: Finding) -> str:
         ("expected", finding.want),
         ("also wrong in", named(finding.others)),
         ("cause", finding.cause),
-        ("proven by", finding.proof),
-        ("tried, and not enough", "; ".join(finding.tried) if not finding.proof else ""),
+        ("proof", finding.proof),
+        ("cause", finding.untold if not finding.proof and (finding.tried or not finding.cause) else ""),
     ]
     cells = "".join(
         f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text

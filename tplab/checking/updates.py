@@ -1,47 +1,16 @@
-"""The norm that gradients are clipped by, the optimizer, parameters after its step, and buffers."""
+"""The optimizer, parameters after its step, and buffers."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.recording import Piece, settings_that_differ
+from tplab.checking.gaps import farthest, gap, gaps
+from tplab.checking.recording import settings_that_differ
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
-
-
-def norm(facts: Facts) -> Found:
-    wanted = [value for step in facts.theirs[:1] for value, _ in step.norms]
-    has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
-    if not wanted or not has:
-        return
-    want = wanted[-1]
-    wrong = {rank: at for rank, at in has.items() if not abs(at[0] - want) <= facts.reference.of_numbers * want}
-    if not wrong:
-        yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
-        return
-    rank, (got, line) = next(iter(wrong.items()))
-    own = {rank: _norm_of(facts.mine[rank].gradients) for rank in has}
-    every = sum(value * value for value in own.values()) ** 0.5
-    is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, (value, _) in wrong.items())
-    if is_own and (got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
-        cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
-    elif abs(got - every) <= 1e-3 * every:
-        cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
-        key = "copies in norm"
-    else:
-        cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
-        key = "copies in norm" if got > want else "norm"
-    factor = got / want if want else None
-    words = facts.sizes.words(factor) if factor else "not the reference's"
-    values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
-    ranks = list(wrong) if len(wrong) < len(has) else []
-    lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1] + [facts.line("step")]
-    yield facts.fault(
-        "norm", "", words, factor, line, cause, thread=thread(key), values=values, ranks=ranks, lines=lines
-    )
 
 
 def settings(facts: Facts) -> Found:
@@ -55,14 +24,28 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.sizes.words(factor) if factor else "not the reference's"
-        cause = (
-            f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
-            "once, and let a schedule count steps of the optimizer, or samples of all ranks"
-        )
+        cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
+        if len(ranks) < facts.num_ranks:
+            cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
+        elif factor and facts.sizes.named(factor):
+            cause = (
+                f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
+                "once, and let a schedule count steps of the optimizer, or samples of all ranks"
+            )
         values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
         line = facts.line(f"set {key}")
         line = facts.source.repetition(line) or line or step
-        yield facts.fault("optimizer", key, words, factor, line, cause, values=values, ranks=list(ranks), lines=[step])
+        wanted = {
+            (mine, key, number): theirs.settings[name][key]
+            for number in range(min(len(one.steps) for one in facts.reference.seen))
+            for theirs in facts.reference.steps(number)[:1]
+            for name in theirs.settings
+            for _, mine, _ in facts.holders(name)
+            if key in theirs.settings[name]
+        }
+        repair = Repair("settings", f"the reference's {key} in each step", values=wanted)
+        yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
+                          hypotheses=[Hypothesis(repair, cause, line)])  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -82,11 +65,9 @@ def states(facts: Facts) -> Found:
             )
             if piece is None or piece.values.shape != wanted.shape or not wanted.size:
                 continue
-            gap = np.abs(piece.values - wanted)
-            if gap.max() > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
-                place_of_it = int(gap.argmax())
+            if gap(piece.values, wanted) > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
                 if not wrong:
-                    first = rank, float(piece.values.flat[place_of_it]), float(wanted.flat[place_of_it])
+                    first = rank, *farthest(piece.values, wanted)
                 wrong.setdefault((name, key), set()).add(rank)
     if not wrong:
         return
@@ -100,9 +81,17 @@ def states(facts: Facts) -> Found:
         "settings and gradients are the same, and the optimizer's state is not: it was made anew, as when training is "
         "resumed on one rank only, or updated more than once in a step"
     )
+    ranks = set().union(*wrong.values())
+    right = [other for other in range(facts.num_ranks) if other not in ranks]
+    tried = [
+        Repair("states", f"the states of rank {other} on all ranks before the step",
+               values={"from": other, "step": facts.number}) for other in right[:1]
+    ]  # fmt: skip
     yield facts.fault(
-        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, cause,
-        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(set().union(*wrong.values())), lines=[step],
+        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
+        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
+        hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
+        seen="settings and gradients are the same, and the optimizer's state is not",
     )  # fmt: skip
 
 
@@ -118,16 +107,17 @@ def parameters(facts: Facts) -> Found:
             piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
             if piece is None or piece.values.shape != want.shape:
                 continue
-            gap = np.abs(piece.values - want) - place.take(reference.slack_of_parameter(name, number))
-            if gap.max(initial=0) > 0 and not _is_kept_elsewhere(facts, name, rank, mine):
+            far = gaps(piece.values, want) > place.take(reference.slack_of_parameter(name, number))
+            if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
                 if not wrong:
-                    first = rank, float(piece.values.flat[gap.argmax()]), float(want.flat[gap.argmax()])
+                    first = rank, *farthest(piece.values[far], want[far])
                 wrong.setdefault(name, set()).add(rank)
                 start = place.take(before[name])
                 moved, should = piece.values.astype(np.float64) - start, want - start
                 shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
-        yield facts.row("parameters", True, f"{len(whole)} parameters are the reference's after the step")
+        words = f"{len(whole)} parameters are the reference's after the step"
+        yield facts.row("parameters", True, words, count=len(whole))
         return
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
@@ -144,17 +134,31 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
+    seen = "gradients, settings and states are the same, and the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, though no optimizer updates it"
+        seen = "no optimizer has it: the script itself writes it, as it does a moving average"
         cause = (
-            "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
-            "rank has the new parameters, and from the same ones on all ranks"
+            "the script itself writes it, as it does a moving average or a copy in another precision, and ranks write "
+            "different values: write it when every rank has the new parameters, and from the same ones on all ranks"
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
+    owners = {mine: min({at for at, _, _ in facts.holders(name)} - wrong[name], default=-1)
+              for name in names for _, mine, _ in facts.holders(name)}  # fmt: skip
+    hypotheses = []
+    if all(owner >= 0 for owner in owners.values()):
+        spoken = f"the parameters of the ranks that have updated {named(names)} rightly, sent to the others"
+        repair = Repair("parameters", spoken, names=tuple(owners), values=owners)
+        hypotheses.append(Hypothesis(repair, cause, after[0] if after else line))
+    elif after and factor is not None and abs(factor) < 1e-3:
+        spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
+        repair = Repair("parameters", spoken, after[0])
+        hypotheses.append(Hypothesis(repair, cause, after[0]))
     yield facts.fault(
-        "parameters", names[0], words, factor, after[0] if after else line, cause,
+        "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
+        hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
 
 
@@ -182,10 +186,9 @@ def buffers(facts: Facts) -> Found:
         want = whole[name].values
         slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
-        gaps = {rank: np.abs(x - want) for rank, x in held.items() if x.shape == want.shape}
-        if ranks := [rank for rank, gap in gaps.items() if gap.max(initial=0) > slack]:
-            place = int(gaps[ranks[0]].argmax())
-            values = f"{held[ranks[0]].flat[place]:.6g} on rank {ranks[0]}", f"{want.flat[place]:.6g}"
+        if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
+            got, wanted = farthest(held[ranks[0]], want)
+            values = f"{got:.6g} on rank {ranks[0]}", f"{wanted:.6g}"
             wrong[name] = values, ranks
     if wrong:
         cause = (
@@ -199,18 +202,17 @@ def buffers(facts: Facts) -> Found:
         flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
         lines = [flag, facts.line("forward"), facts.line("step")]
         where = facts.line(f"buffer {first}") or flag or lines[1]
+        every = tuple(range(facts.num_ranks))
+        repair = Repair("buffers", f"the mean over all ranks of {named(list(wrong))} after each forward pass",
+                        names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
         yield facts.fault(
-            "buffers", first, "not the reference's", None, where, cause,
-            values=values, ranks=ranks, others=others, lines=lines,
+            "buffers", first, "not the reference's", None, where, "",
+            values=values, ranks=ranks, others=others, lines=lines, hypotheses=[Hypothesis(repair, cause, where)],
         )  # fmt: skip
         return
     if moving:
-        yield facts.row("buffers", True, f"{named(moving)} as in the reference")
+        yield facts.row("buffers", True, f"{named(moving)} as in the reference", count=len(moving))
 
 
 def _place(among: list[str], one: str) -> int:
     return among.index(one) if one in among else len(among)
-
-
-def _norm_of(pieces: dict[str, Piece]) -> float:
-    return float(sum((piece.values.astype(np.float64) ** 2).sum() for piece in pieces.values()) ** 0.5)

@@ -91,7 +91,8 @@ class Names:
         """What there is of modules that compute something over all samples of a batch, and of flat parameters."""
         modules = [module for root in self._roots for module in root.modules()]
         found = {"BatchNorm" for m in modules if isinstance(m, OF_A_BATCH)}
-        return found | {FLAT for m in modules if any(kind.__name__ == FLAT for kind in type(m).__mro__)}
+        mros = {kind.__name__ for module in modules for kind in type(module).__mro__}
+        return found | mros & {FLAT, "FSDPModule"}
 
     def at(self, address: int) -> tuple[str, tuple[str, ...]]:
         """What is in the memory at this address: a parameter, a gradient or a buffer, and its name."""

@@ -29,6 +29,15 @@ def _as_array(x: Tensor) -> np.ndarray:
     return x.contiguous().clone().numpy()
 
 
+def is_there(x: Tensor) -> bool:
+    """Whether the tensor has its memory: FSDP frees that of the parameters that it has gathered."""
+    x = local_of(x)
+    if x.is_meta or x.layout is not torch.strided or not x.numel():
+        return not x.is_meta
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.untyped_storage().nbytes() >= (last + 1) * x.element_size()
+
+
 def dense(x: Tensor) -> Tensor:
     """The tensor itself, unless it is sparse."""
     return x if x.layout is torch.strided else x.to_dense()
@@ -37,6 +46,14 @@ def dense(x: Tensor) -> Tensor:
 def piece_of(x: Tensor, once: Callable[[Tensor], np.ndarray]) -> Piece:
     shape, start = _place(x)
     return Piece(once(x), dtype_name(x.dtype), shape, start)
+
+
+def put_piece(x: Tensor, whole: Tensor) -> None:
+    """Fill this rank's part of a tensor from the whole, where the script says its place, as a DTensor does."""
+    mine, (_, start) = local_of(x), _place(x)
+    for dim, first in enumerate(start or ()):
+        whole = whole.narrow(dim, first, mine.shape[dim])
+    mine.copy_(whole)
 
 
 def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -48,10 +65,14 @@ def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
 
 def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A gradient, placed as its parameter is: DTensor adds up what is partial only when the optimizer reads it."""
-    wanted = getattr(parameter, "placements", None)
-    if wanted is None or getattr(gradient, "placements", wanted) == wanted:
+    if is_reduced(gradient, parameter):
         return gradient
-    return gradient.detach().redistribute(placements=wanted)  # type: ignore[attr-defined]
+    return gradient.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def is_reduced(gradient: Tensor, parameter: Tensor) -> bool:
+    wanted = getattr(parameter, "placements", None)
+    return wanted is None or getattr(gradient, "placements", wanted) == wanted
 
 
 def sampled(gradient: Tensor) -> np.ndarray:

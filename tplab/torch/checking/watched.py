@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -14,13 +14,27 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
-from tplab.torch.checking.by_hand import ByHand
+from tplab.torch.checking.by_hand import NORMS, ByHand
+from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
+from tplab.torch.checking.mending import Back, Mending
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
-from tplab.torch.checking.pieces import array_of, data_in, is_loss, piece_of, reduced, replaced, sampled
+from tplab.torch.checking.pending import Call, Pending
+from tplab.torch.checking.pieces import (
+    array_of,
+    data_in,
+    is_loss,
+    is_reduced,
+    is_there,
+    piece_of,
+    put_piece,
+    reduced,
+    replaced,
+    sampled,
+)
 from tplab.torch.checking.plan import Enough, Plan
-from tplab.torch.checking.trail import Recorder
+from tplab.torch.checking.trail import Recorder, line_of_return
 from tplab.torch.private import graph_task, local_of, transform
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.values import dtype_name
@@ -41,16 +55,20 @@ class Watched:
         seen.groups.update(mesh.axis_size(name) for name in mesh.axis_names)
         self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
         self.origins = Origins(lambda: this_rank().lines.chain())
-        self.by_hand = ByHand(self.names, self.origins)
-        self.recorder = Recorder(self.names, self._is_traced)
+        self.by_hand = ByHand(self.names, self.origins, self.measure)
+        self.mending = Mending(plan.repairs, plan.board, self)
+        self.recorder = Recorder(self.names, self._is_traced, self.mending.put)
+        self._draws = Draws(plan)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
+        self._pending = Pending()
         self._optimizers: dict[int, Optimizer] = {}
+        self._made: list[Optimizer] = []
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
         self._num_backward = 0
         self._backward_in = set[CodeType]()
-        self._has_clipped = self._has_begun = self.has_enough = False
+        self.is_measured = self._has_begun = self.has_enough = False
 
     def line(self) -> str:
         return this_rank().lines.here()
@@ -68,6 +86,8 @@ class Watched:
 
     def make(self, thing: Any) -> None:
         self.origins.make(thing)
+        if isinstance(thing, Optimizer):
+            self._made.append(thing)
         if isinstance(thing, OF_A_BATCH):
             self.seen.made.setdefault("BatchNorm", self.origins.of(thing))
 
@@ -75,8 +95,26 @@ class Watched:
         """Samples are taken from a loader."""
         self.origins.read(loader)
         sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
+            self.seen.lines["padded"] = self.origins.of(sampler)
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1:
             self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A function of torch is called."""
+        if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
+            self.mending.gradients([p for group in self._groups() for p in group["params"]])
+        return self.mending.function(func, args, kwargs)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers.values():
+            yield from optimizer.param_groups
+
+    def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """An autograd function is applied."""
+        if self.plan.traced is not None or not self.plan.repairs or function is Back:
+            return self.recorder.apply(function, call, args, kwargs)
+        return self.mending.applied(self.line(), line_of_return(function), call())
 
     def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
         """A function of torch was called, and autograd has nothing to do with it."""
@@ -93,21 +131,21 @@ class Watched:
 
     # --- a microbatch ------------------------------------------------------------------------------------------------
 
-    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The model is called, from outside of any module. Returns its arguments."""
+    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Call]:
+        """The model is called, from outside of any module. Returns its arguments, and what has to know its result."""
         self.settle()
+        call = Call()
         is_whole = transform() is None  # or the model is called with one sample, and with other weights
         if is_whole:
             self.names.note(module)
         if not (torch.is_grad_enabled() and module.training):
-            return args, kwargs
-        if self.seen.num_steps >= self.plan.steps:
-            if self.plan.ends:
-                raise Enough
-            self.has_enough = True
-            return args, kwargs
+            return args, kwargs, call
+        if not self._goes_on():
+            return args, kwargs, call
         if is_whole:
             self._hook()
+        if is_whole and not self._has_begun:
+            self.mending.begin()
         if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
             self._begin_with(self.plan.weights)
         self._has_begun = True
@@ -115,29 +153,39 @@ class Watched:
             self._see_buffers()
         data = data_in(args, kwargs)
         if not data or is_loss(module, args, kwargs):
-            return args, kwargs
+            return args, kwargs, call
         self.recorder.begin_with(data.values())
-        self.step.lines.setdefault("forward", self.line())
+        call.lines["forward"] = self.line()
         self._called = this_rank().lines.chain()
-        self.origins.use_data(self.step.lines, max(len(x) if x.dim() else 0 for x in data.values()))
+        self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)
-        self.step.samples.append({name: self.plan.once(x) for name, x in data.items()})
-        return args, kwargs
+        if is_whole and self.plan.repairs:
+            data = self.mending.samples(data)
+            args, kwargs = replaced(args, kwargs, data)
+        call.samples = {name: self.plan.once(x) for name, x in data.items()}
+        return args, kwargs, self._pending.add(call)
+
+    def _goes_on(self) -> bool:
+        """Whether the rank makes another step, and is watched in it. Raises Enough where it is to end."""
+        if self.seen.num_steps < self.plan.steps:
+            return True
+        if self.plan.ends:
+            raise Enough
+        self.has_enough = True
+        return False
 
     def _begin_with(self, weights: Mapping[str, np.ndarray]) -> None:
         with torch.no_grad():
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
-                    local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+                    put_piece(parameter, torch.from_numpy(np.array(values)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
-        with self._looks():
-            self.seen.buffers |= {
-                name: self._piece(x) for name, x in self.names.buffers() if name not in self.seen.buffers
-            }
+        with self.looks():
+            self.seen.buffers = self._pieces(self.names.buffers()) | self.seen.buffers
 
     def _hook(self) -> None:
         """See each gradient as it arrives, before anything is reduced."""
@@ -159,25 +207,38 @@ class Watched:
         if self.seen.num_steps == 0 and name not in self.seen.order:
             self.seen.order.append(name)
 
-    def target(self, target: Any, ignored: int) -> Any:
+    def target(self, target: Any, ignored: int) -> tuple[Any, Call]:
+        """A loss is called. Returns what it compares with, and what has to know what it returns."""
         if not isinstance(target, Tensor) or not torch.is_grad_enabled():
-            return target
+            return target, Call()
         self.recorder.begin_with([target])
         if line := self.by_hand.label(target):
             self.step.lines.setdefault("label", line)
         if self.plan.feed is not None and transform() is None:
             target = self.plan.feed.target(self.seen.num_steps, target)
+        if self.plan.repairs and transform() is None:
+            target = self.mending.target(target, ignored)
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
-        self.step.targets.append((self.plan.once(target), count, self.line()))
-        return target
+        return target, self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
+
+    def draws_sample(self, code: CodeType, found: Tensor) -> Tensor:
+        """A tensor was drawn outside of the model. Returns what the script is to get."""
+        if self.is_looking or not torch.is_grad_enabled():
+            return found
+        return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
         self.seen.kinds.add("Dropout")
 
-    def begin_backward(self, tensors: Any, grads: Any) -> None:
+    def begin_backward(self, tensors: Any, grads: Any) -> Any:
+        """A backward pass begins. Returns the gradients that it begins with."""
+        self.settle()
+        if not self._goes_on():
+            return grads
+        self.is_measured = False
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -185,40 +246,60 @@ class Watched:
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
         if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
-            self.step.losses.append((float(local_of(first).detach()), line))
+            by = self.mending.loss(len(self.step.losses))
+            grads = torch.full_like(first, by) if by != 1.0 else grads
+            self.step.losses.append((by * float(local_of(first).detach()), line))
             self.step.made = self.step.made or made(first)
         if called := [line for code, line in self._called if code in self._backward_in]:
             self.step.lines.setdefault("call", called[0])
+        return grads
 
     def end_backward(self) -> None:
         self._num_backward += 1
+        self.step.parts += [{} for _ in range(self._num_backward - len(self.step.parts))]
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def clip(self, parameters: list[Tensor], norm: Tensor) -> None:
         line = self.line()
-        with self._looks():
+        with self.looks():
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
             self.step.lines["clip"] = line
             self.step.norms.append((float(value), line))
-            self._gradients(parameters)
-        self._has_clipped = True
+            if not self.is_measured:
+                self.step.gradients |= self._gradients(parameters)
+        self.is_measured = True
+
+    def measure(self) -> None:
+        """A norm of the gradients is taken: what changes them from now on, such as a clip, does so by their size."""
+        parameters = [p for optimizer in self._made for group in optimizer.param_groups for p in group["params"]]
+        if self.is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
+            return
+        with self.looks():
+            self.step.gradients = self._gradients(parameters)
+        self.is_measured = True
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
             return  # an optimizer that calls another one
-        self._inside = optimizer
         if id(optimizer) in self._optimizers and self.step.has_stepped:
             self.settle()
+        self._inside = optimizer
         self._optimizers[id(optimizer)] = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with self._looks():
-            if not self._has_clipped:
-                self._gradients(parameters)
+        self.mending.before_step(optimizer)
+        with self.looks():
+            finals = self._gradients(parameters)
+            if self.is_measured:
+                self.step.finals |= finals
+                finals = {name: piece for name, piece in finals.items() if name not in self.step.gradients}
+            self.step.gradients |= finals
             if not self.seen.num_steps:
                 parameters += self.names.parameters()
-                weights = {self.names.of(p): self._piece(p) for p in parameters}
+                weights = self._pieces((self.names.of(p), p) for p in parameters)
                 self.seen.weights = weights | self.seen.weights  # another optimizer may have made its step
+                if not all(map(is_there, parameters)):
+                    self.seen.lines.setdefault("freed", self.origins.of(optimizer))
                 self._see_buffers()
                 self.seen.shared = self.names.shared()
         for group in optimizer.param_groups:
@@ -236,23 +317,28 @@ class Watched:
         if not self.step.has_stepped or self._inside is not None:
             return
         step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
-        with self._looks():
+        self.mending.after_step(self.names.parameters())
+        self._pending.move(step)
+        with self.looks():
             if is_whole:
-                step.parameters = {self.names.of(p): self._piece(p) for p in self.names.parameters()}
-                step.buffers = {name: self._piece(x) for name, x in self.names.buffers()}
+                step.parameters = self._pieces((self.names.of(p), p) for p in self.names.parameters())
+                step.buffers = self._pieces(self.names.buffers())
             for optimizer in self._optimizers.values():
-                for p in (p for group in optimizer.param_groups for p in group["params"]):
-                    name = self.names.of(p)
-                    step.parameters[name] = self._piece(p)
-                    for key, x in optimizer.state.get(p, {}).items():
-                        if isinstance(x, Tensor) or _is_number(x):
-                            step.states[name, key] = self._piece(torch.as_tensor(x))
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                step.parameters |= self._pieces((self.names.of(p), p) for p in parameters)
+                for p in parameters:
+                    states = {(self.names.of(p), key): x for key, x in optimizer.state.get(p, {}).items()}
+                    step.states |= self._pieces(
+                        (key, torch.as_tensor(x)) for key, x in states.items() if isinstance(x, Tensor) or _is_number(x)
+                    )
         self.seen.kinds |= self.names.kinds()
+        self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
-        self.step, self._num_backward, self._has_clipped = Step(), 0, False
+        self.step, self._num_backward, self.is_measured = Step(), 0, False
 
     def close(self) -> None:
         self.recorder.close()
+        self._pending.move(self.step)
         self.seen.places = this_rank().lines.places
         self.seen.steps.append(self.step)  # what came after the last one
         for handle in self._hooked.values():
@@ -271,7 +357,7 @@ class Watched:
             return "forward"
         return "after" if self.step.has_stepped else "reduction" if self._num_backward else "between"
 
-    def send(self, call: Any, x: Tensor | None) -> None:
+    def send(self, call: Any, x: Tensor | None, is_open: bool = False) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
         if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
@@ -279,25 +365,27 @@ class Watched:
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
                 self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
-        if moment == "reduction" and on == "gradient" and self._has_clipped:
-            self._has_clipped = False  # what was clipped is not what the optimizer gets
-            self.step.lines["early clip"] = self.step.lines["clip"]
+        if moment == "reduction" and self.is_measured and x is not None and (on == "gradient" or x.numel() > 1):
+            self.is_measured = False  # what was measured, or clipped, is not what is added up over ranks
+            if on == "gradient" and "clip" in self.step.lines:
+                self.step.lines["early clip"] = self.step.lines["clip"]
         if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
             self.step.lines["early clamp"] = self.step.lines["clamp"]
         self.recorder.send(self.line())
+        self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
-        self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
+        self.step.sent.append(
+            Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
+        )
 
-    def _gradients(self, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self.step.gradients[self.names.of(parameter)] = self._piece(reduced(parameter.grad, parameter))
+    def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
+        return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)
 
-    def _piece(self, x: Tensor) -> Piece:
-        return piece_of(x, self.plan.once)
+    def _pieces(self, tensors: Iterable[tuple[Any, Tensor]]) -> dict[Any, Piece]:
+        return {name: piece_of(x, self.plan.once) for name, x in tensors if is_there(x)}
 
     @contextmanager
-    def _looks(self) -> Iterator[None]:
+    def looks(self) -> Iterator[None]:
         """What is computed and sent meanwhile is not the script's."""
         before, self.is_looking = self.is_looking, True
         try:

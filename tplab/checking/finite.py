@@ -1,0 +1,78 @@
+"""Numbers that are not finite. They come first, as what follows from NaN is NaN too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tplab.checking.facts import Facts, Found, NothingToTell
+from tplab.checking.recording import Piece, Seen
+from tplab.checking.same_model import NOT_FINITE, TITLES, What
+from tplab.units import ranks_text
+
+_Number = tuple[What, str, np.ndarray, str]
+"""The quantity, its name, its values and its line."""
+
+
+def finite(facts: Facts) -> Found:
+    """What is not finite on ranks, and is finite in the reference. Raises NothingToTell where the reference has it."""
+    ours = [list(_not_finite(seen, facts.number)) for seen in facts.ours]
+    theirs = [one for seen in facts.reference.seen for one in _not_finite(seen, facts.number)]
+    for what in TITLES:  # in the order of a step
+        mine = {rank: [one for one in found if one[0] == what] for rank, found in enumerate(ours)}
+        mine = {rank: found for rank, found in mine.items() if found}
+        if here := next((one for one in theirs if one[0] == what), None):
+            also = f", and on {ranks_text(tuple(mine))}" if mine else ""
+            of = f" of {here[1]}" if here[1] else ""
+            raise NothingToTell(
+                f"{TITLES[what]}{of} in step {facts.number} is not finite ({_listed([here, *theirs])}, at {here[3]}) "
+                f"in the reference{also}: repair that first, as NaN is equal to nothing"
+            )
+        if mine:
+            rank, found = next(iter(mine.items()))
+            _, name, _, line = found[0]
+            words = f"{NOT_FINITE} ({_listed(ours[rank])}); it is finite in the reference"
+            others = [other for _, other, _, _ in found[1:]]
+            yield facts.fault(what, name, words, None, line, "", ranks=list(mine), others=others,
+                              lines=[facts.line("forward"), facts.line("backward"), facts.line("step")])  # fmt: skip
+            return
+
+
+def _not_finite(seen: Seen, number: int) -> Iterator[_Number]:
+    """What is not finite in a step of one rank. Weights and buffers may be so from the start, as masks are."""
+    for what, name, values, line in _numbers(seen, number):
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            yield what, name, values, line
+
+
+def _numbers(seen: Seen, number: int) -> Iterator[_Number]:
+    step = seen.steps[number]
+    backward, end = step.lines.get("backward", ""), step.lines.get("step", "")
+    for value, line in step.losses:
+        yield "loss", "", np.array(value), line
+    for name, piece in step.gradients.items():
+        yield "gradient", name, piece.values, backward
+    for value, line in step.norms:
+        yield "norm", "", np.array(value), line
+    for (name, key), piece in step.states.items():
+        yield "optimizer", f"{key} of {name}", piece.values, end
+    for name, piece in step.parameters.items():
+        if _is_finite_at_start(seen.weights, name):
+            yield "parameters", name, piece.values, end
+    for name, piece in step.buffers.items():
+        if _is_finite_at_start(seen.buffers, name):
+            yield "buffers", name, piece.values, end
+
+
+def _is_finite_at_start(begun: Mapping[str, Piece], name: str) -> bool:
+    return name not in begun or bool(np.isfinite(begun[name].values).all())
+
+
+def _listed(found: Sequence[_Number]) -> str:
+    """What the first of them is, NaN or infinite, and where else there is NaN: of infinities it is made later."""
+    values = found[0][2]
+    if np.isnan(values).any():
+        return "NaN"
+    later = next((TITLES[one[0]] for one in found if np.isnan(one[2]).any()), "")
+    return "infinite" + (f", and then NaN in {later}" if later else "")
