@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -44,6 +44,20 @@ MASKED = -3e4
 NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
 
 
+class Side(Protocol):
+    """One of the two models on its mesh. Its questions are answered for each rank.
+
+    order   the parameters in the order in which their gradients arrive, after `answer`
+    """
+
+    order: list[str]
+
+    def outputs(self, at: Mapping[str, Any] | None = None) -> list[dict[str, np.ndarray]]: ...
+
+    def answer(self, weights: Mapping[str, Any], optimizer: Any = None, at: Any = None) -> Sequence[Answer] | None:
+        """None where a trial fails, as ranks do not all run what it needs."""
+
+
 class Comparison:
     """The rows of a report found so far.
 
@@ -52,6 +66,7 @@ class Comparison:
     addends    what may be added to an output, by name: the whole of each bias and of each input
     added      what explains all that is wrong with an output, by name
     mean_over  the axes along which each rank's loss is the mean over its own data
+    apart      names of weights that are one in the reference and several in the model, by the name of each
     """
 
     def __init__(self, mesh: Mesh, rounding: Rounding, layouts: Mapping[str, Layout], in_specs: Sequence[P]):
@@ -63,6 +78,51 @@ class Comparison:
         self.rows: list[Row] = []
         self.mean_over: set[str] = set()
         self.agains: list[Answer] = []
+        self.apart: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+
+    def compare(
+        self,
+        theirs: Side,
+        ours: Side,
+        agains: Iterable[Side],
+        trials: Callable[[Row, Callable[[Mapping[str, Any]], Any]], Iterable[Trial]],
+        *,
+        has_loss: bool,
+        share_copies: bool,
+        optimizer: Any = None,
+        before: Mapping[str, np.ndarray],
+    ) -> None:
+        """Add rows for outputs, the loss, gradients, and parameters after a step, and their causes.
+
+        agains   the reference where rounding is changed
+        trials   what to try on a model whose outputs are right, where a gradient is not; it may run the model, too
+        share_copies   see `weigh`
+        before   the parameters before a step
+        """
+        outputs = {} if has_loss else theirs.outputs()[0]
+        weights = {} if has_loss else self.weigh(outputs, ours.outputs(), share_copies)
+        if not has_loss and not weights:
+            self.compare_outputs([{"output": x, "loss": {}} for x in ours.outputs()], {"output": outputs, "loss": {}})
+            self.notes.append(NOT_COMPARED)
+            return
+        on_one = {name: [whole] for name, (whole, _) in weights.items()}
+        each = {name: each for name, (_, each) in weights.items()}
+        want = (theirs.answer(on_one, optimizer) or [])[0]
+        self.see_again(((side.answer(on_one) or [None])[0] for side in agains), want)
+        told = ours.answer(each, optimizer, {}) or []
+        self.compare_outputs(told, want)
+        self.rows += self.gradients(told, want)
+        for index, row in enumerate(self.rows):
+            if row.kind == "gradient" and not row.ok and row.name in self.apart:
+                self.rows[index] = self._tied(row, self.apart[row.name], told, want["gradient"])
+
+        def answer(at: Mapping[str, Any]) -> Sequence[Answer] | None:
+            return ours.answer(each, None, at)
+
+        self.prove_gradients(theirs.order, told, want, lambda row: trials(row, answer), answer)
+        if optimizer is not None:
+            self.compare_step(told, want, before)
 
     def weigh(
         self, wanted: Mapping[str, np.ndarray], told: Sequence[Mapping[str, np.ndarray]], share_copies: bool
@@ -124,9 +184,6 @@ class Comparison:
             pieces, rounding = _pieces(told, "loss", name), self.rounding_of("loss", name, want)
             self.rows.append(self._row("loss", name, whole, pieces, Layout(), rounding))
 
-    def compare_gradients(self, told: Sequence[Answer], want: Answer) -> None:
-        self.rows += self.gradients(told, want)
-
     def gradients(self, told: Sequence[Answer], want: Answer) -> list[Row]:
         """A row for the gradient of each parameter and of each input."""
         among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
@@ -159,6 +216,16 @@ class Comparison:
                     pieces[rank] = piece = np.array(piece, np.float64)
                     piece[here] = np.where(np.abs(piece[here] - cut) <= free, cut, piece[here])
             self.rows.append(self._row("parameter", name, whole, pieces, layout, self.rounding))
+
+    def _tied(self, row: Row, apart: Sequence[str], told: Sequence[Answer], want: Mapping[str, Any]) -> Row:
+        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
+        words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
+        parts = [[rank["gradient"][name] for name in (row.name, *apart)] for rank in told]
+        if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
+            both = [np.sum(np.stack(rank), axis=0) for rank in parts]
+            if judge(both, want[row.name], self.layouts[row.name], self.mesh, self.rounding).ok:
+                words += ": this is the gradient of one use, and those of both add up to the reference's"
+        return replace(row, words=words, mistake="tied")
 
     def judge_output(
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], moved: float | None = None
@@ -296,11 +363,11 @@ class Comparison:
         told: Sequence[Answer],
         want: Answer,
         trials: Callable[[Row], Iterable[Trial]],
-        answer: Callable[[Trial], Sequence[Answer] | None],
+        answer: Callable[[Mapping[str, Any]], Sequence[Answer] | None],
     ) -> None:
         """Where all outputs are right and gradients are not, look for a repair of the first wrong ones.
 
-        trials   what to try on the model; `answer` runs it with a trial, None where that fails
+        trials   what to try on the model; `answer` runs it with the changes of a trial
         """
         rows = folded(in_backward_order(self.rows, order))
         first = [row for row in rows if row.kind == "gradient" and not row.ok and not row.follows]
@@ -317,7 +384,7 @@ class Comparison:
         self, row: Row, rows: Sequence[Row], told: Sequence[Answer], want: Answer, answer: Any, trial: Trial
     ) -> str:
         """What is right with a trial: nothing if neither this gradient nor one behind it is, or others turn wrong."""
-        again = self._with_sums(told, *trial.at["gradients"]) if "gradients" in trial.at else answer(trial)
+        again = self._with_sums(told, *trial.at["gradients"]) if "gradients" in trial.at else answer(trial.at)
         if again is None:
             return ""
         now = {one.name: one.ok for one in self.gradients(again, want)}
@@ -377,7 +444,7 @@ class Comparison:
         """All rows, with gradients in the order in which the reference's arrive, and what follows from what."""
         rows = folded(in_backward_order(self.rows, order))
         begins = where_it_begins(rows)
-        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *([begins] if begins else [])])
+        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *self.notes, *([begins] if begins else [])])
 
 
 def _moved(want: Answer, again: Answer, kind: str, name: str) -> float:

@@ -250,16 +250,19 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def where_it_begins(rows: Sequence[Row]) -> str:
-    """A note on where gradients begin to be wrong; "" if an output is wrong, or only one parameter's gradient is."""
-    if any(not row.ok and row.kind in ("value", "output", "loss", "activation") for row in rows):
-        return ""
+    """A note on where gradients begin to be wrong, in rows that are folded; "" if an output is wrong, or only the
+    gradients of one module are."""
     order = [row for row in _gradients(rows) if _tells(row)]
-    first = next((index for index, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
-    if first == 0 or order[first].mistake in ("scaled", "missing", "gather") or _is_right_behind(order[first], order):
+    place = next((place for place, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
+    if place == 0 or order[place].follows or order[place].mistake in ("scaled", "missing", "gather"):
+        return ""
+    first, module = order[place], order[place].name.rpartition(".")[0]
+    behind = [row for row in order if row.follows == first.title]
+    if all(module and row.name.rpartition(".")[0] == module for row in behind):
         return ""
     return (
         "all outputs are right; in the order of the backward pass, gradients are right up to "
-        f"{order[first - 1].name} and wrong from {order[first].name} on: look at what is between the two"
+        f"{order[place - 1].name} and wrong from {first.name} on: look at what is between the two"
     )
 
 
@@ -270,15 +273,3 @@ def _gradients(rows: Sequence[Row]) -> Iterator[Row]:
 def _tells(row: Row) -> bool:
     """Whether a gradient is evidence about the ones before and after it. One that is zero in both models is not."""
     return not (row.ok and row.words.startswith(("zero", "no gradient")))
-
-
-def _is_right_behind(row: Row, gradients: Sequence[Row]) -> bool:
-    """Whether the next gradient in the backward pass, of another module, is right: then the tensor's is right too."""
-    module = row.name.rpartition(".")[0]
-    behind = (
-        other
-        for other in gradients[gradients.index(row) + 1 :]
-        if _tells(other) and not (module and other.name.rpartition(".")[0] == module)
-    )
-    nearest = next(behind, None)
-    return nearest is not None and nearest.ok

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.comparison import FACTS, NOT_COMPARED, Comparison, each_input, noise_for, nudged
+from tplab.checking.comparison import FACTS, Comparison, each_input, noise_for, nudged
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import AVERAGED, Reduction, Trial, of_reductions
 from tplab.checking.verdict import EPSILON, Rounding, label
@@ -75,36 +75,23 @@ def check_parallel(
     params, changed = _perturbed(params) if perturb else (params, [])
     alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
     theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)
-    ours = _Side(model, shard_params(params, specs, mesh), inputs, kwargs or {}, mesh, loss, specs, spec_of_each)
+    pieces = shard_params(params, specs, mesh)
+    ours = _Side(model, pieces, inputs, kwargs or {}, mesh, loss, specs, spec_of_each, after_backward)
     layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
     comparison = Comparison(mesh, _rounding(params, inputs), layouts, spec_of_each)
     comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
     notes = [perturbed(changed)] if changed else []
-    outputs = theirs.outputs()[0] if loss is None else {}
-    has_loss = not any(x.ndim for x in outputs.values())
-    weights = {} if has_loss else comparison.weigh(outputs, ours.outputs(), share_copies=True)
-    if weights or has_loss:
-        on_one = {name: [whole] for name, (whole, _) in weights.items()}
-        want = theirs.answer(on_one, optimizer)[0]
-        comparison.see_again((_again(theirs, seed).answer(on_one)[0] for seed in (0, 1)), want)
-        each = {name: each for name, (_, each) in weights.items()}
-        told = ours.answer(each, optimizer, after_backward, at={})
-        comparison.compare_outputs(told, want)
-        comparison.compare_gradients(told, want)
-        comparison.prove_gradients(
-            theirs.order,
-            told,
-            want,
-            lambda row: _trials(row, ours, mesh),
-            lambda trial: ours.answer(each, None, after_backward, trial.at),
-        )
-        if optimizer is not None:
-            comparison.compare_step(told, want, _whole_arrays(params))
-    else:
-        told = [{"output": x, "loss": {}} for x in ours.outputs()]
-        comparison.compare_outputs(told, {"output": outputs, "loss": {}})
-        notes.append(NOT_COMPARED)
+    comparison.compare(
+        theirs,
+        ours,
+        (_again(theirs, seed) for seed in (0, 1)),
+        lambda row, answer: _trials(ours, mesh),
+        has_loss=loss is not None or not any(x.ndim for x in theirs.outputs()[0].values()),
+        share_copies=True,
+        optimizer=optimizer,
+        before=_whole_arrays(params),
+    )
     if (first := comparison.first_wrong) is not None and first.mistake not in FACTS:
         _look_for_the_cause(first, theirs, ours, comparison)
     return comparison.report(theirs.order, notes)
@@ -128,9 +115,11 @@ class _Side:
         loss: Loss | None,
         specs: Any = None,
         in_specs: Sequence[P] | None = None,
+        after_backward: Callable[[Any], Any] | None = None,
     ):
         self.model, self.params, self.inputs, self.kwargs = model, params, inputs, kwargs
         self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
+        self.after_backward = after_backward
         self.in_specs = tuple(in_specs or [P()] * len(inputs))
         self.loss_varies: frozenset[str] = frozenset()
         self.reductions: list[Reduction] = []
@@ -160,7 +149,6 @@ class _Side:
         self,
         weights: Mapping[str, Sequence[np.ndarray]],
         optimizer: Any = None,
-        after_backward: Callable[[Any], Any] | None = None,
         at: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Arrays]]:
         """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step); with
@@ -189,7 +177,7 @@ class _Side:
             self.order = backward_order(forward.jaxpr, _names(params))
             floats = [inputs[index] for index in indices]
             grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
-            by_params = grads[0] if after_backward is None else after_backward(grads[0])
+            by_params = grads[0] if self.after_backward is None else self.after_backward(grads[0])
             told = {"output": outputs, "loss": loss, "gradient": _named(by_params)}
             told["input"] = {f"input {index}": grad for index, grad in zip(indices, grads[1], strict=True)}
             if optimizer is not None:
@@ -224,7 +212,7 @@ class _Side:
         return [jax.tree.map(np.asarray, result) for result in results]
 
 
-def _trials(row: Row, ours: _Side, mesh: Mesh) -> Iterator[Trial]:
+def _trials(ours: _Side, mesh: Mesh) -> Iterator[Trial]:
     """What to try where a gradient is wrong and all outputs are right."""
     if axes := tuple(name for name in mesh.axis_names if name in ours.loss_varies and mesh.axis_size(name) > 1):
         words = f"with all_reduce(loss, {label(axes)}, 'mean'): it may differ along it as far as JAX's types know, and "

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.comparison import FACTS, NOT_COMPARED, Comparison, each_input, noise_for, nudged
+from tplab.checking.comparison import FACTS, Comparison, each_input, noise_for, nudged
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import AVERAGED, MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
@@ -78,45 +78,45 @@ def check_parallel(
     whole = reference if isinstance(reference, nn.Module) else run(reference, alone).per_rank[0]
     if not isinstance(whole, nn.Module):
         raise TypeError(f"the reference is {type(whole).__name__}; give the whole model, or a function that makes it")
-    check = _Check(model, whole, mesh, inputs, kwargs or {}, each_input(in_specs, len(inputs)), specs or {}, names, on)
+    rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
+    split = each_input(in_specs, len(inputs))
+    ours = Side(
+        model,
+        whole,
+        mesh,
+        inputs,
+        kwargs or {},
+        in_specs=split,
+        rename=rename,
+        on=on,
+        loss=loss,
+        after_backward=after_backward,
+    )
+    theirs = Side(lambda whole: whole, whole, alone, inputs, kwargs or {}, loss=reference_loss or loss)
+    check = _Check(ours, theirs, specs or {})
     check.compare_values()
     if perturb:
         check.perturb()
-    check.compare_passes(loss, reference_loss or loss, optimizer, after_backward)
+    check.compare_passes(optimizer)
     check.look_for_the_cause()
     if check.is_training:
         check.rows += mask_rows(check.ours.masks(), mesh)
-    return check.comparison.report(check.order, check.notes)
+    return check.comparison.report(theirs.order, check.notes)
 
 
 class _Check:
     """The two sides, and what has been found so far."""
 
-    def __init__(
-        self,
-        model: Callable[[Any], nn.Module],
-        whole: nn.Module,
-        mesh: Mesh,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        in_specs: list[P],
-        specs: Mapping[str, P | Layout],
-        names: Mapping[str, str] | Callable[[str], str] | None,
-        on: str | None,
-    ):
-        rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
-        alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
-        self.mesh, self.specs, self.rename = mesh, specs, rename
-        self.ours = Side(model, whole, mesh, inputs, kwargs, in_specs=in_specs, rename=rename, on=on)
-        self.theirs = Side(lambda whole: whole, whole, alone, inputs, kwargs)
+    def __init__(self, ours: Side, theirs: Side, specs: Mapping[str, P | Layout]):
+        whole = theirs.reference
+        self.ours, self.theirs, self.mesh, self.specs, self.rename = ours, theirs, ours.mesh, specs, ours.rename
         self.whole = dict(whole.named_parameters(remove_duplicate=False))
-        everything = [x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)]
+        everything = [x for x in (*ours.inputs, *ours.kwargs.values()) if isinstance(x, Tensor)]
         rounding = Rounding.of(
             [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
         )
-        self.comparison = Comparison(mesh, rounding, {}, in_specs)
+        self.comparison = Comparison(ours.mesh, rounding, {}, ours.in_specs)
         self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
-        self.order: list[str] = []
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -171,75 +171,52 @@ class _Check:
 
     # --- one pass of each, and a step -------------------------------------------------------------------------------
 
-    def compare_passes(
-        self, loss: Loss | None, reference_loss: Loss | None, optimizer: Any, after_backward: Any
-    ) -> None:
+    def compare_passes(self, optimizer: Any) -> None:
         """Add rows for outputs, loss, gradients, and parameters after a step."""
-        weights: dict[str, Any] = {}
-        self.has_gradients = True
-        if loss is None and not self.theirs.ask(_brings_a_loss)[0]:
-            weights = self.comparison.weigh(self.theirs.outputs()[0], self.ours.outputs(), share_copies=False)
-            self.has_gradients = bool(weights)
-        on_one = {name: whole[None] for name, (whole, _) in weights.items()}
-        if not self.has_gradients:
-            self.notes.append(NOT_COMPARED)
-            want, told = ([{"output": x, "loss": {}} for x in side.outputs()] for side in (self.theirs, self.ours))
-            self.comparison.addends = self._addends()
-            self.comparison.compare_outputs(told, want[0])
-            return
-        want = self.theirs.answer(reference_loss, on_one, optimizer)[0]
-        self.comparison.see_again((side.answer(reference_loss, on_one, None)[0] for side in self._again()), want)
-        each = {name: each for name, (_, each) in weights.items()}
-        told = self.ours.answer(loss, each, optimizer, after_backward)
-        self.order = want["order"]
-        self.comparison.addends = self._addends()
-        self.comparison.compare_outputs(told, want)
-        self.comparison.compare_gradients(told, want)
-        for index, row in enumerate(self.rows):
-            if row.kind == "gradient" and not row.ok and row.name in self.comparison.layouts:
-                self.rows[index] = self._tied(row, told, want["gradient"])
-
-        def answer(at: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-            try:
-                return self.ours.answer(loss, each, None, after_backward, at)
-            except TplabError:  # ranks do not all run what the trial needs
-                return None
-
-        self.comparison.prove_gradients(
-            self.order,
-            told,
-            want,
-            lambda row: self._trials(row, told[0]["reductions"], answer),
-            lambda trial: answer(trial.at),
+        values = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
+        inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs) if isinstance(x, Tensor)}
+        self.comparison.addends = {name: x for name, x in values.items() if x.ndim == 1} | {
+            name: to_numpy(x) for name, x in inputs.items() if x.is_floating_point() and x.dim()
+        }
+        for name in self.comparison.layouts:
+            twins = [n for n in self.comparison.layouts if n != name and self.whole[n] is self.whole[name]]
+            if apart := [n for n in twins if self.same[n] != self.same[name]]:
+                self.comparison.apart[name] = apart
+        self.comparison.compare(
+            self.theirs,
+            self.ours,
+            self._again(),
+            self._trials,
+            has_loss=self.theirs.loss is not None or self.theirs.ask(_brings_a_loss)[0],
+            share_copies=False,
+            optimizer=optimizer,
+            before=values,
         )
-        if optimizer is not None:
-            before = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
-            self.comparison.compare_step(told, want, before)
 
     def _again(self) -> Iterator[Side]:
         """The reference where rounding is changed: its parameters, and its inputs too; sums in another order."""
         for seed in (0, 1):
 
             def other(x: Any, seed: int = seed) -> Any:
+                """x, each number one unit in the last place off."""
                 if not isinstance(x, Tensor) or not x.is_floating_point():
                     return x
-                epsilon = Rounding(_dtype(x)).epsilon
-                return torch.from_numpy(nudged(to_numpy(x), epsilon, seed)).to(x.dtype)
+                return torch.from_numpy(nudged(to_numpy(x), Rounding(_dtype(x)).epsilon, seed)).to(x.dtype)
 
-            theirs, inputs, kwargs = self.theirs, self.theirs.inputs, self.theirs.kwargs
+            side = copy.copy(self.theirs)
+            side.changes = dict(side.changes)
+            for name, p in side.reference.named_parameters():
+                side.changes[name] = Layout(), to_numpy(other(p)) - to_numpy(p) + self._noise(name)
+            side.parts = max(2, self.mesh.size)
             if seed:
-                inputs, kwargs = [other(x) for x in inputs], {name: other(x) for name, x in kwargs.items()}
-            whole = copy.deepcopy(theirs.reference)
-            with torch.no_grad():
-                for parameter in whole.parameters():
-                    parameter.copy_(other(parameter))
-            side = Side(theirs.build, whole, theirs.mesh, inputs, kwargs)
-            side.changes, side.parts = theirs.changes, max(2, self.mesh.size)
+                side.inputs, side.kwargs = [*map(other, side.inputs)], {n: other(x) for n, x in side.kwargs.items()}
             yield side
 
-    def _trials(self, row: Row, reductions: Sequence[Any], answer: Callable[..., Any]) -> Iterator[Trial]:
+    def _trials(self, row: Row, answer: Callable[[Mapping[str, Any]], Any]) -> Iterator[Trial]:
         """What to try where a gradient is wrong and all outputs are right."""
-        for op, shape in dict.fromkeys(gather for rank in answer({"gathers": ()}) or () for gather in rank["gathers"]):
+        order, reductions = self.theirs.order, self.ours.reductions
+        found = self.ours.gathers if answer({"gathers": ()}) else []
+        for op, shape in dict.fromkeys(found):
             other, how, does = "gather_from", "in the same way", "adds no gradients up"
             if op == "gather_from":
                 other, how, does = "all_gather", "in different ways", "adds gradients up"
@@ -250,9 +227,9 @@ class _Check:
         yield from of_reductions(reductions, AVERAGED)
         if row.mistake not in ("partial", "other", "disagree"):
             return
-        place = self.order.index(row.name) if row.name in self.order else len(self.order)
+        place = order.index(row.name) if row.name in order else len(order)
         right = {one.name for one in self.rows if one.kind == "gradient" and one.ok}
-        modules = [name.rpartition(".")[0] for name in reversed(self.order[:place]) if name in right]
+        modules = [name.rpartition(".")[0] for name in reversed(order[:place]) if name in right]
         near = [name for name in dict.fromkeys(modules) if name and not row.name.startswith(f"{name}.")]
         known = list(dict(self.theirs.reference.named_modules()))
         for count in range(1, min(len(near), MOST_TRIALS // 2) + 1):
@@ -269,31 +246,8 @@ class _Check:
                     words = f"with copy_to(x, {label(axes)}), Megatron's f, at the input of {listed}"
                     yield Trial(words, "copy_to at the inputs of modules", {"entrance": (names, axes)})
 
-    def _addends(self) -> dict[str, Any]:
-        """The values of each parameter that may be a bias, as both models have them in the check, and the inputs."""
-        biases = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items() if p.dim() == 1}
-        inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs)}
-        return biases | {
-            n: to_numpy(x) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim()
-        }
-
     def _noise(self, name: str) -> Any:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
-
-    def _tied(self, row: Row, told: Sequence[Mapping[str, Any]], want: Mapping[str, Any]) -> Row:
-        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
-        name, layouts = row.name, self.comparison.layouts
-        others = [n for n in layouts if n != name and self.whole[n] is self.whole[name]]
-        apart = [n for n in others if self.same[n] != self.same[name]]
-        if not apart:
-            return row
-        words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
-        parts = [[rank["gradient"].get(n) for n in (name, *apart)] for rank in told]
-        if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
-            both = [np.sum(rank, axis=0) for rank in parts]
-            if judge(both, want[name], layouts[name], self.mesh, self.comparison.rounding).ok:
-                words += ": this is the gradient of one use, and those of both add up to the reference's"
-        return replace(row, words=words, mistake="tied")
 
     # --- where it leads -----------------------------------------------------------------------------------------------
 

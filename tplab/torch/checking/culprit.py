@@ -149,17 +149,8 @@ class Search:
         whole, pieces = reference.inputs[name], [rank.inputs[name] for rank in self._told]
         before = [other for other in ours.outputs if not other.startswith(f"{name}.")]
         before = before[: before.index(name)] if name in before else []
-        addends: dict[str, np.ndarray] = {}
-        for other, x in reference.outputs.items():
-            if other not in ours.outputs:  # what a function computes here
-                bias = reference.biases.get(other)
-                addends |= (
-                    {} if bias is None else {f"{other}.bias": bias, f"{other}'s output without its bias": x - bias}
-                )
-                addends[f"{other}'s output"] = x
-        addends |= {
-            f"the input of {other}": reference.inputs[other] for other in before[-3:] if other in reference.inputs
-        }
+        addends = {f"{other}.bias": x for other, x in reference.biases.items() if other not in ours.outputs}
+        addends |= {f"the input of {one}": reference.inputs[one] for one in before[-3:] if one in reference.inputs}
         addend = self._comparison.addend_of(whole, pieces, addends)
         said = addend.verdict if addend else verdict
         where = f"; look at what is between {before[-1] if before else 'the input'} and {name}"

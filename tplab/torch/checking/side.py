@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.errors import SpecError
+from tplab.checking.tried import Reduction
+from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -46,6 +47,7 @@ class Side:
     rename     the model's name of a parameter -> the reference's
     in_specs   a P for each input: a rank's model gets the piece
     on         where the ranks are, as in `run`
+    loss       of the output; without one it is the output's own, or its weighted sum. after_backward: of the model
     changes    name -> layout and array: what is added to parameters before the model runs (in the reference's names)
     parts      in so many parts matmuls add up their products, if more than 1
     """
@@ -61,9 +63,13 @@ class Side:
         in_specs: Sequence[P] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         on: str | None = None,
+        loss: Loss | None = None,
+        after_backward: Callable[[nn.Module], Any] | None = None,
     ):
         self.build, self.reference, self.mesh, self.inputs, self.kwargs = build, reference, mesh, inputs, kwargs
         self.in_specs, self.rename, self.on = in_specs or [P()] * len(inputs), rename, on
+        self.loss, self.after_backward = loss, after_backward
+        self.order, self.reductions, self.gathers = list[str](), list[Reduction](), list[tuple[str, tuple[int, ...]]]()
         self.changes: dict[str, tuple[Layout, np.ndarray]] = {}
         self.parts = 1
 
@@ -90,27 +96,24 @@ class Side:
 
     def answer(
         self,
-        loss: Loss | None,
         weights: Mapping[str, Any],
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        after_backward: Callable[[nn.Module], Any] | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         at: Mapping[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:
-        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
-        the parameters in the order in which their gradients arrive; under "reductions" the all_reduces that the program
-        calls, and under "gathers" those that a trial found.
+    ) -> list[dict[str, Any]] | None:
+        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Then `order` has the
+        parameters in the order in which their gradients arrive, `reductions` the all_reduces that the program calls,
+        and `gathers` those that a trial has found. None where a trial fails.
 
-        loss      of the output; without one it is the output's own, or the outputs weighted by `weights`, which has an
-                  array for each rank
+        weights   of the outputs where there is no loss: an array for each rank
         at        the changes of a trial
         """
 
-        def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any, tried: Tried) -> dict[str, Any]:
+        def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any, tried: Tried) -> tuple[Any, ...]:
             named, order = self._named(model), list[str]()
             output = model(*inputs, **kwargs)
             outputs = floats_in(output)
-            own = loss or own_loss(output)
-            told: dict[str, Any] = {"output": {n: to_numpy(x) for n, x in outputs.items()}, "loss": {}, "order": order}
+            own = self.loss or own_loss(output)
+            told: dict[str, Any] = {"output": {n: to_numpy(x) for n, x in outputs.items()}, "loss": {}}
             if own is not None:
                 value = own(output)
                 told["loss"]["loss"] = to_numpy(value)
@@ -123,8 +126,8 @@ class Side:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
             tried.before_backward(value)
             value.backward()
-            if after_backward is not None:
-                after_backward(model)
+            if self.after_backward is not None:
+                self.after_backward(model)
             told["gradient"] = {n: None if p.grad is None else to_numpy(p.grad) for n, p in named.items()}
             leaves = {f"input {number}": x for number, x in enumerate(inputs) if isinstance(x, Tensor)}
             told["input"] = {
@@ -133,9 +136,17 @@ class Side:
             if optimizer is not None:
                 optimizer(model.parameters()).step()
                 told["parameter"] = {name: to_numpy(p) for name, p in named.items()}
-            return told | {"reductions": tried.found, "gathers": tried.gathers}
+            return told, order, tried.found, tried.gathers
 
-        return self.ask(pass_through, at)
+        try:
+            found = self.ask(pass_through, at)
+        except TplabError:
+            if at:  # ranks do not all run what the trial needs
+                return None
+            raise
+        _, self.order, self.reductions, _ = found[0]
+        self.gathers = [gather for _, _, _, gathers in found for gather in gathers]
+        return [told for told, *_ in found]
 
     def masks(self) -> list[Seen]:
         """The dropout masks of one forward pass of each rank, in the mode in which the model was built."""
