@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.comparison import FACTS, Comparison, each_input, noise_for, nudged
+from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.proofs import FACTS, Check
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import AVERAGED, Reduction, Trial, of_reductions
 from tplab.checking.verdict import EPSILON, Rounding, label
@@ -78,7 +79,7 @@ def check_parallel(
     pieces = shard_params(params, specs, mesh)
     ours = _Side(model, pieces, inputs, kwargs or {}, mesh, loss, specs, spec_of_each, after_backward)
     layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
-    comparison = Comparison(mesh, _rounding(params, inputs), layouts, spec_of_each)
+    comparison = Check(mesh, _rounding(params, inputs), layouts, spec_of_each)
     comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
     notes = [perturbed(changed)] if changed else []
@@ -220,7 +221,7 @@ def _trials(ours: _Side, mesh: Mesh) -> Iterator[Trial]:
     yield from of_reductions(ours.reductions, AVERAGED)
 
 
-def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Comparison) -> None:
+def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Check) -> None:
     """Look for a repair with which the first wrong output is right."""
     outputs = theirs.outputs()[0]
     ours.outputs({})

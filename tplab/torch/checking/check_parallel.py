@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.comparison import FACTS, Comparison, each_input, noise_for, nudged
+from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.proofs import FACTS, Check
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import AVERAGED, MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
@@ -115,7 +116,7 @@ class _Check:
         rounding = Rounding.of(
             [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
         )
-        self.comparison = Comparison(ours.mesh, rounding, {}, ours.in_specs)
+        self.comparison = Check(ours.mesh, rounding, {}, ours.in_specs)
         self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
 
     # --- before -------------------------------------------------------------------------------------------------------
