@@ -96,7 +96,7 @@ def test_a_wrong_output_makes_all_gradients_wrong():
 
 def test_where_gradients_begin_to_be_wrong():
     right, wrong, behind = row("gradient", "a"), row("gradient", "b", *PART), row("gradient", "c", "off")
-    note = where_it_begins([right, wrong, behind])
+    note = where_it_begins(folded([right, wrong, behind]))
     assert note.endswith("gradients are right up to a and wrong from b on: look at what is between the two")
     for rows in (
         [wrong, behind],
@@ -104,8 +104,8 @@ def test_where_gradients_begin_to_be_wrong():
         [right, wrong, row("gradient", "c")],
         [row("output", "y", "off"), right, wrong],
     ):
-        assert where_it_begins(rows) == ""
-    assert where_it_begins([right, row("gradient", "b", "2 times", "scaled"), behind]) == ""
+        assert where_it_begins(folded(rows)) == ""
+    assert where_it_begins(folded([right, row("gradient", "b", "2 times", "scaled"), behind])) == ""
 
 
 def test_what_follows_is_folded():
