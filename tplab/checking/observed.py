@@ -125,8 +125,11 @@ def first_fit(
         if any(here[rank].shape != way.want[rank].shape for rank in got):
             continue
         held.append((way, here, max(largest(here[rank] - way.want[rank]) for rank in got)))
-        if held[-1][2] <= tolerance:
-            return Observed("equal", way.layout, gap=held[-1][2])
+        if held[-1][2] <= tolerance and not apart:
+            break
+    closest = min(held, key=lambda one: one[2], default=None)
+    if closest is not None and closest[2] <= tolerance:
+        return Observed("equal", closest[0].layout, gap=closest[2])
     for way, here, gap in held:
         pairs = [(here[rank], way.want[rank]) for rank in got]
         factor = factor_between(pairs, tolerance, plain)
@@ -145,7 +148,8 @@ def first_fit(
     for way, here, gap in held if apart else ():
         pairs = [(here[rank], way.want[rank]) for rank in got if largest(way.want[rank]) > tolerance]
         each = tuple(factor_between([pair], tolerance) or 0.0 for pair in pairs)
-        if all(each) and all(want.size > 1 for _, want in pairs):  # a single number is a multiple of any other
+        differ = (max(each) - min(each)) * max(largest(want) for _, want in pairs) > 4 * tolerance if each else False
+        if differ and all(each) and all(want.size > 1 for _, want in pairs):  # a single number is one of any other
             return Observed("multiples", way.layout, factors=each, gap=gap)
     for way, gap, axes, groups, pairs in summed:
         is_number = any(want.size < 2 for _, want in pairs)

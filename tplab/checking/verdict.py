@@ -25,7 +25,7 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 TIMES = 4
 """How many times as far as the reference itself moves a tensor may be off: ranks add up in several other orders."""
 
-NOISE = 0.02
+NOISE = 0.25
 """A tensor that rounding moves by more than this, relative to its largest element, may be nothing but rounding. So it
 is compared with the largest tensor of its kind."""
 
@@ -106,8 +106,11 @@ class Rounding:
     def slack(self, size: float) -> float:
         """How far any element may be off of a tensor whose largest element is `size`."""
         own = self.tolerance * size if self.moved is None else max(TIMES * self.moved, 4 * self.epsilon * size)
-        noise = 8 * self.epsilon * self.among
-        return max(own, noise) if size <= noise and (self.moved is None or self.moved >= NOISE * size) else own
+        return max(own, 8 * self.epsilon * self.among) if self.is_noise(size) else own
+
+    def is_noise(self, size: float) -> bool:
+        """Whether such a tensor may be nothing but rounding."""
+        return size <= 8 * self.epsilon * self.among and (self.moved is None or self.moved >= NOISE * size)
 
     def words(self, error: float, moved: float | None) -> str:
         """What to say of an error that is rounding."""
@@ -150,7 +153,7 @@ def judge(
         return Verdict(False, np.inf, 0.0, words, "not finite")
     if found.kind == "shape":
         return Verdict(False, np.inf, rounding.tolerance, _shape_words(known, reference, found.layout, mesh), "shape")
-    if size <= slack:  # such as the gradient of key's bias, which softmax ignores
+    if rounding.is_noise(size):  # such as the gradient of key's bias, which softmax ignores
         error = max(largest(np.asarray(piece, np.float64)) for piece in known) / (rounding.among or 1.0)
         is_zero = error * (rounding.among or 1.0) <= slack
         words = "zero, as in the reference" if error == 0 else "zero up to rounding, as in the reference"
