@@ -97,7 +97,10 @@ APART = r"apart from mlp\.down\.bias, it is"
 UNKNOWN = "what goes in is right; cause not known; tried: leaving out an all_reduce"
 REPORTS = {  # the module in which it happens, and what is said of it
     "missing": ("mlp.down", "own part, without its bias.* all outputs are right with an all_reduce over 'tp' here$"),
-    "doubled": ("mlp", rf"{APART} 3 times the reference \(there are 3 ranks of 'tp'\); {UNKNOWN}"),
+    "doubled": (
+        "mlp",
+        rf"{APART} 3 times the reference .* all outputs are right without all_reduce\(x, 'tp'\) in test_f",
+    ),
     "mean": ("mlp", rf"{APART} 1/3 of the reference .* all outputs are right with a sum in place of all_reduce"),
     "divided": ("mlp", rf"{APART} 1/3 of the reference .* not divided by the number of ranks"),
     "bias before the sum": ("mlp", r"bias is added 3 times; all outputs are right with mlp\.down\.bias on one rank"),
@@ -259,9 +262,9 @@ class Between(nn.Module):
             "missing",
             "each rank adds the input of up and down.bias to its own part: apart from that, over 'tp' the parts",
         ),
-        ("doubled", "down's output without its bias is added 3 times; look"),
+        ("doubled", "apart from the input of up and down.bias, it is 3 times the reference"),
         ("doubled", WITHOUT),
-        ("mean", "down's output without its bias is added 0.33333 times; look"),
+        ("mean", "apart from the input of up and down.bias, it is 1/3 of the reference"),
         ("mean", "all outputs are right with a sum in place of all_reduce(x, 'tp', 'mean') in test_first_wrong.py"),
         ("bias before the sum", "down.bias is added 3 times"),
         (

@@ -78,15 +78,13 @@ class Comparison:
         slack = 100 * self.rounding.tolerance * max(map(largest, pieces))
         return self.mesh.axis_size(spare) if spare and agree(pieces, self.mesh.groups(spare), slack) else 1
 
-    def see_again(self, agains: Iterable[Answer | None], want: Answer) -> None:
+    def see_again(self, agains: Iterable[Answer], want: Answer) -> None:
         """What the reference answers where rounding is changed shows how far that moves each tensor. An answer that is
         another one, as of a model that draws random numbers or takes the largest of some, says nothing."""
         most = min(MOST_MOVED, MOST_TOLERANCES * self.rounding.tolerance)
         for again in agains:
             outputs = [(kind, name) for kind in ("output", "loss") for name in want[kind]]
-            if again is not None and all(
-                _moved(want, again, *key) <= most * largest(want[key[0]][key[1]]) for key in outputs
-            ):
+            if all(_moved(want, again, *key) <= most * largest(want[key[0]][key[1]]) for key in outputs):
                 self.agains.append(again)
 
     def rounding_of(self, kind: str, name: str, want: Answer, among: float = 0.0) -> Rounding:

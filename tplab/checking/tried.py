@@ -41,8 +41,8 @@ class Trial(NamedTuple):
 
 
 LEFT_OUT, UNDIVIDED, SUMMED, AVERAGED = "left out", "undivided", "summed", "averaged"
-"""What is tried on an all_reduce: the input in place of the result, where all ranks hold the same; the result times the
-number of ranks; a sum in place of a mean, a maximum or a minimum; a mean, where they do not hold the same."""
+"""What is tried on an all_reduce: it is left out where all ranks hold the same; its result times the number of ranks; a
+sum in place of a mean, a maximum or a minimum; a mean where ranks do not hold the same."""
 
 SAME = 1e-4
 """Relative: what differs by more is not the same on every rank."""

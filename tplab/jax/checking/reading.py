@@ -114,7 +114,7 @@ def _other_result(how: str, x: Any, result: Any, names: tuple[str, ...]) -> Any:
     mean = result / num_ranks
     gap = all_reduce(jnp.abs(x - mean).max(initial=0), names, "max")
     is_same = gap <= SAME * jnp.abs(mean).max(initial=0)
-    return jnp.where(is_same == (how == LEFT_OUT), mean, jnp.nan).astype(result.dtype)
+    return jnp.where(is_same == (how == LEFT_OUT), mean, result).astype(result.dtype)
 
 
 def _reduction(eqn: Any, jaxpr: Any) -> Reduction | None:

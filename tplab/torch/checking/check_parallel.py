@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.checking.comparison import each_input, noise_for, nudged
-from tplab.checking.proofs import FACTS, Check
+from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import AVERAGED, MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
@@ -258,7 +258,8 @@ class _Check:
         if self.comparison.first_wrong is None:
             return
         (reference,), told = self.theirs.ask(look_inside), self.ours.ask(look_inside)
-        search = Search(reference, told, [side.ask(look_inside)[0] for side in self._again()], self.comparison)
+        again = list(each_that_answers(self._again(), lambda side: side.ask(look_inside)))
+        search = Search(reference, told, again, self.comparison)
         culprit = search.culprit()
         if culprit.row is not None:
             index = next(index for index, one in enumerate(self.rows) if one.kind in ("output", "loss"))

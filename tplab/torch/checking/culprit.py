@@ -64,10 +64,12 @@ def look_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, An
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda module, args, name=name: before(name, args))
         module.register_forward_hook(lambda module, args, output, name=name: after(name, output))
-    model(*inputs, **kwargs)
+    with tried.softmaxes as softmaxes:
+        model(*inputs, **kwargs)
     biases = {name: getattr(module, "bias", None) for name, module in model.named_modules()}
     known = {name: to_numpy(bias) for name, bias in biases.items() if isinstance(bias, Tensor)}
-    return Inside(outputs, taken, known, reductions, [to_numpy(x) for x in tried.scores], tried.row_sum)
+    scores = [to_numpy(x) for x in softmaxes.scores]
+    return Inside(outputs, taken, known, reductions, scores, softmaxes.row_sum)
 
 
 class Search:

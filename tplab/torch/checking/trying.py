@@ -25,19 +25,18 @@ class Tried:
     """While it is open, a rank's model runs with the changes of `Trial.at`.
 
     found    the all_reduces that the program has called in lines of its own, in the order of calls
-    scores   the input of each softmax; row_sum: what rows of attention weights add up to, if not to 1
+    softmaxes   to be opened around what is to be watched
     gathers  those that are not used as their kind requires, after a backward pass: (op, shape of the result)
     """
 
     def __init__(self, model: nn.Module, at: Mapping[str, Any]):
         self.at, self.found, self.gathers = at, list[Reduction](), list[tuple[str, tuple[int, ...]]]()
-        self._model, self._softmaxes, self._open = model, Softmaxes(at.get("scores")), ExitStack()
+        self.softmaxes, self._model, self._open = Softmaxes(at.get("scores")), model, ExitStack()
 
     def __enter__(self) -> Tried:
         self.rank: Any = this_rank()
         self._do, self._begin = self.rank.do, self.rank.begin
         self.rank.do, self.rank.begin = self.do, self.begin
-        self._open.enter_context(self._softmaxes)
         modules, (names, axes) = dict(self._model.named_modules()), self.at.get("entrance", ((), ()))
         for name in names:
             hook = modules[name].register_forward_pre_hook(lambda module, args: _entered(args, axes))
@@ -50,14 +49,6 @@ class Tried:
     def __exit__(self, *_: Any) -> None:
         self._open.close()
         del self.rank.do, self.rank.begin
-
-    @property
-    def scores(self) -> list[Tensor]:
-        return self._softmaxes.scores
-
-    @property
-    def row_sum(self) -> int:
-        return self._softmaxes.row_sum
 
     # --- all_reduces -------------------------------------------------------------------------------------------------
 
@@ -87,7 +78,7 @@ class Tried:
             return total * num_ranks
         gap = (total - num_ranks * x).abs().amax() if x.numel() else x.new_zeros(())
         is_same = bool(self._do(rank.call("all_reduce", call.axis, ("max",)), gap) <= SAME * total.abs().amax())
-        return total / num_ranks if is_same == (how == LEFT_OUT) else torch.full_like(x, torch.nan)
+        return total / num_ranks if is_same == (how == LEFT_OUT) else total
 
     # --- gathers -----------------------------------------------------------------------------------------------------
 
