@@ -43,18 +43,33 @@ def addend_of(
     addends   by name in the verdict: biases [D], and tensors of the output's shape, such as inputs
     pieces    of the output, one per rank; `whole` is the reference's
     """
-    if verdict.ok or verdict.mistake == "not finite":
-        return None
-    whole = np.asarray(whole, np.float64)
-    got = [np.asarray(piece, np.float64) for piece in pieces]
+    whole, got = np.asarray(whole, np.float64), [np.asarray(piece, np.float64) for piece in pieces]
     want = [take(whole, layout, mesh, rank) for rank in mesh.ranks]
-    if any(g.shape != w.shape for g, w in zip(got, want)):
+    if verdict.ok or verdict.mistake == "not finite" or any(g.shape != w.shape for g, w in zip(got, want)):
         return None
     slack = min(10 * verdict.tolerance, verdict.error / 4) * largest(whole)  # less than what is to be explained
     for name, values in _with_sums(addends, whole):
         added = [take(np.broadcast_to(values, whole.shape), layout, mesh, rank) for rank in mesh.ranks]
-        if found := _explained(name, values, added, got, want, whole, layout, verdict, mesh, slack):
-            return found
+        apart, rest = (
+            observed([g - share * a for g, a in zip(got, added)], whole - values, mesh, slack, layout)
+            for share in (1, 0)
+        )
+        for share, found in (1, apart), (0, rest):
+            if found.is_partial and found.factor == 1:
+                own = f"adds {name} to its own part" if share else f"has only its own part, without {name}"
+                words = f"each rank {own}: apart from that, over {label(found.axes)} the parts add up to the reference"
+                return Addend(verdict._replace(words=words, mistake="partial", axes=found.axes), name, values, share)
+        excess = [g - w for g, w in zip(got, want)]
+        square = sum(float((a * a).sum()) for a in added)
+        more = sum(float((e * a).sum()) for e, a in zip(excess, added)) / max(square, 1e-300)
+        if all(largest(e - more * a) <= slack for e, a in zip(excess, added)):
+            times_added = "not added" if abs(more + 1) < 1e-3 else f"added {more + 1:.5g} times"
+            words = f"{name} {'are' if ' and ' in name else 'is'} {times_added}"
+            return Addend(verdict._replace(words=words, mistake="bias", axes=()), name, values, count=more + 1)
+        is_count = apart.kind == "scaled" and apart.factor and as_many(apart.factor, mesh)
+        if is_count and verdict.mistake not in ("scaled", "partial", "mean"):
+            words = f"apart from {name}, it is {times(apart.factor)}{as_many(apart.factor, mesh)}"
+            return Addend(verdict._replace(words=words, mistake="scaled", axes=()), name, values)
     return None
 
 
@@ -70,45 +85,3 @@ def _with_sums(addends: Mapping[str, np.ndarray], whole: np.ndarray) -> Iterator
         for other, bias in fits.items():
             if x.shape == whole.shape and bias.shape != whole.shape:
                 yield f"{name} and {other}", x + bias
-
-
-def _explained(
-    name: str,
-    values: np.ndarray,
-    added: Sequence[np.ndarray],
-    got: Sequence[np.ndarray],
-    want: Sequence[np.ndarray],
-    whole: np.ndarray,
-    layout: Layout,
-    verdict: Verdict,
-    mesh: Mesh,
-    slack: float,
-) -> Addend | None:
-    rests = {share: observed([g - share * a for g, a in zip(got, added)], whole - values, mesh, slack, layout)
-             for share in (1, 0)}  # fmt: skip
-    for share, rest in rests.items():
-        if rest.is_partial and rest.factor == 1:
-            words = (
-                f"each rank adds {name} to its own part"
-                if share
-                else f"each rank has only its own part, without {name}"
-            )
-            words += f": apart from that, over {label(rest.axes)} the parts add up to the reference"
-            return Addend(verdict._replace(words=words, mistake="partial", axes=rest.axes), name, values, share)
-    excess = [g - w for g, w in zip(got, want)]
-    square = sum(float((a * a).sum()) for a in added)
-    count = sum(float((e * a).sum()) for e, a in zip(excess, added)) / max(square, 1e-300) + 1
-    if all(largest(e - (count - 1) * a) <= slack for e, a in zip(excess, added)):
-        is_ = "are" if " and " in name else "is"
-        words = f"{name} {is_} not added" if abs(count) < 1e-3 else f"{name} {is_} added {count:.5g} times"
-        return Addend(verdict._replace(words=words, mistake="bias", axes=()), name, values, count=count)
-    rest = rests[1]
-    if (
-        rest.kind == "scaled"
-        and rest.factor
-        and as_many(rest.factor, mesh)
-        and verdict.mistake not in ("scaled", "partial", "mean")
-    ):
-        words = f"apart from {name}, it is {times(rest.factor)}{as_many(rest.factor, mesh)}"
-        return Addend(verdict._replace(words=words, mistake="scaled", axes=()), name, values)
-    return None

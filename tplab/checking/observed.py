@@ -152,7 +152,7 @@ def first_fit(
         if differ and all(each) and all(want.size > 1 for _, want in pairs):  # a single number is one of any other
             return Observed("multiples", way.layout, factors=each, gap=gap)
     for way, gap, axes, groups, pairs in summed:
-        is_number = any(want.size < 2 for _, want in pairs)
+        is_number = len({want.tobytes() for _, want in pairs}) == 1 and pairs[0][1].size < 2 and not plain
         factor = None if is_number else factor_between(pairs, tolerance * len(groups[0]), plain)
         if factor:
             return Observed("parts", way.layout, factor, axes, gap=gap)
