@@ -264,6 +264,7 @@ class Between(nn.Module):
         ),
         ("doubled", "apart from the input of up and down.bias, it is 3 times the reference"),
         ("doubled", WITHOUT),
+        ("missing", "all outputs are right with an all_reduce over 'tp' here, before the input of up and down.bias"),
         ("mean", "apart from the input of up and down.bias, it is 1/3 of the reference"),
         ("mean", "all outputs are right with a sum in place of all_reduce(x, 'tp', 'mean') in test_first_wrong.py"),
         ("bias before the sum", "down.bias is added 3 times"),

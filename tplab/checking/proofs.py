@@ -163,11 +163,11 @@ class Check(Comparison):
                 return []
         return []
 
-    def additions(self, row: Row, addend: Addend | None, place: str) -> list[Trial]:
+    def additions(self, row: Row, addend: Addend | None, place: str, kind: str = "exit") -> list[Trial]:
         """What to try on an output: a parameter that is added as often as an axis has ranks is there on one rank only;
         or parts are added up, before what each rank adds to its own.
 
-        place   of the output: a module, "" for the whole model
+        place   of the output: a module, "" for the whole model. kind: "given" for a module's input
         """
         found = []
         if addend is not None and addend.count is not None:
@@ -183,7 +183,7 @@ class Check(Comparison):
             added = addend.values if addend is not None and addend.share else np.zeros(())
             where = f", before {addend.name} is added" if addend is not None and addend.share else ""
             words = f"with an all_reduce over {label(row.axes)} here{where}"
-            found.append(Trial(words, "an all_reduce here", {"exit": (place, row.axes, added)}))
+            found.append(Trial(words, "an all_reduce here", {kind: (place, row.axes, added)}))
         return found
 
     def prove_gradients(

@@ -29,9 +29,10 @@ class Trial(NamedTuple):
     mistake  the keyword for what is wrong if this is the repair; "" keeps the one of what was observed
     at       what is changed, and how: "reductions" (by all_reduce: another result), "gathers" (each is of the other
              kind), "scores" (of softmaxes: a factor, or axes over which they are added up), "entrance" (modules, and
-             the axes of copy_to at their inputs), "exit" (a module, axes, an addend: what it returns is added up before
-             that), "parameters" (name -> layout and values), "loss" (axes over which it is averaged), "gradients"
-             (names, axes, "sum" or "mean"), "once" (a parameter, and the axes of which only the first rank has it)
+             the axes of copy_to at their inputs), "exit" and "given" (a module, axes, an addend: what it returns or
+             gets is added up before that), "parameters" (name -> layout and values), "loss" (axes over which it is
+             averaged), "gradients" (names, axes, "sum" or "mean"), "once" (a parameter, and the axes of which only the
+             first rank has it)
     """
 
     words: str

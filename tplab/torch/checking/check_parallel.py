@@ -283,8 +283,8 @@ class _Check:
     ) -> Iterator[Trial]:
         """What to try where an output is wrong."""
         addend = culprit.addend if culprit.row else self.comparison.added.get(first.name)
-        if not culprit.is_given or (addend and addend.count is not None):
-            yield from self.comparison.additions(first, addend, culprit.name)
+        kind = "given" if culprit.is_given else "exit"
+        yield from self.comparison.additions(first, addend, culprit.name, kind)
         yield from of_reductions(told[0].reductions.get(culprit.inside, ()))
         yield from self.comparison.scores(reference.scores, [rank.scores for rank in told])
 
@@ -297,7 +297,7 @@ class _Check:
         own = "inputs" if culprit.is_given else "outputs"
         for kind, name, words in ("outputs", "", "all outputs are right"), (own, culprit.name, "it is right"):
             found = search.judged(told, kind, name)
-            if found is not None and found[1].ok and not (name and "exit" in trial.at):
+            if found is not None and found[1].ok and not (name and trial.at.keys() & {"exit", "given"}):
                 return words
         return ""
 

@@ -157,5 +157,5 @@ class Search:
         said = addend.verdict if addend else verdict
         where = f"; look at what is between {before[-1] if before else 'the input'} and {name}"
         words = f"the first that is wrong, since its input is: {said.words.removesuffix(f'; {NEITHER}')}{where}"
-        row = Row.of("activation", name, whole.shape, layout, said._replace(words=words, axes=()))
+        row = Row.of("activation", name, whole.shape, layout, said._replace(words=words))
         return Culprit(name, row, addend, True, parent)

@@ -39,8 +39,12 @@ class Tried:
         self.rank.do, self.rank.begin = self.do, self.begin
         modules, (names, axes) = dict(self._model.named_modules()), self.at.get("entrance", ((), ()))
         for name in names:
-            hook = modules[name].register_forward_pre_hook(lambda module, args: _entered(args, axes))
+            hook = modules[name].register_forward_pre_hook(lambda _, args: _entered(args, lambda x: copy_to(x, axes)))
             self._open.callback(hook.remove)
+        if "given" in self.at:
+            name, over, part = self.at["given"]
+            change = partial(_left, axes=over, added=part)
+            self._open.callback(modules[name].register_forward_pre_hook(lambda _, args: _entered(args, change)).remove)
         if "exit" in self.at:
             name, axes, added = self.at["exit"]
             self._open.callback(modules[name].register_forward_hook(lambda *args: _left(args[-1], axes, added)).remove)
@@ -183,18 +187,14 @@ class _Done(Pending):
         return self.result
 
 
-def _entered(args: tuple[Any, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """A module's arguments, of which the first tensor with a gradient goes through copy_to."""
-    found = list(args)
-    for place, x in enumerate(args):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            found[place] = copy_to(x, axes)
-            break
-    return tuple(found)
+def _entered(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """A module's arguments, with the first tensor of floating-point numbers changed."""
+    place = next((place for place, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()), len(args))
+    return (*args[:place], *map(change, args[place : place + 1]), *args[place + 1 :])
 
 
 def _left(output: Any, axes: tuple[str, ...], added: Any) -> Any:
-    """A module's output, added up but for what each rank adds to it."""
+    """A module's output, or its input, added up but for what each rank adds to it."""
     if not isinstance(output, Tensor):
         return output
     added = torch.as_tensor(added).to(output)
