@@ -130,7 +130,8 @@ def test_a_bias_inside_the_sum():
     report = checked(wrong)
     assert set(found(report)) == {("output", "output"), ("gradient", "bias")}
     assert report.of("output").words == (
-        "its bias is added 3 times, because every rank adds it before the sum; add it once, after the sum"
+        "its bias is added 3 times; it is right with its bias on one rank of 'tp' alone, so every rank adds it before "
+        "the sum: add it once, after it"
     )
     assert [row.name for row in report.wrong] == ["output", "bias"] and report.of("bias").follows == "output"
     assert "3 times the reference on every rank" in report.of("bias").words
@@ -142,13 +143,13 @@ def test_a_bias_inside_the_sum():
 def test_a_forgotten_sum():
     report = checked(lambda params, x: whole({**params, "bias": params["bias"] / axis_size("tp")}, x))
     assert found(report)["output", "output"] == "partial"
-    assert "an all_reduce over 'tp' is missing" in report.of("output").words
+    assert report.of("output").words.endswith("it is right with an all_reduce over 'tp' here")
 
 
 def test_a_sum_made_twice():
     report = checked(lambda params, x: all_reduce(right(params, x), "tp"))
     assert found(report)["output", "output"] == "scaled"
-    assert "ranks of 'tp' is made once too often" in report.of("output").words
+    assert "it is right without all_reduce(x, 'tp') in test_check_parallel_jax.py" in report.of("output").words
 
 
 def test_a_loss_that_jax_adds_up_once_a_rank():
@@ -162,7 +163,7 @@ def test_a_loss_that_jax_adds_up_once_a_rank():
     report = checked(gathered, lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(), params=params, specs=specs)
     assert report.of("loss").ok
     assert set(found(report).values()) == {"scaled"}
-    assert "the loss may differ along 'tp' as far as JAX's types know" in str(report)
+    assert "all gradients are right with all_reduce(loss, 'tp', 'mean'): it may differ along it" in str(report)
     mended = checked(
         lambda params, x: all_reduce(gathered(params, x), "tp", "mean"),
         lambda params, x: (jnp.tanh(x @ params["up"]) ** 2).sum(),
@@ -236,7 +237,7 @@ def test_heads_cut_in_parts_are_named():
     report = checked(wrong, attention, params=params, specs=dict.fromkeys("qk", P(None, "tp")))
     assert report.wrong[0].name == "output" and report.wrong[0].mistake == "softmax"
     assert report.wrong[0].words.endswith(
-        "softmax takes only this rank's part of the scores; heads must be sharded whole"
+        "it is right with the scores added up over 'tp' before softmax, which takes only a part of them"
     )
 
 
@@ -260,7 +261,7 @@ def test_scores_of_another_scale_are_named(num_ranks):
     wrong = lambda params, x: sharded(params, x, 12)  # noqa: E731
     report = checked(wrong, lambda params, x: attention(params, x, 4), **options)
     assert report.wrong[0].name == "output" and report.wrong[0].mistake == "scale"
-    assert "the scores that softmax takes are 0.5 times the reference's" in report.wrong[0].words
+    assert "it is right with the scores that softmax takes divided by 0.5" in report.wrong[0].words
 
 
 def test_gradients_of_a_mean_over_data_that_is_missing():
@@ -274,7 +275,7 @@ def test_gradients_of_a_mean_over_data_that_is_missing():
     assert report.summary().endswith("each rank has its part of the loss")
     first, *behind = report.wrong
     assert (first.name, first.mistake) == ("bias", "scaled")
-    assert first.words.endswith("if ranks have different data along 'dp', average the gradients or the loss along it")
+    assert "all gradients are right with all_reduce(loss, 'dp', 'mean')" in first.words
     assert [(row.name, row.follows) for row in behind] == [
         ("down", "gradient of bias"), ("up", "gradient of bias"),
     ]  # fmt: skip

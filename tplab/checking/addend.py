@@ -1,38 +1,76 @@
-"""An addend: what is added to a sum, such as a bias or a residual. It is added more than once, or not at all, or to a
-sum that is wrong: that may explain an output's error."""
+"""An addend: what is added to a sum, such as a bias or a residual. Apart from it, the rest of an output may be a
+multiple of the reference's or parts of it; or it is added more than once, or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from tplab.checking.verdict import Verdict, axis_sets
+from tplab.checking.observed import largest, observed
+from tplab.checking.verdict import Verdict, as_many, label, times
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 
 
-def of_addends(
+class Addend(NamedTuple):
+    """What explains all that is wrong with an output.
+
+    verdict   what is observed apart from it
+    values    the addend, [*, D] or of the output's shape
+    share     how often each rank adds it to its own part, if ranks hold parts
+    count     how often it is added, if nothing else is wrong
+    """
+
+    verdict: Verdict
+    name: str
+    values: np.ndarray
+    share: int | None = None
+    count: float | None = None
+
+
+def addend_of(
     addends: Mapping[str, np.ndarray],
     pieces: Sequence[np.ndarray],
     whole: np.ndarray,
     layout: Layout,
     verdict: Verdict,
     mesh: Mesh,
-) -> Verdict:
-    """A new verdict if one addend explains everything that is wrong with an output, or a residual and a bias together;
-    otherwise the verdict unchanged.
+) -> Addend | None:
+    """The one addend, or the residual and the bias together, that explains all that is wrong with an output.
 
     addends   by name in the verdict: biases [D], and tensors of the output's shape, such as inputs
     pieces    of the output, one per rank; `whole` is the reference's
     """
-    if verdict.ok:
-        return verdict
+    whole, got = np.asarray(whole, np.float64), [np.asarray(piece, np.float64) for piece in pieces]
+    want = [take(whole, layout, mesh, rank) for rank in mesh.ranks]
+    if verdict.ok or verdict.mistake == "not finite" or any(g.shape != w.shape for g, w in zip(got, want)):
+        return None
+    slack = min(10 * verdict.tolerance, verdict.error / 4) * largest(whole)  # less than what is to be explained
     for name, values in _with_sums(addends, whole):
-        found = _of_addend(values, pieces, whole, layout, verdict, mesh, name)
-        if found is not verdict:
-            return found
-    return verdict
+        added = [take(np.broadcast_to(values, whole.shape), layout, mesh, rank) for rank in mesh.ranks]
+        apart, rest = (
+            observed([g - share * a for g, a in zip(got, added)], whole - values, mesh, slack, layout)
+            for share in (1, 0)
+        )
+        for share, found in (1, apart), (0, rest):
+            if found.is_partial and found.factor == 1:
+                own = f"adds {name} to its own part" if share else f"has only its own part, without {name}"
+                words = f"each rank {own}: apart from that, over {label(found.axes)} the parts add up to the reference"
+                return Addend(verdict._replace(words=words, mistake="partial", axes=found.axes), name, values, share)
+        excess = [g - w for g, w in zip(got, want)]
+        square = sum(float((a * a).sum()) for a in added)
+        more = sum(float((e * a).sum()) for e, a in zip(excess, added)) / max(square, 1e-300)
+        if all(largest(e - more * a) <= slack for e, a in zip(excess, added)):
+            times_added = "not added" if abs(more + 1) < 1e-3 else f"added {more + 1:.5g} times"
+            words = f"{name} {'are' if ' and ' in name else 'is'} {times_added}"
+            return Addend(verdict._replace(words=words, mistake="bias", axes=()), name, values, count=more + 1)
+        is_count = apart.kind == "scaled" and apart.factor and as_many(apart.factor, mesh)
+        if is_count and verdict.mistake not in ("scaled", "partial", "mean"):
+            words = f"apart from {name}, it is {times(apart.factor)}{as_many(apart.factor, mesh)}"
+            return Addend(verdict._replace(words=words, mistake="scaled", axes=()), name, values)
+    return None
 
 
 def _with_sums(addends: Mapping[str, np.ndarray], whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -47,84 +85,3 @@ def _with_sums(addends: Mapping[str, np.ndarray], whole: np.ndarray) -> Iterator
         for other, bias in fits.items():
             if x.shape == whole.shape and bias.shape != whole.shape:
                 yield f"{name} and {other}", x + bias
-
-
-def _of_addend(
-    values: np.ndarray,
-    pieces: Sequence[np.ndarray],
-    whole: np.ndarray,
-    layout: Layout,
-    verdict: Verdict,
-    mesh: Mesh,
-    name: str,
-) -> Verdict:
-    everywhere = np.broadcast_to(values, whole.shape)
-    added = [take(everywhere, layout, mesh, rank) for rank in mesh.ranks]
-    want = [take(whole, layout, mesh, rank) for rank in mesh.ranks]
-    got = [np.asarray(piece, np.float64) for piece in pieces]
-    if any(g.shape != w.shape for g, w in zip(got, want)):
-        return verdict
-    size = float(np.abs(whole).max(initial=0))
-    slack = min(10 * verdict.tolerance, verdict.error / 4) * size  # less than what is to be explained
-    for names in axis_sets(mesh, without=layout.spec.axis_names):
-        if _agree(got, mesh, names, slack):
-            continue
-        label = " and ".join(map(repr, names))
-        groups = [mesh.group(rank, names) for rank in mesh.ranks]
-        for share, words in (
-            (1, f"each rank adds {name} to its own part: an all_reduce over {label} is missing before that"),
-            (0, f"each rank has only its own part, without {name}: an all_reduce over {label} is missing"),
-        ):
-            sums = [sum(got[other] - share * added[other] for other in group) for group in groups]
-            if all(_largest(total + a - w) <= slack for total, a, w in zip(sums, added, want)):
-                return verdict._replace(words=words, mistake="partial", axes=())
-    excess = [g - w for g, w in zip(got, want)]
-    times = [float((e * a).sum() / max((a**2).sum(), 1e-300)) for e, a in zip(excess, added)]
-    if any(_largest(e - times[0] * a) > slack for e, a in zip(excess, added)):
-        return _of_the_sum(added, got, want, slack, verdict, mesh, name)
-    count = times[0] + 1
-    are = "are" if " and " in name else "is"
-    words = f"{name} {are} added {count:.5g} times"
-    if abs(count) < 1e-3:
-        words = f"{name} {are} not added"
-    elif any(abs(count - mesh.axis_size(names)) < 1e-3 for names in axis_sets(mesh)):
-        words += ", because every rank adds it before the sum; add it once, after the sum"
-    return verdict._replace(words=words, mistake="bias", axes=())
-
-
-def _of_the_sum(
-    added: Sequence[np.ndarray],
-    got: Sequence[np.ndarray],
-    want: Sequence[np.ndarray],
-    slack: float,
-    verdict: Verdict,
-    mesh: Mesh,
-    name: str,
-) -> Verdict:
-    """The verdict of the rest of the output, if that is a multiple of the reference's: the sum is made once too often,
-    or is a mean."""
-    if verdict.mistake in ("scaled", "partial", "mean"):
-        return verdict
-    for names in axis_sets(mesh):
-        count, label = mesh.axis_size(names), " and ".join(map(repr, names))
-        for factor, reason in (
-            (count, f"{count} times the reference: the sum over the {count} ranks of {label} is made once too often"),
-            (
-                1 / count,
-                f"1/{count} of the reference: it is divided by the {count} ranks of {label} (a mean, not a sum)",
-            ),
-        ):
-            gaps = (_largest(g - a - factor * (w - a)) for g, w, a in zip(got, want, added))
-            if max(gaps) <= max(factor, 1.0) * slack:
-                return verdict._replace(words=f"apart from {name}, it is {reason}", mistake="scaled", axes=())
-    return verdict
-
-
-def _agree(pieces: Sequence[np.ndarray], mesh: Mesh, names: Sequence[str], slack: float) -> bool:
-    """Whether the ranks of `names` hold the same: then none of them has only its part of a sum."""
-    groups = mesh.groups(tuple(names))
-    return all(_largest(pieces[first] - pieces[other]) <= slack for first, *rest in groups for other in rest)
-
-
-def _largest(x: np.ndarray) -> float:
-    return float(np.abs(x).max(initial=0))

@@ -5,20 +5,18 @@ Both frameworks run their models and pass on NumPy arrays; everything here is or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from tplab.checking.addend import of_addends
-from tplab.checking.advice import advised, folded, in_backward_order, where_it_begins
-from tplab.checking.report import ParallelReport, Row
-from tplab.checking.scores import wrong_scores
-from tplab.checking.verdict import EPSILON, NEITHER, Rounding, Verdict, judge, slack_of_step
+from tplab.checking.addend import Addend, addend_of
+from tplab.checking.observed import agree, largest, observed
+from tplab.checking.report import Row
+from tplab.checking.verdict import Rounding, Verdict, judge, slack_of_step
 from tplab.errors import SpecError
-from tplab.layout import Layout, layout_of, take
+from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -26,27 +24,18 @@ Answer = Mapping[str, Mapping[str, Any]]
 """What one rank computed, as arrays by name: "output", "loss", "gradient" (of each parameter), "input" (the gradient of
 each input) and "parameter" (after an optimizer's step)."""
 
-OTHER_DTYPE = {"float64": "float32"}
-"""The dtype in which the reference runs once more, to see its rounding error; for all other dtypes it is float64."""
-
-FORWARD = ("activation", "output", "loss")
-"""Kinds of rows that come before the backward pass."""
-
-MOST_OWN, MOST_TOLERANCES = 0.3, 1000
-"""The largest gap between the reference in two dtypes that passes as rounding: relative, and in tolerances."""
-
-NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
+MOST_MOVED, MOST_TOLERANCES = 0.3, 1000
+"""How far rounding may move an output of the reference: relative, and in what its sizes let expect. Where it moves
+further, the reference decides something by its last bits, and nothing is measured."""
 
 
 class Comparison:
     """The rows of a report found so far.
 
     layouts    how each parameter is laid out on the mesh
-    again      the reference's answer in another dtype (`OTHER_DTYPE`), if there is one: a sum whose terms cancel is
-               less exact than others, and this shows it
     in_specs   how the inputs are cut: ranks that have pieces of them may each have their own part of the loss
     addends    what may be added to an output, by name: the whole of each bias and of each input
-    largest    the largest element of any gradient of the reference
+    added      what explains all that is wrong with an output, by name
     mean_over  the axes along which each rank's loss is the mean over its own data
     """
 
@@ -55,10 +44,10 @@ class Comparison:
         self.split = {name for spec in in_specs for name in spec.axis_names}
         self.in_specs = {f"input {index}": spec for index, spec in enumerate(in_specs)}
         self.addends: dict[str, np.ndarray] = {}
+        self.added: dict[str, Addend] = {}
         self.rows: list[Row] = []
-        self.largest = 0.0
         self.mean_over: set[str] = set()
-        self.again: Answer | None = None
+        self.agains: list[Answer] = []
 
     def weigh(
         self, wanted: Mapping[str, np.ndarray], told: Sequence[Mapping[str, np.ndarray]], share_copies: bool
@@ -86,145 +75,140 @@ class Comparison:
     def _num_copies(self, layout: Layout, pieces: Sequence[Any]) -> int:
         """How many ranks hold the same piece of an output; 1 if they hold parts of a sum."""
         spare = tuple(name for name in self.mesh.axis_names if name not in layout.spec.axis_names)
-        groups = self.mesh.groups(spare) if spare else []
-        slack = 100 * self.rounding.tolerance
+        slack = 100 * self.rounding.tolerance * max(map(largest, pieces))
+        return self.mesh.axis_size(spare) if spare and agree(pieces, self.mesh.groups(spare), slack) else 1
 
-        def agree(one: np.ndarray, other: np.ndarray) -> bool:
-            return np.allclose(one, other, rtol=0, atol=slack * float(np.abs(one).max(initial=0)))
+    def see_again(self, agains: Iterable[Answer], want: Answer) -> None:
+        """What the reference answers where rounding is changed shows how far that moves each tensor. An answer that is
+        another one, as of a model that draws random numbers or takes the largest of some, says nothing."""
+        most = min(MOST_MOVED, MOST_TOLERANCES * self.rounding.tolerance)
+        for again in agains:
+            outputs = [(kind, name) for kind in ("output", "loss") for name in want[kind]]
+            if all(_moved(want, again, *key) <= most * largest(want[key[0]][key[1]]) for key in outputs):
+                self.agains.append(again)
 
-        is_copied = groups and all(agree(pieces[first], pieces[other]) for first, *rest in groups for other in rest)
-        return self.mesh.axis_size(spare) if is_copied else 1
+    def rounding_of(self, kind: str, name: str, want: Answer, among: float = 0.0) -> Rounding:
+        """How far rounding may take one tensor."""
+        moved = [_moved(want, again, kind, name) for again in self.agains]
+        return self.rounding.measured(max(moved) if moved and np.isfinite(max(moved)) else None, among)
 
-    def see_again(self, again: Answer | None, want: Answer) -> None:
-        """Accept the reference's answer in another dtype, unless it is a different answer. A model that draws random
-        numbers draws different ones in another dtype, and every mistake would pass as rounding."""
-        self.again = again
-        for kind in ("output", "loss"):
-            for name, whole in want[kind].items():
-                own = self._own_rounding(whole, kind, name)
-                if own is not None and own > min(MOST_OWN, MOST_TOLERANCES * self.rounding.tolerance):
-                    self.again = None
-                    return
+    # --- rows --------------------------------------------------------------------------------------------------------
 
     def compare_outputs(self, told: Sequence[Answer], want: Answer) -> None:
         for name, whole in want["output"].items():
-            self._add("output", name, whole, self._pieces(told, "output", name), None)
-            if not self.rows[-1].ok:
-                self._blame_an_addend(whole, self._pieces(told, "output", name))
+            pieces = _pieces(told, "output", name)
+            row = self._row("output", name, whole, pieces, None, self.rounding_of("output", name, want))
+            addend = None if row.ok else self.addend_of(whole, pieces, self.addends)
+            if addend is not None:
+                self.added[name] = addend
+                row = Row.of("output", name, whole.shape, row.layout, addend.verdict)
+            self.rows.append(row)
         for name, whole in want["loss"].items():
-            self._add("loss", name, whole, self._pieces(told, "loss", name), Layout())
+            pieces, rounding = _pieces(told, "loss", name), self.rounding_of("loss", name, want)
+            self.rows.append(self._row("loss", name, whole, pieces, Layout(), rounding))
 
-    def _blame_an_addend(self, whole: np.ndarray, pieces: list[np.ndarray | None]) -> None:
-        """If a bias or a residual explains everything that is wrong with the last output, say so."""
-        found = self.judge_output(whole, pieces)
-        known = [piece for piece in pieces if piece is not None]
-        if found is None or len(known) < len(pieces):
-            return
-        layout, verdict = found
-        named = {"its bias" if name == "bias" else name: values for name, values in self.addends.items()}
-        blamed = of_addends(named, known, whole, layout, verdict, self.mesh)
-        if blamed is not verdict:
-            self.rows[-1] = Row.of("output", self.rows[-1].name, whole.shape, layout, blamed)
-
-    @property
-    def is_forward_wrong(self) -> bool:
-        """Whether anything is wrong before the backward pass."""
-        return any(not row.ok and row.kind in FORWARD for row in self.rows)
-
-    def blame_scores(self, want: Sequence[Sequence[np.ndarray]], told: Sequence[Sequence[np.ndarray]]) -> None:
-        """If an output or the loss is wrong because of the attention scores, say so.
-
-        want, told   the inputs of the softmaxes, for each rank: of the reference, and of the model
-        """
-        found = wrong_scores(want[0], told, self.mesh, self.judge_output)
-        if found and self.is_forward_wrong:
-            self.blame(next(row for row in self.rows if not row.ok and row.kind in FORWARD), *found)
-
-    def blame(self, row: Row, mistake: str, words: str) -> None:
-        """Enter the cause into a row."""
-        found = row.words.removesuffix(f"; {NEITHER}")
-        self.rows[self.rows.index(row)] = replace(row, words=f"{found}; {words}", mistake=mistake, axes=())
-
-    def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
-        """All rows, with gradients in the order in which the reference's arrive, what to do, and what follows from
-        what."""
-        cut = {name for layout in self.layouts.values() for name in layout.spec.axis_names}
-        rows = folded(advised(in_backward_order(self.rows, order), cut, self.split))
-        begins = where_it_begins(rows)
-        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *([begins] if begins else [])])
-
-    def compare_gradients(self, told: Sequence[Answer], want: Answer) -> None:
-        known = [g for g in want["gradient"].values() if g is not None]
-        self.largest = max((float(np.abs(g).max(initial=0)) for g in known), default=0.0)
-        for name, layout in self.layouts.items():
-            self._add("gradient", name, want["gradient"].get(name), self._pieces(told, "gradient", name), layout)
-        for name, whole in want["input"].items():
-            self._add("gradient", name, whole, self._pieces(told, "input", name), None, among="input")
+    def gradients(self, told: Sequence[Answer], want: Answer) -> list[Row]:
+        """A row for the gradient of each parameter and of each input."""
+        among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
+        wanted = [("gradient", name, want["gradient"].get(name), layout) for name, layout in self.layouts.items()]
+        wanted += [("input", name, whole, None) for name, whole in want["input"].items()]
+        return [
+            self._row(
+                "gradient", name, whole, _pieces(told, kind, name), layout, self.rounding_of(kind, name, want, among)
+            )
+            for kind, name, whole, layout in wanted
+        ]
 
     def compare_step(self, told: Sequence[Answer], want: Answer, before: Mapping[str, np.ndarray]) -> None:
         """Compare the parameters after an optimizer step from `before`, up to what rounding of gradients explains."""
+        among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
         for name, layout in self.layouts.items():
-            whole, pieces = want["parameter"][name], self._pieces(told, "parameter", name)
-            slack = slack_of_step(before[name], whole, want["gradient"].get(name), self.rounding, self.largest)
+            whole, pieces, gradient = (
+                want["parameter"][name],
+                _pieces(told, "parameter", name),
+                want["gradient"].get(name),
+            )
+            moves = self.rounding_of("gradient", name, want, among).slack(
+                0.0 if gradient is None else largest(gradient)
+            )
+            slack = slack_of_step(before[name], whole, gradient, max(moves, self.rounding.tolerance * among))
             for rank, piece in enumerate(pieces):
                 cut, free = take(whole, layout, self.mesh, rank), take(slack, layout, self.mesh, rank)
                 here = tuple(map(slice, cut.shape))
                 if piece is not None and piece.ndim == cut.ndim and piece[here].shape == cut.shape:
                     pieces[rank] = piece = np.array(piece, np.float64)
                     piece[here] = np.where(np.abs(piece[here] - cut) <= free, cut, piece[here])
-            self._add("parameter", name, whole, pieces, layout)
+            self.rows.append(self._row("parameter", name, whole, pieces, layout, self.rounding))
 
-    def judge_output(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> tuple[Layout, Verdict] | None:
+    def judge_output(
+        self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], moved: float | None = None
+    ) -> tuple[Layout, Verdict] | None:
         """The layout and the verdict of one output; None if the ranks' shapes fit no layout."""
         layout = self._layout_of(whole, pieces)
         if layout is None:
             return None
-        return layout, judge(pieces, whole, layout, self.mesh, self.rounding, what="output")
+        return layout, judge(pieces, whole, layout, self.mesh, self.rounding.measured(moved), what="output")
 
-    def _add(
+    def addend_of(
+        self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], addends: Mapping[str, np.ndarray]
+    ) -> Addend | None:
+        """What is added to an output and explains all that is wrong with it."""
+        found, known = self.judge_output(whole, pieces), [piece for piece in pieces if piece is not None]
+        if found is None or len(known) < len(pieces):
+            return None
+        named = {"its bias" if name == "bias" else name: values for name, values in addends.items()}
+        return addend_of(named, known, whole, *found, self.mesh)
+
+    def _row(
         self,
         kind: str,
         name: str,
         whole: np.ndarray | None,
         pieces: list[np.ndarray | None],
         layout: Layout | None,
-        *,
-        among: str = "",
-    ) -> None:
+        rounding: Rounding,
+    ) -> Row:
         if layout is None:
             layout = (None if whole is None else self._layout_of(whole, pieces)) or Layout()
-        own = self._own_rounding(whole, among or kind, name)
-        largest = self.largest if kind == "gradient" else 0.0
-        verdict = judge(pieces, whole, layout, self.mesh, self.rounding, what=kind, largest=largest, own=own)
+        verdict = judge(pieces, whole, layout, self.mesh, rounding, what=kind)
         if kind == "loss" and self.split and verdict.mistake in ("partial", "mean"):
             self.mean_over = set(verdict.axes) if verdict.mistake == "mean" else set()
             words = "each rank's part of it, as it has its part of the inputs"
             verdict = verdict._replace(ok=True, words=words, mistake="")
-        here = self.in_specs[name].axis_names if among == "input" and name in self.in_specs else ()
+        here = self.in_specs[name].axis_names if kind == "gradient" and name in self.in_specs else ()
         if verdict.mistake == "scaled" and verdict.axes and set(verdict.axes) <= self.mean_over.intersection(here):
-            words = f"{verdict.words.partition(':')[0]}, as each rank's loss is the mean over its own part of the input"
+            words = (
+                f"{verdict.words.partition(' (')[0]}, as each rank's loss is the mean over its own part of the input"
+            )
             verdict = verdict._replace(ok=True, words=words, mistake="", axes=())
         shape = next((x.shape for x in (whole, *pieces) if x is not None), ())
-        self.rows.append(Row.of(kind, name, shape, layout, verdict))
-
-    def _own_rounding(self, whole: np.ndarray | None, kind: str, name: str) -> float | None:
-        """The reference's own rounding error, relative to its largest element.
-
-        float32 and narrower dtypes are compared with float64; for float64, the error in float32 is scaled by its eps.
-        """
-        again = None if self.again is None else self.again.get(kind, {}).get(name)
-        if again is None or whole is None or again.shape != whole.shape or not np.any(whole):
-            return None
-        gap = np.abs(np.asarray(whole, np.float64) - again).max() / np.abs(np.asarray(whole, np.float64)).max()
-        other = OTHER_DTYPE.get(self.rounding.dtype)
-        return float(gap) * (EPSILON[self.rounding.dtype] / EPSILON[other] if other else 1.0)
-
-    def _pieces(self, told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | None]:
-        return [rank[kind].get(name) for rank in told]
+        return Row.of(kind, name, shape, layout, verdict)
 
     def _layout_of(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> Layout | None:
-        shapes = [None if piece is None else piece.shape for piece in pieces]
-        return layout_of(whole, pieces, shapes, self.mesh, 100 * self.rounding.tolerance)
+        known = [piece for piece in pieces if piece is not None]
+        if len(known) < len(pieces):
+            return None
+        found = observed(known, whole, self.mesh, 100 * self.rounding.tolerance * largest(whole))
+        return None if found.kind == "shape" else found.layout
+
+
+def _moved(want: Answer, again: Answer, kind: str, name: str) -> float:
+    """How far another answer of the reference is from the first."""
+    one, other = want[kind].get(name), again.get(kind, {}).get(name)
+    if one is None or other is None or np.shape(one) != np.shape(other):
+        return np.inf
+    gap = largest(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+    return gap if np.isfinite(gap) else np.inf
+
+
+def _pieces(told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | None]:
+    return [rank[kind].get(name) for rank in told]
+
+
+def nudged(values: np.ndarray, epsilon: float, seed: int) -> np.ndarray:
+    """These numbers in float64, each one unit in the last place up or down."""
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], values.shape)
+    return np.asarray(values, np.float64) * (1 + epsilon * signs)
 
 
 def each_input(in_specs: Any, num_inputs: int) -> list[P]:

@@ -1,10 +1,14 @@
-"""What `check_parallel` found: one row for each output, the loss, each gradient and each parameter after a step."""
+"""What `check_parallel` found: one row for each output, the loss, each gradient and each parameter after a step.
+
+A backward pass goes from the loss to the inputs. If the gradient of an activation is wrong, all later gradients are
+wrong too; if only a parameter's own gradient is wrong, no other is affected.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
@@ -21,7 +25,7 @@ class Row:
     name        of the parameter, the output, the input or the module
     shape       of the whole tensor
     layout      how it is laid out on the mesh, as text
-    ok, error, tolerance, words, mistake, axes    see `tplab.checking.verdict.Verdict`
+    ok, error, tolerance, words, mistake, axes, moved    see `tplab.checking.verdict.Verdict`
     follows     the title of the row that may have caused this error, or ""
     """
 
@@ -36,21 +40,12 @@ class Row:
     mistake: str = ""
     axes: tuple[str, ...] = ()
     follows: str = ""
+    moved: float | None = None
 
     @classmethod
     def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
-        return cls(
-            kind,
-            name,
-            tuple(shape),
-            str(layout),
-            bool(verdict.ok),
-            float(verdict.error),
-            float(verdict.tolerance),
-            verdict.words,
-            verdict.mistake,
-            verdict.axes,
-        )
+        found = verdict._replace(ok=bool(verdict.ok), error=float(verdict.error), tolerance=float(verdict.tolerance))
+        return cls(kind, name, tuple(shape), str(layout), **found._asdict())
 
     @property
     def title(self) -> str:
@@ -186,7 +181,8 @@ def _loss_gap(rows: Sequence[Row]) -> str:
         return "each rank has its part of the loss"
     if loss.error == 0:
         return "the loss gap is 0"
-    return f"the loss gap is {loss.error:.2g}, " + ("rounding" if loss.ok else "not rounding")
+    own = f": one in the last place moves the reference by {loss.moved:.2g}" if loss.moved else ""
+    return f"the loss gap is {loss.error:.2g}, {'rounding' if loss.ok else 'not rounding'}{own}"
 
 
 MOST_NAMES = 4
@@ -211,3 +207,69 @@ def _html_table(rows: Sequence[Row]) -> str:
 
 def _html_folded(summary: str, rows: Sequence[Row]) -> str:
     return f"<details><summary>{escape(summary)}</summary>{_html_table(rows)}</details>"
+
+
+# --- what comes first, and what follows from it -----------------------------------------------------------------------
+
+OWN_CAUSE = ("fused", "tied")
+"""Mistakes of one parameter, whatever else is wrong."""
+
+
+def in_backward_order(rows: Sequence[Row], order: Sequence[str]) -> list[Row]:
+    """The same rows, with the gradients in the order in which they arrive; those that are not in `order` come last."""
+    place = {name: index for index, name in enumerate(order)}
+    gradients = iter(sorted(_gradients(rows), key=lambda row: place.get(row.name, len(order))))
+    return [next(gradients) if row.kind == "gradient" else row for row in rows]
+
+
+def folded(rows: Sequence[Row]) -> list[Row]:
+    """The same rows; those that may be wrong because of another row name it in `follows`."""
+    activation = next((row for row in rows if not row.ok and row.kind == "activation"), None)
+    value = next((row for row in rows if not row.ok and row.kind == "value"), None)
+    output = next((row for row in rows if not row.ok and row.kind in ("output", "loss")), None)
+    fused = next((row for row in rows if not row.ok and row.mistake == "fused"), None)
+    forward = None if output is None else fused or activation or value or output
+    leader: Row | None = None
+    leads: dict[str, str] = {}
+    found = []
+    for row in rows:
+        follows = ""
+        if row.kind in ("output", "loss") and forward is not None:
+            follows = forward.title
+        elif row.kind == "activation" and fused is not None:
+            follows = fused.title
+        elif row.kind == "gradient" and row.mistake not in OWN_CAUSE and _tells(row):
+            leader = None if row.ok else forward or leader or row
+            follows = leader.title if leader else ""
+        elif row.kind == "parameter":
+            follows = forward.title if forward else leads.get(row.name, "")
+        if row.kind == "gradient" and not row.ok:
+            leads[row.name] = follows or row.title
+        found.append(replace(row, follows="" if row.ok or follows == row.title else follows))
+    return found
+
+
+def where_it_begins(rows: Sequence[Row]) -> str:
+    """A note on where gradients begin to be wrong, in rows that are folded; "" if an output is wrong, or only the
+    gradients of one module are."""
+    order = [row for row in _gradients(rows) if _tells(row)]
+    place = next((place for place, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
+    if place == 0 or order[place].follows or order[place].mistake in ("scaled", "missing", "gather"):
+        return ""
+    first, module = order[place], order[place].name.rpartition(".")[0]
+    behind = [row for row in order if row.follows == first.title]
+    if all(module and row.name.rpartition(".")[0] == module for row in behind):
+        return ""
+    return (
+        "all outputs are right; in the order of the backward pass, gradients are right up to "
+        f"{order[place - 1].name} and wrong from {first.name} on: look at what is between the two"
+    )
+
+
+def _gradients(rows: Sequence[Row]) -> Iterator[Row]:
+    return (row for row in rows if row.kind == "gradient")
+
+
+def _tells(row: Row) -> bool:
+    """Whether a gradient is evidence about the ones before and after it. One that is zero in both models is not."""
+    return not (row.ok and row.words.startswith(("zero", "no gradient")))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tplab.checking.spread import Spread, find_spread
+from tplab.checking.observed import Observed
+from tplab.checking.spread import find_spread
 from tplab.units import plain
 
 Key = tuple[str, str, int]
@@ -142,7 +143,7 @@ class Trails:
         if spread is None:
             return False
         of_all = other.values[number].size == 1 and spread.is_partial and spread.factor == len(self._ours)
-        return spread.is_zero or abs(spread.factor - 1) < 1e-2 or of_all
+        return spread.factor == 0 or abs(spread.factor - 1) < 1e-2 or of_all
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class Trails:
                     return found
         return ""
 
-    def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Spread | None) -> str:
+    def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
         """From an operation that passes on something wrong towards the loss, to the one that makes it so."""
         to: int | None = None
         known = set[int]()
@@ -191,7 +192,7 @@ class Trails:
         return ""
 
     def _line(
-        self, trail: Trail, consumers: Mapping[int, list[int]], op: Op, to: Op | None, wrong: Spread | None
+        self, trail: Trail, consumers: Mapping[int, list[int]], op: Op, to: Op | None, wrong: Observed | None
     ) -> str:
         """What to blame where an operation gets a gradient that is right and passes on one that is not.
 
@@ -222,18 +223,18 @@ class Trails:
                     found[to].append(number)
         return found
 
-    def _arrived(self, op: Op, number: int) -> Spread | None:
+    def _arrived(self, op: Op, number: int) -> Observed | None:
         return self._spread({r: ops[op.key].arrived.get(number) for r, ops in enumerate(self._by_key) if op.key in ops},
                             self._theirs[op.key].arrived.get(number) if op.key in self._theirs else None)  # fmt: skip
 
-    def _passed(self, op: Op, held: Mapping[int, str], name: str) -> Spread | None:
+    def _passed(self, op: Op, held: Mapping[int, str], name: str) -> Observed | None:
         """How the gradient that an operation passes on to a parameter is spread."""
         pieces = {
             rank: _sum(self._by_key[rank][op.key], mine) for rank, mine in held.items() if op.key in self._by_key[rank]
         }
         return self._spread(pieces, _sum(self._theirs[op.key], name) if op.key in self._theirs else None)
 
-    def _passed_to(self, op: Op, to: Op) -> Spread | None:
+    def _passed_to(self, op: Op, to: Op) -> Observed | None:
         """Likewise, to another operation."""
         pieces = {}
         for rank, (ops, trail) in enumerate(zip(self._by_key, self._ours)):
@@ -244,7 +245,7 @@ class Trails:
             want = _sum(self._theirs[op.key], self._of_reference.ops.index(self._theirs[to.key]))
         return self._spread(pieces, want)
 
-    def _spread(self, pieces: Mapping[int, np.ndarray | None], want: np.ndarray | None) -> Spread | None:
+    def _spread(self, pieces: Mapping[int, np.ndarray | None], want: np.ndarray | None) -> Observed | None:
         there = {rank: piece for rank, piece in pieces.items() if piece is not None}
         return find_spread(there, want, len(self._ours)) if there and want is not None else None
 
@@ -263,9 +264,12 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
     return f"{first} and so on from element {some.start} of the last rank's, where the reference has {second}"
 
 
-def _is_like(spread: Spread | None, wrong: Spread | None) -> bool:
+def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:
     """Whether a gradient is wrong in the same way, or in a way that nobody knows."""
-    return spread is None or spread.is_zero or (wrong is not None and spread.is_like(wrong))
+    if spread is None or spread.factor == 0:
+        return True
+    is_same_kind = wrong is not None and spread.is_partial == wrong.is_partial
+    return wrong is not None and is_same_kind and abs(spread.factor - wrong.factor) < 1e-2 * abs(wrong.factor)
 
 
 def _sum(op: Op, to: int | str) -> np.ndarray | None:

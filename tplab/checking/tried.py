@@ -1,9 +1,9 @@
-"""What is tried on a collective: if another result of it makes the output right, the collective is at fault."""
+"""What is tried in a new run of the model: if all is right with it, it is the repair, and the cause is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Reduction(NamedTuple):
@@ -21,25 +21,55 @@ class Reduction(NamedTuple):
         return f"{call} in {self.line}"
 
 
-MOST_TRIALS = 8
+class Trial(NamedTuple):
+    """A change to the model in a new run.
 
-LEFT_OUT, UNDIVIDED, SUMMED = "left out", "undivided", "summed"
-"""What is tried: the input in place of the result, where all ranks hold the same; the result times the number of ranks;
-a sum in place of a mean, a maximum or a minimum."""
+    words    it, in words that go on: "with a sum in place of all_reduce(x, 'tp', 'mean') in model.py:7"
+    short    what it is one of, for the list of what was tried
+    mistake  the keyword for what is wrong if this is the repair; "" keeps the one of what was observed
+    at       what is changed, and how: "reductions" (by all_reduce: another result), "gathers" (each is of the other
+             kind), "scores" (of softmaxes: a factor, or axes over which they are added up), "entrance" (modules, and
+             the axes of copy_to at their inputs), "exit" and "given" (a module, axes, an addend: what it returns or
+             gets is added up before that), "parameters" (name -> layout and values), "loss" (axes over which it is
+             averaged), "gradients" (names, axes, "sum" or "mean"), "once" (a parameter, and the axes of which only the
+             first rank has it)
+    """
+
+    words: str
+    short: str
+    at: Mapping[str, Any]
+    mistake: str = ""
+
+
+LEFT_OUT, UNDIVIDED, SUMMED, AVERAGED = "left out", "undivided", "summed", "averaged"
+"""What is tried on an all_reduce: it is left out where all ranks hold the same; its result times the number of ranks; a
+sum in place of a mean, a maximum or a minimum; a mean where ranks do not hold the same."""
+
+SAME = 1e-4
+"""Relative: what differs by more is not the same on every rank."""
 
 _WORDS = {
-    LEFT_OUT: "it is right without {}, which adds up what is the same on every rank",
-    UNDIVIDED: "it is right if what {} returns is not divided by the number of ranks",
-    SUMMED: "it is right with a sum in place of {}",
+    LEFT_OUT: ("without {}, which adds up what is the same on every rank", "leaving out an all_reduce"),
+    UNDIVIDED: ("with what {} returns not divided by the number of ranks", "an all_reduce that is not divided"),
+    SUMMED: ("with a sum in place of {}", "a sum in place of another all_reduce"),
+    AVERAGED: ("with a mean in place of {}", "a mean in place of an all_reduce"),
 }
 
-
-def trials(found: Sequence[Reduction]) -> list[tuple[Reduction, str]]:
-    """What to try on the reductions that a program calls, the first ones first."""
-    kinds = {"sum": (LEFT_OUT, UNDIVIDED)}
-    return [(one, how) for one in dict.fromkeys(found) for how in kinds.get(one.op, (SUMMED,))][:MOST_TRIALS]
+MOST_TRIALS = 8
 
 
-def words_of(makes_right: Mapping[Reduction, str]) -> str:
-    """What to say about the reductions that make the output right if their result is another one."""
-    return "; ".join(_WORDS[how].format(one) for one, how in list(makes_right.items())[:2])
+def of_reductions(found: Sequence[Reduction], *more: str) -> list[Trial]:
+    """What to try on the all_reduces that a program calls, the first ones first. more: on sums, besides."""
+    trials = []
+    for how, (words, short) in _WORDS.items():
+        those = [one for one in dict.fromkeys(found) if (one.op != "sum") == (how == SUMMED)]
+        if how != AVERAGED or how in more:
+            trials += [Trial(words.format(one), short, {"reductions": {one: how}}) for one in those[:MOST_TRIALS]]
+    return trials
+
+
+def not_known(trials: Iterable[Trial]) -> str:
+    """What to say where no trial makes it right."""
+    listed = list(dict.fromkeys(trial.short for trial in trials))
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return "cause not known" + (f"; tried: {', '.join(listed[:3])}{more}" if listed else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.comparison import FORWARD, NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
-from tplab.checking.report import ParallelReport, perturbed
-from tplab.checking.tried import Reduction, trials, words_of
-from tplab.checking.verdict import Rounding
+from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.proofs import FACTS, Check
+from tplab.checking.report import ParallelReport, Row, perturbed
+from tplab.checking.tried import AVERAGED, Reduction, Trial, of_reductions
+from tplab.checking.verdict import EPSILON, Rounding, label
 from tplab.errors import SpecError
-from tplab.jax.checking.reading import backward_order, reductions, softmaxes, with_change
+from tplab.jax.checking.reading import backward_order, reductions, softmaxes, with_changes
+from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.models.huggingface import shard_params
-from tplab.jax.private import in_float64
-from tplab.jax.ranks.context import varying_axes
+from tplab.jax.ranks.context import vary, varying_axes
 from tplab.jax.ranks.specs import spread
 from tplab.jax.run import run
 from tplab.layout import Layout
@@ -64,8 +65,8 @@ def check_parallel(
     perturb         parameters that are all zeros or ones, as biases and norms begin, get other values for the check: a
                     bias of zeros gives the same result however often it is added
 
-    A difference counts as rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or up to how far
-    the reference's own answers in two dtypes differ.
+    How much of a difference counts as rounding is measured for each tensor: see `tplab.checking.verdict.Rounding`. A
+    cause is stated only where a new run with its repair was right.
     """
     spec_of_each = each_input(in_specs, len(inputs))
     specs = getattr(model, "specs", None) if specs is None else specs
@@ -75,37 +76,25 @@ def check_parallel(
     params, changed = _perturbed(params) if perturb else (params, [])
     alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
     theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)
-    ours = _Side(model, shard_params(params, specs, mesh), inputs, kwargs or {}, mesh, loss, specs, spec_of_each)
+    pieces = shard_params(params, specs, mesh)
+    ours = _Side(model, pieces, inputs, kwargs or {}, mesh, loss, specs, spec_of_each, after_backward)
     layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
-    comparison = Comparison(mesh, _rounding(params, inputs), layouts, spec_of_each)
+    comparison = Check(mesh, _rounding(params, inputs), layouts, spec_of_each)
     comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
     notes = [perturbed(changed)] if changed else []
-    outputs = theirs.outputs()[0] if loss is None else {}
-    has_loss = not any(x.ndim for x in outputs.values())
-    weights = {} if has_loss else comparison.weigh(outputs, ours.outputs(), share_copies=True)
-    if weights or has_loss:
-        on_one = {name: [whole] for name, (whole, _) in weights.items()}
-        want = theirs.answer(on_one, optimizer)[0]
-        comparison.see_again(_answer_again(theirs, on_one), want)
-        told = ours.answer({name: each for name, (_, each) in weights.items()}, optimizer, after_backward)
-        comparison.compare_outputs(told, want)
-        comparison.compare_gradients(told, want)
-        if optimizer is not None:
-            comparison.compare_step(told, want, _whole_arrays(params))
-    else:
-        told = [{"output": x, "loss": {}} for x in ours.outputs()]
-        comparison.compare_outputs(told, {"output": outputs, "loss": {}})
-        notes.append(NOT_COMPARED)
-    if comparison.is_forward_wrong:
-        _look_at_reductions(ours, comparison, outputs or theirs.outputs()[0])
-        comparison.blame_scores(theirs.softmaxes(), ours.softmaxes())
-    if counted := [name for name in ours.loss_varies if mesh.axis_size(name) > 1 and not comparison.split]:
-        axes = " and ".join(map(repr, counted))
-        notes.append(
-            f"the loss may differ along {axes} as far as JAX's types know, and jax.grad adds up those of all ranks: "
-            "where they are one loss, all_reduce(loss, axis, 'mean') says so"
-        )
+    comparison.compare(
+        theirs,
+        ours,
+        (_again(theirs, seed) for seed in (0, 1)),
+        lambda row, answer: _trials(ours, mesh),
+        has_loss=loss is not None or not any(x.ndim for x in theirs.outputs()[0].values()),
+        share_copies=True,
+        optimizer=optimizer,
+        before=_whole_arrays(params),
+    )
+    if (first := comparison.first_wrong) is not None and first.mistake not in FACTS:
+        _look_for_the_cause(first, theirs, ours, comparison)
     return comparison.report(theirs.order, notes)
 
 
@@ -114,6 +103,7 @@ class _Side:
 
     loss_varies   the axes along which the loss may differ, after `answer`
     order         the parameters in the order in which their gradients are complete, after `answer`
+    reductions    the all_reduces that the last program called that was run with `at`, an empty one
     """
 
     def __init__(
@@ -126,39 +116,27 @@ class _Side:
         loss: Loss | None,
         specs: Any = None,
         in_specs: Sequence[P] | None = None,
+        after_backward: Callable[[Any], Any] | None = None,
     ):
         self.model, self.params, self.inputs, self.kwargs = model, params, inputs, kwargs
         self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
+        self.after_backward = after_backward
         self.in_specs = tuple(in_specs or [P()] * len(inputs))
         self.loss_varies: frozenset[str] = frozenset()
+        self.reductions: list[Reduction] = []
         self.order: list[str] = []
 
-    def outputs(self) -> list[Arrays]:
-        """The floating-point outputs of each rank."""
+    def outputs(self, at: Mapping[str, Any] | None = None) -> list[Arrays]:
+        """The floating-point outputs of each rank, with the changes of a trial."""
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
-            return _floats_in(self.model(params, *inputs, **self.kwargs))
+            found = _floats_in(self.model(params, *inputs, **self.kwargs))
+            if at and "exit" in at:
+                name, axes, added = at["exit"]
+                found[name] = all_reduce(found[name] - added, axes) + added
+            return found
 
-        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
-
-    def reductions(self) -> list[Reduction]:
-        """The all_reduces that the model calls."""
-        found: list[Reduction] = []
-
-        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
-            found.extend(reductions(jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)))
-            return ()
-
-        self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
-        return found
-
-    def outputs_with(self, change: tuple[Reduction, str]) -> list[Arrays]:
-        """The floating-point outputs of each rank, if an all_reduce had another result."""
-
-        def program(params: Any, inputs: tuple[Any, ...]) -> Any:
-            return _floats_in(with_change(partial(self.model, **self.kwargs), change)(params, *inputs))
-
-        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs))
+        return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs), at)
 
     def softmaxes(self) -> list[list[np.ndarray]]:
         """The input of each softmax, for each rank."""
@@ -172,9 +150,10 @@ class _Side:
         self,
         weights: Mapping[str, Sequence[np.ndarray]],
         optimizer: Any = None,
-        after_backward: Callable[[Any], Any] | None = None,
+        at: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Arrays]]:
-        """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step)."""
+        """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step); with
+        the changes of a trial."""
         indices = [index for index, x in enumerate(self.inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         def program(params: Any, inputs: tuple[Any, ...], weights: dict[str, Any]) -> Any:
@@ -189,14 +168,17 @@ class _Side:
                     parts = [(x * weights[name][0].astype(x.dtype)).sum() for name, x in outputs.items()]
                     return jnp.stack(parts).sum() if parts else jnp.zeros(()), ({}, outputs)
                 value = loss(output)
-                self.loss_varies = varying_axes(value)
+                if axes := (at or {}).get("loss"):
+                    value = all_reduce(vary(value, axes), axes, "mean")
+                else:
+                    self.loss_varies = varying_axes(value)
                 return value, ({"loss": value}, outputs if getattr(output, "ndim", None) != 0 else {})
 
             forward = jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)
             self.order = backward_order(forward.jaxpr, _names(params))
             floats = [inputs[index] for index in indices]
             grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
-            by_params = grads[0] if after_backward is None else after_backward(grads[0])
+            by_params = grads[0] if self.after_backward is None else self.after_backward(grads[0])
             told = {"output": outputs, "loss": loss, "gradient": _named(by_params)}
             told["input"] = {f"input {index}": grad for index, grad in zip(indices, grads[1], strict=True)}
             if optimizer is not None:
@@ -206,41 +188,69 @@ class _Side:
 
         in_specs = (self.specs, self.in_specs, P(self.mesh.axis_names))
         stacked = {name: np.stack(each) for name, each in weights.items()}
-        return self._run(program, (self.params, self.inputs, stacked), in_specs)
+        return self._run(program, (self.params, self.inputs, stacked), in_specs, at)
 
-    def _run(self, program: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> list[Any]:
-        results = run(program, self.mesh, *args, in_specs=in_specs).per_rank
+    def _run(
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        at: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What each rank returns, with the changes of a trial. An empty one notes the all_reduces that are called."""
+
+        def changed(params: Any, *more: Any) -> Any:
+            if at is None:
+                return program(params, *more)
+            if "once" in at:
+                name, axes = at["once"]
+                params = _with(params, name, lambda x: x * (axis_index(axes) == 0))
+            if not at:
+                self.reductions = reductions(jax.make_jaxpr(program)(params, *more))
+            return with_changes(program, at)(params, *more)
+
+        results = run(changed, self.mesh, *args, in_specs=in_specs).per_rank
         return [jax.tree.map(np.asarray, result) for result in results]
 
 
-def _look_at_reductions(ours: _Side, comparison: Comparison, outputs: Arrays) -> None:
-    """If another result of an all_reduce makes the first wrong output right, say so."""
-    first = next(row for row in comparison.rows if not row.ok and row.kind in FORWARD)
-    if first.name not in outputs:
-        return
-    makes_right: dict[Reduction, str] = {}
-    for one, how in trials(ours.reductions()):
-        again = ours.outputs_with((one, how))
-        found = comparison.judge_output(outputs[first.name], [rank.get(first.name) for rank in again])
-        if found is not None and found[1].ok:
-            makes_right[one] = how
-    if makes_right:
-        comparison.blame(first, first.mistake, words_of(makes_right))
+def _trials(ours: _Side, mesh: Mesh) -> Iterator[Trial]:
+    """What to try where a gradient is wrong and all outputs are right."""
+    if axes := tuple(name for name in mesh.axis_names if name in ours.loss_varies and mesh.axis_size(name) > 1):
+        words = f"with all_reduce(loss, {label(axes)}, 'mean'): it may differ along it as far as JAX's types know, and "
+        yield Trial(f"{words}jax.grad adds up the gradients of all", "a mean of the loss", {"loss": axes})
+    yield from of_reductions(ours.reductions, AVERAGED)
 
 
-def _answer_again(theirs: _Side, weights: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Arrays] | None:
-    """The reference's answer in another dtype, if it can be computed that way."""
-    dtype = OTHER_DTYPE.get(_rounding(theirs.params, theirs.inputs).dtype, "float64")
+def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Check) -> None:
+    """Look for a repair with which the first wrong output is right."""
+    outputs = theirs.outputs()[0]
+    ours.outputs({})
+
+    def makes_right(trial: Trial) -> str:
+        again = ours.outputs(trial.at)
+        found = [comparison.judge_output(x, [rank.get(name) for rank in again]) for name, x in outputs.items()]
+        return "it is right" if all(one is not None and one[1].ok for one in found) else ""
+
+    trials = [
+        *comparison.additions(first, comparison.added.get(first.name), first.name),
+        *of_reductions(ours.reductions),
+    ]
+    trials += comparison.scores(theirs.softmaxes()[0], ours.softmaxes())
+    if unknown := comparison.prove(first, trials, makes_right):
+        comparison.enter(first, unknown)
+
+
+def _again(theirs: _Side, seed: int) -> _Side:
+    """The reference where every number that it takes is one unit in the last place off."""
 
     def other(x: Any) -> Any:
-        return np.asarray(x, dtype) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else np.asarray(x)
+        x = np.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return nudged(x, EPSILON.get(str(x.dtype), EPSILON["float32"]), seed).astype(x.dtype)
 
-    with in_float64():
-        params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs))
-        try:
-            return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss).answer(weights)[0]
-        except TypeError:  # it computes with dtypes of its own, which do not mix with this one
-            return None
+    params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs)) if seed else theirs.inputs
+    return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss)
 
 
 def _perturbed(params: Any) -> tuple[Any, list[str]]:
@@ -254,6 +264,12 @@ def _perturbed(params: Any) -> tuple[Any, list[str]]:
             leaves[index] = jnp.asarray(values + noise.astype(values.dtype))
             changed.append(name)
     return structure.unflatten(leaves), changed
+
+
+def _with(tree: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """The tree with one leaf changed."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([change(x) if one == name else x for one, x in zip(_names(tree), leaves)])
 
 
 def _rounding(params: Any, inputs: Sequence[Any]) -> Rounding:

@@ -1,5 +1,5 @@
 """What a model's jaxpr says besides its results: the order in which gradients arrive, the inputs of its softmaxes, and
-what it would return if an all_reduce had another result."""
+what it would return with the changes of a trial."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from tplab.checking.tried import LEFT_OUT, SUMMED, Reduction
+from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.ranks.context import vary
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -19,7 +19,6 @@ from tplab.jax.tracing.jaxprs import LAYOUTS, called, line_of, opened
 
 _SAME_NAME = LAYOUTS | {"convert_element_type", "broadcast_in_dim", "optimization_barrier"}
 MOST_SOFTMAXES = 32
-SAME = 1e-4  # relative: what differs by more is not the same on every rank
 
 
 def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
@@ -76,14 +75,24 @@ def reductions(closed: Any) -> list[Reduction]:
     return [one for one in found if one is not None]
 
 
-def with_change(fn: Callable[..., Any], change: tuple[Reduction, str]) -> Callable[..., Any]:
-    """`fn` with another result of one all_reduce: see `tplab.checking.tried`."""
+def with_changes(fn: Callable[..., Any], at: Mapping[str, Any]) -> Callable[..., Any]:
+    """`fn` with other results of all_reduces, and other scores in softmaxes: see `tplab.checking.tried.Trial`."""
+    taken: dict[int, set[Any]] = {}
 
     def changed(eqn: Any, jaxpr: Any, read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
-        if _reduction(eqn, jaxpr) != change[0]:
+        how = at.get("reductions", {}).get(_reduction(eqn, jaxpr))
+        if how is not None:
+            names = EXCHANGES[eqn.primitive.name].names(eqn.params)
+            return [_other_result(how, read(atom), result, names) for atom, result in zip(eqn.invars, results)]
+        if "scores" not in at:
             return results
-        names = EXCHANGES[eqn.primitive.name].names(eqn.params)
-        return [_other_result(change[1], read(atom), result, names) for atom, result in zip(eqn.invars, results)]
+        scores = taken.setdefault(id(jaxpr), set(_taken_by_softmax(jaxpr).values()))
+        if not any(not isinstance(atom, Literal) and atom in scores for atom in eqn.invars):
+            return results
+        inputs = [_other_scores(read(atom), at["scores"]) if not isinstance(atom, Literal) and atom in scores
+                  else read(atom) for atom in eqn.invars]  # fmt: skip
+        found = eqn.primitive.bind(*inputs, **eqn.params)
+        return found if eqn.primitive.multiple_results else [found]
 
     def other(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -92,15 +101,20 @@ def with_change(fn: Callable[..., Any], change: tuple[Reduction, str]) -> Callab
     return other
 
 
+def _other_scores(x: Any, change: float | tuple[str, ...]) -> Any:
+    return vary(lax.psum(vary(x, change), change), change) if isinstance(change, tuple) else x * change
+
+
 def _other_result(how: str, x: Any, result: Any, names: tuple[str, ...]) -> Any:
     num_ranks = axis_size(names)
     if how == SUMMED:
         return lax.psum(vary(x, names), names)
-    if how != LEFT_OUT:
+    if how not in (LEFT_OUT, AVERAGED):
         return result * num_ranks
     mean = result / num_ranks
     gap = all_reduce(jnp.abs(x - mean).max(initial=0), names, "max")
-    return jnp.where(gap <= SAME * jnp.abs(mean).max(initial=0), mean, jnp.nan).astype(result.dtype)
+    is_same = gap <= SAME * jnp.abs(mean).max(initial=0)
+    return jnp.where(is_same == (how == LEFT_OUT), mean, result).astype(result.dtype)
 
 
 def _reduction(eqn: Any, jaxpr: Any) -> Reduction | None:

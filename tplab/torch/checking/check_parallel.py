@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.comparison import FORWARD, NOT_COMPARED, OTHER_DTYPE, Comparison, each_input, noise_for
+from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
-from tplab.checking.verdict import Rounding, Verdict, judge
-from tplab.errors import RankError, SpecError, TplabError
+from tplab.checking.tried import AVERAGED, MOST_TRIALS, Trial, of_reductions
+from tplab.checking.verdict import Rounding, Verdict, judge, label
+from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, layout_of
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.torch.checking.culprit import first_wrong_module
-from tplab.torch.checking.gathers import OtherGathers, words_of
+from tplab.torch.checking.culprit import Culprit, Inside, Search, look_inside
 from tplab.torch.checking.masks import mask_rows
-from tplab.torch.checking.recut import better_cuts, modules_like
+from tplab.torch.checking.recut import modules_like, recuts
 from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
-from tplab.torch.checking.softmax import softmaxes
 from tplab.torch.run import run
 
 
@@ -66,10 +65,10 @@ def check_parallel(
     names           the model's name of a parameter -> the reference's, a dict or a function
     on              where the ranks are, as in `run`
 
-    Dropout is off; if the model is in training mode, masks are compared in a separate pass. A difference counts as
-    rounding up to what dtype and sizes explain (see `tplab.checking.verdict`), or up to how far the reference's own
-    answers in two dtypes differ. Neither the reference nor the inputs are changed.
-    cost    about four passes, more where something is wrong; every rank's gradients are in memory at once
+    Dropout is off; if the model is in training mode, masks are compared in a separate pass. How much of a difference
+    counts as rounding is measured for each tensor: see `tplab.checking.verdict.Rounding`. Neither the reference nor the
+    inputs are changed. A cause is stated only where a new run with its repair was right.
+    cost    about five passes, up to 30 where something is wrong; every rank's gradients are in memory at once
     """
     if isinstance(model, nn.Module) or not callable(model):
         raise TypeError(
@@ -80,45 +79,45 @@ def check_parallel(
     whole = reference if isinstance(reference, nn.Module) else run(reference, alone).per_rank[0]
     if not isinstance(whole, nn.Module):
         raise TypeError(f"the reference is {type(whole).__name__}; give the whole model, or a function that makes it")
-    check = _Check(model, whole, mesh, inputs, kwargs or {}, each_input(in_specs, len(inputs)), specs or {}, names, on)
+    rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
+    split = each_input(in_specs, len(inputs))
+    ours = Side(
+        model,
+        whole,
+        mesh,
+        inputs,
+        kwargs or {},
+        in_specs=split,
+        rename=rename,
+        on=on,
+        loss=loss,
+        after_backward=after_backward,
+    )
+    theirs = Side(lambda whole: whole, whole, alone, inputs, kwargs or {}, loss=reference_loss or loss)
+    check = _Check(ours, theirs, specs or {})
     check.compare_values()
     if perturb:
         check.perturb()
-    check.compare_passes(loss, reference_loss or loss, optimizer, after_backward)
+    check.compare_passes(optimizer)
     check.look_for_the_cause()
     if check.is_training:
         check.rows += mask_rows(check.ours.masks(), mesh)
-    return check.comparison.report(check.order, check.notes)
+    return check.comparison.report(theirs.order, check.notes)
 
 
 class _Check:
     """The two sides, and what has been found so far."""
 
-    def __init__(
-        self,
-        model: Callable[[Any], nn.Module],
-        whole: nn.Module,
-        mesh: Mesh,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        in_specs: list[P],
-        specs: Mapping[str, P | Layout],
-        names: Mapping[str, str] | Callable[[str], str] | None,
-        on: str | None,
-    ):
-        rename = names if callable(names) else (lambda name: names.get(name, name)) if names else lambda name: name
-        alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
-        self.mesh, self.specs, self.rename = mesh, specs, rename
-        self.ours = Side(model, whole, mesh, inputs, kwargs, in_specs=in_specs, rename=rename, on=on)
-        self.theirs = Side(lambda whole: whole, whole, alone, inputs, kwargs)
+    def __init__(self, ours: Side, theirs: Side, specs: Mapping[str, P | Layout]):
+        whole = theirs.reference
+        self.ours, self.theirs, self.mesh, self.specs, self.rename = ours, theirs, ours.mesh, specs, ours.rename
         self.whole = dict(whole.named_parameters(remove_duplicate=False))
-        everything = [x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)]
+        everything = [x for x in (*ours.inputs, *ours.kwargs.values()) if isinstance(x, Tensor)]
         rounding = Rounding.of(
             [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
         )
-        self.comparison = Comparison(mesh, rounding, {}, in_specs)
+        self.comparison = Check(ours.mesh, rounding, {}, ours.in_specs)
         self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
-        self.order: list[str] = []
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -173,155 +172,154 @@ class _Check:
 
     # --- one pass of each, and a step -------------------------------------------------------------------------------
 
-    def compare_passes(
-        self, loss: Loss | None, reference_loss: Loss | None, optimizer: Any, after_backward: Any
-    ) -> None:
+    def compare_passes(self, optimizer: Any) -> None:
         """Add rows for outputs, loss, gradients, and parameters after a step."""
-        weights: dict[str, Any] = {}
-        self.has_gradients = True
-        if loss is None and not self.theirs.ask(_brings_a_loss)[0]:
-            weights = self.comparison.weigh(self.theirs.outputs()[0], self.ours.outputs(), share_copies=False)
-            self.has_gradients = bool(weights)
-        on_one = {name: whole[None] for name, (whole, _) in weights.items()}
-        if not self.has_gradients:
-            self.notes.append(NOT_COMPARED)
-            want, told = ([{"output": x, "loss": {}} for x in side.outputs()] for side in (self.theirs, self.ours))
-            self.comparison.addends = self._addends()
-            self.comparison.compare_outputs(told, want[0])
-            return
-        want = self.theirs.answer(reference_loss, on_one, optimizer)[0]
-        self.comparison.see_again(self._answer_again(reference_loss, on_one), want)
-        each = {name: each for name, (_, each) in weights.items()}
-        told = self.ours.answer(loss, each, optimizer, after_backward)
-        self.order = want["order"]
-        self.comparison.addends = self._addends()
-        self.comparison.compare_outputs(told, want)
-        self.comparison.compare_gradients(told, want)
-        for index, row in enumerate(self.rows):
-            if row.kind == "gradient" and not row.ok and row.name in self.comparison.layouts:
-                self.rows[index] = self._tied(row, told, want["gradient"])
-        if not self.comparison.is_forward_wrong and not all(row.ok for row in self.rows):
-            self._try_other_gathers(partial(self.ours.answer, loss, each, None, after_backward), want)
-        if optimizer is not None:
-            before = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
-            self.comparison.compare_step(told, want, before)
-
-    def _try_other_gathers(self, answer: Callable[..., list[dict[str, Any]]], want: Mapping[str, Any]) -> None:
-        """Try whether gradients are right once gather_from and all_gather are exchanged."""
-        try:
-            told = answer(before_backward=OtherGathers)
-        except TplabError:  # ranks that do not all use what was gathered cannot compare their gradients of it
-            return
-        found = dict.fromkeys(gather for rank in told for gather in rank["before"].found)
-        if not found:
-            return
-        comparison = self.comparison
-        again = Comparison(self.mesh, comparison.rounding, comparison.layouts, list(comparison.in_specs.values()))
-        again.again, again.mean_over = comparison.again, comparison.mean_over
-        again.compare_gradients(told, want)
-        now = {row.name: row.ok for row in again.rows}
-        gradients = {row.name: row for row in self.rows if row.kind == "gradient"}
-        mended = [name for name, row in gradients.items() if now[name] and not row.ok]
-        if not mended or any(row.ok and not now[name] for name, row in gradients.items()):
-            return
-        right = "all gradients are right" if all(now.values()) else f"the gradient of {mended[0]} is right"
-        order = {name: index for index, name in enumerate(self.order)}
-        first = min((row for row in gradients.values() if not row.ok), key=lambda row: order.get(row.name, len(order)))
-        self.comparison.blame(first, "gather", "; ".join(words_of(op, shape, right) for op, shape in found))
-
-    def _answer_again(self, loss: Loss | None, weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The reference's answer in another dtype, if it can be computed that way."""
-        dtype = getattr(torch, OTHER_DTYPE.get(self.comparison.rounding.dtype, "float64"))
-
-        def other(x: Any) -> Any:
-            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-        theirs = self.theirs
-        kwargs = {name: other(x) for name, x in theirs.kwargs.items()}
-        whole = copy.deepcopy(theirs.reference).to(dtype)
-        side = Side(theirs.build, whole, theirs.mesh, [other(x) for x in theirs.inputs], kwargs)
-        side.changes = theirs.changes
-        try:
-            return side.answer(loss, weights, None)[0]
-        except RankError:  # it computes with tensors of its own dtype, which do not mix with this one
-            return None
-
-    def _addends(self) -> dict[str, Any]:
-        """The values of each parameter that may be a bias, as both models have them in the check, and the inputs."""
-        biases = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items() if p.dim() == 1}
-        inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs)}
-        return biases | {
-            n: to_numpy(x) for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim()
+        values = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
+        inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs) if isinstance(x, Tensor)}
+        self.comparison.addends = {name: x for name, x in values.items() if x.ndim == 1} | {
+            name: to_numpy(x) for name, x in inputs.items() if x.is_floating_point() and x.dim()
         }
+        for name in self.comparison.layouts:
+            twins = [n for n in self.comparison.layouts if n != name and self.whole[n] is self.whole[name]]
+            if apart := [n for n in twins if self.same[n] != self.same[name]]:
+                self.comparison.apart[name] = apart
+        self.comparison.compare(
+            self.theirs,
+            self.ours,
+            self._again(),
+            self._trials,
+            has_loss=self.theirs.loss is not None or self.theirs.ask(_brings_a_loss)[0],
+            share_copies=False,
+            optimizer=optimizer,
+            before=values,
+        )
+
+    def _again(self) -> Iterator[Side]:
+        """The reference where rounding is changed: its parameters, and its inputs too; sums in another order."""
+        for seed in (0, 1):
+
+            def other(x: Any, seed: int = seed) -> Any:
+                """x, each number one unit in the last place off."""
+                if not isinstance(x, Tensor) or not x.is_floating_point():
+                    return x
+                return torch.from_numpy(nudged(to_numpy(x), Rounding(_dtype(x)).epsilon, seed)).to(x.dtype)
+
+            side = copy.copy(self.theirs)
+            side.changes = dict(side.changes)
+            for name, p in side.reference.named_parameters():
+                side.changes[name] = Layout(), to_numpy(other(p)) - to_numpy(p) + self._noise(name)
+            side.parts = max(2, self.mesh.size)
+            if seed:
+                side.inputs, side.kwargs = [*map(other, side.inputs)], {n: other(x) for n, x in side.kwargs.items()}
+            yield side
+
+    def _trials(self, row: Row, answer: Callable[[Mapping[str, Any]], Any]) -> Iterator[Trial]:
+        """What to try where a gradient is wrong and all outputs are right."""
+        order, reductions = self.theirs.order, self.ours.reductions
+        found = self.ours.gathers if answer({"gathers": ()}) else []
+        for op, shape in dict.fromkeys(found):
+            other, how, does = "gather_from", "in the same way", "adds no gradients up"
+            if op == "gather_from":
+                other, how, does = "all_gather", "in different ways", "adds gradients up"
+            words = (
+                f"with {other} in place of {op} ({list(shape)}): ranks use what it returns {how}, and {other} {does}"
+            )
+            yield Trial(words, "the other kind of gather", {"gathers": ()}, "gather")
+        yield from of_reductions(reductions, AVERAGED)
+        if row.mistake not in ("partial", "other", "disagree"):
+            return
+        place = order.index(row.name) if row.name in order else len(order)
+        right = {one.name for one in self.rows if one.kind == "gradient" and one.ok}
+        modules = [name.rpartition(".")[0] for name in reversed(order[:place]) if name in right]
+        near = [name for name in dict.fromkeys(modules) if name and not row.name.startswith(f"{name}.")]
+        known = list(dict(self.theirs.reference.named_modules()))
+        for count in range(1, min(len(near), MOST_TRIALS // 2) + 1):
+            alike = [
+                name
+                for name in known
+                if any(modules_like(f"{name}.") == modules_like(f"{one}.") for one in near[:count])
+            ]
+            for names in (near[:count], *([alike] if len(alike) > count else [])):
+                for axes in (
+                    [row.axes] if row.axes else [(name,) for name in self.mesh.axis_names if self.mesh.shape[name] > 1]
+                ):
+                    listed = " and ".join(names[:3]) + ", .." * (len(names) > 3)
+                    words = f"with copy_to(x, {label(axes)}), Megatron's f, at the input of {listed}"
+                    yield Trial(words, "copy_to at the inputs of modules", {"entrance": (names, axes)})
 
     def _noise(self, name: str) -> Any:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
 
-    def _tied(self, row: Row, told: Sequence[Mapping[str, Any]], want: Mapping[str, Any]) -> Row:
-        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
-        name, layouts = row.name, self.comparison.layouts
-        others = [n for n in layouts if n != name and self.whole[n] is self.whole[name]]
-        apart = [n for n in others if self.same[n] != self.same[name]]
-        if not apart:
-            return row
-        words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
-        parts = [[rank["gradient"].get(n) for n in (name, *apart)] for rank in told]
-        if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
-            both = [np.sum(rank, axis=0) for rank in parts]
-            if judge(both, want[name], layouts[name], self.mesh, self.comparison.rounding).ok:
-                words += ": this is the gradient of one use, and those of both add up to the reference's"
-        return replace(row, words=words, mistake="tied")
-
     # --- where it leads -----------------------------------------------------------------------------------------------
 
     def look_for_the_cause(self) -> None:
-        """Where outputs are wrong, find the innermost module whose output is wrong, and try whether a fused weight is
-        cut in one piece."""
-        if not self.comparison.is_forward_wrong:
+        """Where outputs are wrong, find the innermost module whose output is wrong, and the repair with which a new run
+        is right."""
+        if self.comparison.first_wrong is None:
             return
-        row, words = first_wrong_module(self.ours, self.theirs, self.comparison)
-        if row is not None:
-            index = next((index for index, one in enumerate(self.rows) if one.kind in FORWARD), len(self.rows))
-            self.rows.insert(index, row)
-        if words:
-            first = row or next(one for one in self.rows if not one.ok and one.kind in FORWARD)
-            self.comparison.blame(first, first.mistake, words)
-        self._look_at_softmaxes()
-        if self.is_wrong or self.comparison.split:
-            return
-        whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.comparison.layouts}
-        for pattern, count in (better_cuts(whole, self.comparison.layouts, self.mesh, self._is_right) or {}).items():
-            words = f"cut in one piece, and it holds {count} parts side by side: with each cut by itself all is right"
-            for index, one in enumerate(self.rows):
-                if one.kind == "gradient" and modules_like(one.name) == pattern:
-                    self.rows[index] = replace(one, ok=False, words=words, mistake="fused")
-
-    def _look_at_softmaxes(self) -> None:
-        """Check whether the input or output of a softmax is why an output is wrong."""
-        (want,), told = self.theirs.ask(softmaxes), self.ours.ask(softmaxes)
+        (reference,), told = self.theirs.ask(look_inside), self.ours.ask(look_inside)
+        again = list(each_that_answers(self._again(), lambda side: side.ask(look_inside)))
+        search = Search(reference, told, again, self.comparison)
+        culprit = search.culprit()
+        if culprit.row is not None:
+            index = next(index for index, one in enumerate(self.rows) if one.kind in ("output", "loss"))
+            self.rows.insert(index, culprit.row)
+        first = self.comparison.first_wrong
         row_sum = next((rank.row_sum for rank in told if rank.row_sum), 0)
-        if not row_sum or want.row_sum:
-            self.comparison.blame_scores([want.scores], [rank.scores for rank in told])
+        if row_sum and not reference.row_sum:
+            self.comparison.enter(first, f"rows of attention weights inside of it add up to {row_sum}", "softmax")
+        if first.mistake in FACTS:
             return
-        words = (
-            f"the rows of attention weights inside of the model add up to {row_sum}: softmax was taken of each rank's "
-            "part of the scores, and the results added up; heads must be sharded whole"
-        )
-        first = next(row for row in self.rows if not row.ok and row.kind in FORWARD)
-        self.comparison.blame(first, "softmax", words)
+        trials = self._forward_trials(culprit, first, reference, told)
+        unknown = self.comparison.prove(first, trials, lambda trial: self._makes_right(trial, culprit, search))
+        if not unknown or self._cut_again(search):
+            return
+        given = search.judged(told, "inputs", culprit.name)
+        is_given = culprit.is_given or (culprit.row is not None and not (given and given[1].ok))
+        self.comparison.enter(first, unknown if is_given else f"what goes in is right; {unknown}")
 
-    def _is_right(self, replaced: Mapping[str, tuple[Layout, np.ndarray]]) -> bool:
-        """Whether the model's outputs are the reference's, with other pieces of some parameters."""
-        told = self.ours.outputs(replaced)
-        found = [
-            self.comparison.judge_output(x, [rank.get(name) for rank in told])
-            for name, x in self.theirs.outputs()[0].items()
-            if x.ndim
-        ]
-        return all(one is not None and one[1].ok for one in found)
+    def _forward_trials(
+        self, culprit: Culprit, first: Row, reference: Inside, told: Sequence[Inside]
+    ) -> Iterator[Trial]:
+        """What to try where an output is wrong."""
+        addend = culprit.addend if culprit.row else self.comparison.added.get(first.name)
+        kind = "given" if culprit.is_given else "exit"
+        yield from self.comparison.additions(first, addend, culprit.name, kind)
+        yield from of_reductions(told[0].reductions.get(culprit.inside, ()))
+        yield from self.comparison.scores(reference.scores, [rank.scores for rank in told])
+
+    def _makes_right(self, trial: Trial, culprit: Culprit, search: Search) -> str:
+        """What is right with a trial: all outputs, or the one that was first wrong."""
+        try:
+            told = self.ours.ask(look_inside, trial.at)
+        except TplabError:
+            return ""
+        own = "inputs" if culprit.is_given else "outputs"
+        for kind, name, words in ("outputs", "", "all outputs are right"), (own, culprit.name, "it is right"):
+            found = search.judged(told, kind, name)
+            if found is not None and found[1].ok and not (name and trial.at.keys() & {"exit", "given"}):
+                return words
+        return ""
+
+    def _cut_again(self, search: Search) -> bool:
+        """Try whether outputs are right once a fused weight, cut in one piece, is cut part by part."""
+        if self.is_wrong or self.comparison.split:
+            return False
+        whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.comparison.layouts}
+        for cuts, trial in recuts(whole, self.comparison.layouts, self.mesh):
+            if not self._makes_right(trial, Culprit(""), search):
+                continue
+            for index, one in enumerate(self.rows):
+                if one.kind == "gradient" and (count := cuts.get(modules_like(one.name))):
+                    words = (
+                        f"cut in one piece, and it holds {count} parts side by side: all is right with each cut alone"
+                    )
+                    self.rows[index] = replace(one, ok=False, words=words, mistake="fused")
+            return True
+        return False
 
 
-def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> bool:
+def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any], _: Any) -> bool:
     with torch.no_grad():
         return own_loss(model(*inputs, **kwargs)) is not None
 

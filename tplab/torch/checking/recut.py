@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations, islice, product
 
 import numpy as np
 
+from tplab.checking.tried import Trial
 from tplab.layout import MOST_PARTS, Layout
 from tplab.mesh import Mesh
 
 MOST_TRIES = 24  # forward passes
 
-Cuts = dict[str, int]
-"""Module pattern -> into how many parts its weight is cut: {"h.*.attn.c_attn": 3}."""
 
-Pieces = Mapping[str, tuple[Layout, np.ndarray]]
-"""A parameter's name -> how it is laid out, and the whole of it."""
-
-
-def better_cuts(
-    whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh, is_right: Callable[[Pieces], bool]
-) -> Cuts | None:
-    """The cuts with which all outputs are right, found by trying; None where none of the first few helps.
+def recuts(
+    whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh
+) -> Iterator[tuple[dict[str, int], Trial]]:
+    """What to try, and into how many parts weights are cut then, by module pattern: {"h.*.attn.c_attn": 3}.
 
     whole      the parameters, by the reference's names
-    is_right   whether the model's outputs are right once these parameters are laid out this way
     """
     groups = _fusable(whole, layouts, mesh)
     for cuts in islice(_choices(groups), MOST_TRIES):
-        if is_right(
-            {
-                name: (_in_parts(whole[name], layouts[name], count, mesh), whole[name])
-                for pattern, count in cuts.items()
-                for name in groups[pattern]
-            }
-        ):
-            return cuts
-    return None
+        held = {
+            name: (_in_parts(whole[name], layouts[name], count, mesh), whole[name])
+            for pattern, count in cuts.items()
+            for name in groups[pattern]
+        }
+        yield cuts, Trial("", "fused weights cut part by part", {"parameters": held})
 
 
 def modules_like(name: str) -> str:
@@ -55,7 +46,7 @@ def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mes
     return found
 
 
-def _choices(groups: Mapping[str, list[str]]) -> Iterator[Cuts]:
+def _choices(groups: Mapping[str, list[str]]) -> Iterator[dict[str, int]]:
     """The choices: one kind of module cut in parts, then two."""
     for size in (1, 2):
         for patterns in combinations(groups, size):

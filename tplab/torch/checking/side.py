@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.errors import SpecError
+from tplab.checking.tried import Reduction
+from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.checking.masks import MaskWatch, Seen
+from tplab.torch.checking.sums import OtherSums
+from tplab.torch.checking.trying import Tried
 from tplab.torch.models.huggingface import known_layouts
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import run
 
 Loss = Callable[[Any], Tensor]
-Question = Callable[[nn.Module, list[Any], dict[str, Any]], Any]
+Question = Callable[[nn.Module, list[Any], dict[str, Any], Tried], Any]
 
 
 class Parameters(NamedTuple):
@@ -43,7 +47,9 @@ class Side:
     rename     the model's name of a parameter -> the reference's
     in_specs   a P for each input: a rank's model gets the piece
     on         where the ranks are, as in `run`
+    loss       of the output; without one it is the output's own, or its weighted sum. after_backward: of the model
     changes    name -> layout and array: what is added to parameters before the model runs (in the reference's names)
+    parts      in so many parts matmuls add up their products, if more than 1
     """
 
     def __init__(
@@ -57,10 +63,15 @@ class Side:
         in_specs: Sequence[P] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         on: str | None = None,
+        loss: Loss | None = None,
+        after_backward: Callable[[nn.Module], Any] | None = None,
     ):
         self.build, self.reference, self.mesh, self.inputs, self.kwargs = build, reference, mesh, inputs, kwargs
         self.in_specs, self.rename, self.on = in_specs or [P()] * len(inputs), rename, on
+        self.loss, self.after_backward = loss, after_backward
+        self.order, self.reductions, self.gathers = list[str](), list[Reduction](), list[tuple[str, tuple[int, ...]]]()
         self.changes: dict[str, tuple[Layout, np.ndarray]] = {}
+        self.parts = 1
 
     def parameters(self) -> list[Parameters]:
         """What each rank's model consists of, before anything is changed."""
@@ -72,43 +83,37 @@ class Side:
             values = {name: to_numpy(p) for name, p in named.items()}
             return Parameters(values, known_layouts(model), same, model.training)
 
-        return self._ask(lambda model, *_: look(model), as_built=True)
+        return self._ask(lambda model, *_: look(model))
 
-    def outputs(self, replaced: Mapping[str, tuple[Layout, np.ndarray]] | None = None) -> list[dict[str, np.ndarray]]:
-        """The floating-point outputs of each rank, without dropout; with other values of some parameters."""
+    def outputs(self, at: Mapping[str, Any] | None = None) -> list[dict[str, np.ndarray]]:
+        """The floating-point outputs of each rank, without dropout; with the changes of a trial."""
 
         @torch.no_grad()
-        def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, np.ndarray]:
-            named = self._named(model)
-            for name, (layout, whole) in (replaced or {}).items():
-                named[name].copy_(torch.from_numpy(_piece(whole, layout)))
+        def forward(model: nn.Module, inputs: list[Any], kwargs: Any, tried: Tried) -> dict[str, np.ndarray]:
             return {name: to_numpy(x) for name, x in floats_in(model(*inputs, **kwargs)).items()}
 
-        return self._ask(forward)
+        return self.ask(forward, at)
 
     def answer(
         self,
-        loss: Loss | None,
         weights: Mapping[str, Any],
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        after_backward: Callable[[nn.Module], Any] | None = None,
-        before_backward: Callable[[], Callable[[Tensor], Any]] | None = None,
-    ) -> list[dict[str, Any]]:
-        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Under "order" it has
-        the parameters in the order in which their gradients arrive.
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        at: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]] | None:
+        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Then `order` has the
+        parameters in the order in which their gradients arrive, `reductions` the all_reduces that the program calls,
+        and `gathers` those that a trial has found. None where a trial fails.
 
-        loss      of the output; without one it is the output's own, or the outputs weighted by `weights`, which has an
-                  array for each rank
-        before_backward   makes for each rank a function that is called with its loss before the backward pass; the
-                  answer has it under "before"
+        weights   of the outputs where there is no loss: an array for each rank
+        at        the changes of a trial
         """
 
-        def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any) -> dict[str, Any]:
+        def pass_through(model: nn.Module, inputs: list[Any], kwargs: Any, tried: Tried) -> tuple[Any, ...]:
             named, order = self._named(model), list[str]()
             output = model(*inputs, **kwargs)
             outputs = floats_in(output)
-            own = loss or own_loss(output)
-            told: dict[str, Any] = {"output": {n: to_numpy(x) for n, x in outputs.items()}, "loss": {}, "order": order}
+            own = self.loss or own_loss(output)
+            told: dict[str, Any] = {"output": {n: to_numpy(x) for n, x in outputs.items()}, "loss": {}}
             if own is not None:
                 value = own(output)
                 told["loss"]["loss"] = to_numpy(value)
@@ -119,12 +124,10 @@ class Side:
             for name, parameter in named.items():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-            if before_backward is not None:
-                told["before"] = before_backward()
-                told["before"](value)
+            tried.before_backward(value)
             value.backward()
-            if after_backward is not None:
-                after_backward(model)
+            if self.after_backward is not None:
+                self.after_backward(model)
             told["gradient"] = {n: None if p.grad is None else to_numpy(p.grad) for n, p in named.items()}
             leaves = {f"input {number}": x for number, x in enumerate(inputs) if isinstance(x, Tensor)}
             told["input"] = {
@@ -133,9 +136,17 @@ class Side:
             if optimizer is not None:
                 optimizer(model.parameters()).step()
                 told["parameter"] = {name: to_numpy(p) for name, p in named.items()}
-            return told
+            return told, order, tried.found, tried.gathers
 
-        return self._ask(pass_through)
+        try:
+            found = self.ask(pass_through, at)
+        except TplabError:
+            if at:  # ranks do not all run what the trial needs
+                return None
+            raise
+        _, self.order, self.reductions, _ = found[0]
+        self.gathers = [gather for _, _, _, gathers in found for gather in gathers]
+        return [told for told, *_ in found]
 
     def masks(self) -> list[Seen]:
         """The dropout masks of one forward pass of each rank, in the mode in which the model was built."""
@@ -145,13 +156,15 @@ class Side:
                 model(*inputs, **kwargs)
             return watch.seen
 
-        return self._ask(forward, as_built=True)
+        return self._ask(forward)
 
-    def ask(self, question: Question) -> list[Any]:
-        """What `question(model, inputs, kwargs)` returns on each rank, without dropout."""
-        return self._ask(question)
+    def ask(self, question: Question, at: Mapping[str, Any] | None = None) -> list[Any]:
+        """What `question(model, inputs, kwargs, tried)` returns on each rank, without dropout."""
+        return self._ask(question, at or {})
 
-    def _ask(self, question: Question, as_built: bool = False) -> list[Any]:
+    def _ask(self, question: Callable[..., Any], at: Mapping[str, Any] | None = None) -> list[Any]:
+        """Likewise; as the model was built, and without `tried`, if `at` is None."""
+
         def program(reference: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
             rank = this_rank()
             with torch.enable_grad():
@@ -160,18 +173,26 @@ class Side:
                     raise SpecError(
                         f"the function that makes a rank's model returned {type(model).__name__}; return the module"
                     )
-                if not as_built:
-                    model.eval()
+                named = self._named(model)
                 for name, (layout, noise) in self.changes.items():
-                    mine = self._named(model)[name]
                     piece = torch.from_numpy(_piece(noise, layout))
                     with torch.no_grad():
-                        mine[tuple(map(slice, piece.shape))] += piece.to(mine)
+                        named[name][tuple(map(slice, piece.shape))] += piece.to(named[name])
                 here = [
                     _leaf(take(x, Layout(spec), rank.mesh, rank.rank) if spec.axis_names else x)
                     for x, spec in zip(inputs, self.in_specs, strict=True)
                 ]
-                return question(model, here, kwargs)
+                if at is None:
+                    return question(model, here, kwargs)
+                model.eval()
+                with torch.no_grad():
+                    for name, (layout, whole) in at.get("parameters", {}).items():
+                        named[name].copy_(torch.from_numpy(_piece(whole, layout)))
+                    name, axes = at.get("once", ("", ()))
+                    if name and rank.mesh.index(rank.rank, axes):
+                        named[name].zero_()
+                with Tried(model, at) as tried, OtherSums(self.parts) if self.parts > 1 else nullcontext():
+                    return question(model, here, kwargs, tried)
 
         return run(program, self.mesh, self.reference, list(self.inputs), dict(self.kwargs), on=self.on).per_rank
 

@@ -1,0 +1,211 @@
+"""What is observed of a tensor: how the ranks' pieces make up the whole one of the reference, and by which factor.
+
+Along each axis that is its type, as in `tplab.checking.types`: R where ranks hold copies, V(d) where they hold pieces
+cut along d, P where they hold parts of a sum, V where they hold something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tplab.checking.types import P as PARTIAL
+from tplab.checking.types import R, Type, V
+from tplab.layout import Layout, layouts_for, take
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+COPIES = Layout()
+Kind = Literal["not finite", "equal", "scaled", "multiples", "parts", "pieces", "apart", "shape", "other"]
+
+
+class Observed(NamedTuple):
+    """How ranks hold a tensor.
+
+    kind    "equal": each has its piece. "scaled": `factor` times it. "multiples": each has another multiple of it,
+            `factors`. "parts": over `axes` they add up to `factor` times it. "pieces": each has the piece of another
+            rank, `ranks`. "apart": ranks of `axes` that should hold copies do not; `ranks` are right. "not finite": on
+            `ranks`, or in the reference where there are none. "shape": in no layout would they hold such pieces.
+            "other": none of these
+    layout  in which they hold it
+    gap     the largest difference of any element
+    """
+
+    kind: Kind
+    layout: Layout = COPIES
+    factor: float = 1.0
+    axes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
+    gap: float = np.inf
+
+    @property
+    def is_right(self) -> bool:
+        return self.kind == "equal"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.kind == "parts"
+
+    def types(self, mesh: Mesh) -> Mapping[str, Type]:
+        """The type along each axis."""
+        cuts = {name: dim for dim in self.layout.split_dims for name in P(self.layout.spec[dim]).axis_names}
+        if self.kind in ("not finite", "shape", "other", "multiples"):
+            return dict.fromkeys(mesh.axis_names, V)
+        found = {name: Type("V", cuts[name]) if name in cuts else R for name in mesh.axis_names}
+        return found | dict.fromkeys(self.axes, PARTIAL if self.is_partial else V)
+
+
+class Way(NamedTuple):
+    """A way to hold a tensor: what each rank should have; and, by axes, the groups of ranks whose parts may add up to
+    it."""
+
+    want: Mapping[int, np.ndarray]
+    groups: Sequence[tuple[tuple[str, ...], Sequence[Sequence[int]]]]
+    layout: Layout = COPIES
+
+
+def observed(
+    pieces: Sequence[np.ndarray], whole: np.ndarray, mesh: Mesh, tolerance: float, layout: Layout | None = None
+) -> Observed:
+    """How the ranks of a mesh hold `whole`.
+
+    pieces      one per rank; a piece may be padded: elements beyond the layout's must be zeros
+    tolerance   how far rounding may take any element
+    layout      the one in which they should hold it; None for any
+    """
+    got = {rank: np.asarray(piece, np.float64) for rank, piece in enumerate(pieces)}
+    whole = np.asarray(whole, np.float64)
+    known = layouts_for(whole.shape, [piece.shape for piece in got.values()], mesh)
+    bad = tuple(rank for rank, piece in got.items() if not np.isfinite(piece).all())
+    if bad or not np.isfinite(whole).all():
+        return Observed("not finite", layout or next(iter(known), COPIES), ranks=bad)
+    ways = [_way(whole, one, mesh) for one in ([layout] if layout else known)]
+    if not any(all(fitted(got[r], w.shape).shape == w.shape for r, w in way.want.items()) for way in ways):
+        return Observed("shape", layout or COPIES)
+    if largest(whole) > tolerance and not any(piece.any() for piece in got.values()):
+        return Observed("scaled", ways[0].layout, 0.0, gap=largest(whole))
+    if found := first_fit(got, ways, tolerance, apart=True):
+        return found
+    layout, want = ways[0].layout, ways[0].want
+    got = {rank: fitted(piece, want[rank].shape) for rank, piece in got.items()}
+    gap = max(largest(got[rank] - want[rank]) for rank in got)
+    if layout.spec.axis_names:
+        places = tuple(next((r for r in want if _close(got[rank], want[r], tolerance)), -1) for rank in got)
+        if -1 not in places:
+            return Observed("pieces", layout, ranks=places, gap=gap)
+        other = first_fit(got, [_way(whole, one, mesh) for one in known if one != layout], tolerance)
+        if other is not None and other.is_right:
+            return Observed("pieces", other.layout, gap=gap)
+    free = tuple(name for name in mesh.axis_names if name not in layout.spec.axis_names)
+    if free and not agree(got, mesh.groups(free), tolerance):
+        right = tuple(rank for rank in got if _close(got[rank], want[rank], tolerance))
+        return Observed("apart", layout, axes=free, ranks=right, gap=gap)
+    return Observed("other", layout, gap=gap)
+
+
+def first_fit(
+    got: Mapping[int, np.ndarray],
+    ways: Iterable[Way],
+    tolerance: float,
+    plain: Sequence[float] = (),
+    apart: bool = False,
+) -> Observed | None:
+    """The first way in which ranks hold pieces; else a multiple of them; else parts of a sum; None if there is none.
+
+    plain   the only factors that count; () for any. Few elements are a multiple of any others
+    apart   whether each rank may hold another multiple
+    """
+    held: list[tuple[Way, dict[int, np.ndarray], float]] = []
+    for way in ways:
+        here = {rank: fitted(piece, way.want[rank].shape) for rank, piece in got.items()}
+        if any(here[rank].shape != way.want[rank].shape for rank in got):
+            continue
+        held.append((way, here, max(largest(here[rank] - way.want[rank]) for rank in got)))
+        if held[-1][2] <= tolerance and not apart:
+            break
+    closest = min(held, key=lambda one: one[2], default=None)
+    if closest is not None and closest[2] <= tolerance:
+        return Observed("equal", closest[0].layout, gap=closest[2])
+    for way, here, gap in held:
+        pairs = [(here[rank], way.want[rank]) for rank in got]
+        factor = factor_between(pairs, tolerance, plain)
+        if factor and abs(factor - 1) * max(largest(want) for _, want in pairs) > 4 * tolerance:
+            return Observed("scaled", way.layout, factor, gap=gap)
+    summed = []
+    for way, here, gap in held:
+        for axes, groups in way.groups:
+            if not agree(here, groups, tolerance):  # copies are no parts
+                totals = [np.sum([here[rank] for rank in group], 0) for group in groups]
+                summed.append((way, gap, axes, groups, list(zip(totals, [way.want[group[0]] for group in groups]))))
+    for way, gap, axes, groups, pairs in summed:
+        for factor in (1.0, float(len(groups[0]))):
+            if all(_close(total, factor * want, len(groups[0]) * tolerance) for total, want in pairs):
+                return Observed("parts", way.layout, factor, axes, gap=gap)
+    for way, here, gap in held if apart else ():
+        pairs = [(here[rank], way.want[rank]) for rank in got if largest(way.want[rank]) > tolerance]
+        each = tuple(factor_between([pair], tolerance) or 0.0 for pair in pairs)
+        differ = (max(each) - min(each)) * max(largest(want) for _, want in pairs) > 4 * tolerance if each else False
+        if differ and all(each) and all(want.size > 1 for _, want in pairs):  # a single number is one of any other
+            return Observed("multiples", way.layout, factors=each, gap=gap)
+    for way, gap, axes, groups, pairs in summed:
+        is_number = len({want.tobytes() for _, want in pairs}) == 1 and pairs[0][1].size < 2 and not plain
+        factor = None if is_number else factor_between(pairs, tolerance * len(groups[0]), plain)
+        if factor:
+            return Observed("parts", way.layout, factor, axes, gap=gap)
+    return None
+
+
+def factor_between(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], tolerance: float, plain: Sequence[float] = ()
+) -> float | None:
+    """The one factor between all pairs, if it is not 0; None if there is none."""
+    square = sum(float((want * want).sum()) for _, want in pairs)
+    if square == 0:
+        return None
+    factor = sum(float((got * want).sum()) for got, want in pairs) / square
+    size = max(largest(want) for _, want in pairs)
+    if plain:
+        factor = next((x for x in plain if abs(factor / x - 1) < 1e-3), 0.0)
+    slack = tolerance * max(abs(factor), 1.0)
+    return factor if slack < abs(factor) * size and all(_close(g, factor * w, slack) for g, w in pairs) else None
+
+
+def agree(got: Mapping[int, np.ndarray] | Sequence[np.ndarray], groups: Iterable[Sequence[int]], slack: float) -> bool:
+    """Whether the ranks of each group hold the same."""
+    return all(_close(got[first], got[other], slack) for first, *rest in groups for other in rest)
+
+
+def axis_sets(mesh: Mesh, without: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
+    """The mesh's axes with more than one rank: each alone, and all combinations."""
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1 and name not in without]
+    for count in range(1, len(names) + 1):
+        yield from combinations(names, count)
+
+
+def fitted(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The piece without the trailing zeros that make the last ranks' pieces as large as the others'."""
+    if (
+        piece.shape == shape
+        or piece.ndim != len(shape)
+        or any(size < wanted for size, wanted in zip(piece.shape, shape))
+    ):
+        return piece
+    cut = piece[tuple(slice(0, size) for size in shape)]
+    return piece if np.count_nonzero(piece) != np.count_nonzero(cut) else cut
+
+
+def largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0))
+
+
+def _way(whole: np.ndarray, layout: Layout, mesh: Mesh) -> Way:
+    groups = [(axes, mesh.groups(axes)) for axes in axis_sets(mesh, without=layout.spec.axis_names)]
+    return Way({rank: take(whole, layout, mesh, rank) for rank in mesh.ranks}, groups, layout)
+
+
+def _close(got: np.ndarray, want: np.ndarray, slack: float) -> bool:
+    return got.shape == want.shape and largest(got - want) <= slack

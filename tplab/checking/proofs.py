@@ -1,0 +1,283 @@
+"""A comparison that looks for causes: a cause is stated where a new run with its repair was right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+
+from tplab.checking.addend import Addend
+from tplab.checking.comparison import Answer, Comparison
+from tplab.checking.observed import axis_sets, largest, observed
+from tplab.checking.report import ParallelReport, Row, folded, in_backward_order, where_it_begins
+from tplab.checking.tried import Trial, not_known
+from tplab.checking.verdict import NEITHER, judge, label
+
+FORWARD = ("activation", "output", "loss")
+"""Kinds of rows that come before the backward pass."""
+
+FACTS = ("tied", "fused", "missing", "not finite", "shape")
+"""Mistakes that are what is observed, and have no other cause."""
+
+MASKED = -3e4
+"""Scores below are masked: -inf, the smallest float16, -1e9."""
+
+NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
+
+
+class Side(Protocol):
+    """One of the two models on its mesh. Its questions are answered for each rank.
+
+    order   the parameters in the order in which their gradients arrive, after `answer`
+    """
+
+    order: list[str]
+
+    def outputs(self, at: Mapping[str, Any] | None = None) -> list[dict[str, np.ndarray]]: ...
+
+    def answer(self, weights: Mapping[str, Any], optimizer: Any = None, at: Any = None) -> Sequence[Answer] | None:
+        """None where a trial fails, as ranks do not all run what it needs."""
+
+
+class Check(Comparison):
+    """A comparison of two sides.
+
+    apart   names of weights that are one in the reference and several in the model, by the name of each
+    notes   sentences about the whole
+    """
+
+    def __init__(self, *about: Any):
+        super().__init__(*about)
+        self.apart: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+
+    def compare(
+        self,
+        theirs: Side,
+        ours: Side,
+        agains: Iterable[Side],
+        trials: Callable[[Row, Callable[[Mapping[str, Any]], Any]], Iterable[Trial]],
+        *,
+        has_loss: bool,
+        share_copies: bool,
+        optimizer: Any = None,
+        before: Mapping[str, np.ndarray],
+    ) -> None:
+        """Add rows for outputs, the loss, gradients, and parameters after a step, and their causes.
+
+        agains   the reference where rounding is changed
+        trials   what to try on a model whose outputs are right, where a gradient is not; it may run the model, too
+        share_copies   see `weigh`
+        before   the parameters before a step
+        """
+        outputs = {} if has_loss else theirs.outputs()[0]
+        weights = {} if has_loss else self.weigh(outputs, ours.outputs(), share_copies)
+        if not has_loss and not weights:
+            self.compare_outputs([{"output": x, "loss": {}} for x in ours.outputs()], {"output": outputs, "loss": {}})
+            self.notes.append(NOT_COMPARED)
+            return
+        on_one = {name: [whole] for name, (whole, _) in weights.items()}
+        each = {name: each for name, (_, each) in weights.items()}
+        want = (theirs.answer(on_one, optimizer) or [])[0]
+        self.see_again(each_that_answers(agains, lambda side: side.answer(on_one)), want)
+        told = ours.answer(each, optimizer, {}) or []
+        self.compare_outputs(told, want)
+        self.rows += self.gradients(told, want)
+        for index, row in enumerate(self.rows):
+            if row.kind == "gradient" and not row.ok and row.name in self.apart:
+                self.rows[index] = self._tied(row, self.apart[row.name], told, want["gradient"])
+
+        def answer(at: Mapping[str, Any]) -> Sequence[Answer] | None:
+            return ours.answer(each, None, at)
+
+        self.prove_gradients(theirs.order, told, want, lambda row: trials(row, answer), answer)
+        if optimizer is not None:
+            self.compare_step(told, want, before)
+
+    def _tied(self, row: Row, apart: Sequence[str], told: Sequence[Answer], want: Mapping[str, Any]) -> Row:
+        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
+        words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
+        parts = [[rank["gradient"][name] for name in (row.name, *apart)] for rank in told]
+        if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
+            both = [np.sum(np.stack(rank), axis=0) for rank in parts]
+            if judge(both, want[row.name], self.layouts[row.name], self.mesh, self.rounding).ok:
+                words += ": this is the gradient of one use, and those of both add up to the reference's"
+        return replace(row, words=words, mistake="tied")
+
+    @property
+    def first_wrong(self) -> Row | None:
+        """What is first wrong before the backward pass."""
+        return next((row for row in self.rows if not row.ok and row.kind in FORWARD), None)
+
+    def prove(self, row: Row, trials: Iterable[Trial], makes_right: Callable[[Trial], str]) -> str:
+        """Enter the repair into a row: a trial with which a new run is right, or two if either would do. What to say
+        instead where there is none: the cause is not known, and what was tried; "" if it is proven.
+
+        makes_right   what is right with a trial: "all outputs are right"; "" for nothing
+        """
+        done, found = list[Trial](), list[tuple[Trial, str]]()
+        for trial in trials:
+            if len(found) == 2 or (found and (found[0][0].short != trial.short or "reductions" not in trial.at)):
+                break
+            done.append(trial)
+            if right := makes_right(trial):
+                found.append((trial, right))
+        if not found:
+            return not_known(done)
+        self.enter(row, "; ".join(f"{right} {trial.words}" for trial, right in found), found[0][0].mistake)
+        return ""
+
+    def enter(self, row: Row, words: str, mistake: str = "") -> None:
+        """Enter what is known of the cause into a row."""
+        place = next(index for index, one in enumerate(self.rows) if (one.kind, one.name) == (row.kind, row.name))
+        words = f"{self.rows[place].words.removesuffix(f'; {NEITHER}')}; {words}"
+        self.rows[place] = replace(self.rows[place], words=words, mistake=mistake or self.rows[place].mistake, axes=())
+
+    def scores(self, want: Sequence[np.ndarray], told: Sequence[Sequence[np.ndarray]]) -> list[Trial]:
+        """What to try on the first inputs of softmaxes that are not the reference's, if they are a multiple of them or
+        parts: a softmax of parts is no part of anything.
+
+        want, told   the input of each softmax in the reference, in order; and for each rank
+        """
+        for index, whole in enumerate(want):
+            whole, *pieces = (
+                np.where(x > MASKED, x, 0.0) for x in (whole, *(s[index] for s in told if index < len(s)))
+            )
+            slack = 10 * self.rounding.tolerance * largest(whole)
+            found = observed(pieces, whole, self.mesh, slack) if len(pieces) == len(told) else None
+            if found is not None and found.kind == "scaled" and found.factor > 0:
+                text = f"{found.factor:.5g}"
+                words = f"with the scores that softmax takes divided by {text}: they are {text} times the reference's"
+                return [Trial(words, "another scale of the scores", {"scores": 1 / found.factor}, "scale")]
+            if found is not None and found.is_partial and found.factor == 1:
+                words = (
+                    f"with the scores added up over {label(found.axes)} before softmax, which takes only a part of them"
+                )
+                return [Trial(words, "a sum of the scores", {"scores": found.axes}, "softmax")]
+            if found is None or not found.is_right:
+                return []
+        return []
+
+    def additions(self, row: Row, addend: Addend | None, place: str, kind: str = "exit") -> list[Trial]:
+        """What to try on an output: a parameter that is added as often as an axis has ranks is there on one rank only;
+        or parts are added up, before what each rank adds to its own.
+
+        place   of the output: a module, "" for the whole model. kind: "given" for a module's input
+        """
+        found = []
+        if addend is not None and addend.count is not None:
+            own = f"{place}.bias" if f"{place}.bias" in self.layouts else "bias"
+            name = own if addend.name == "its bias" else addend.name
+            for axes in axis_sets(self.mesh) if name in self.layouts else ():
+                if abs(addend.count / self.mesh.axis_size(axes) - 1) < 1e-3:
+                    words = (
+                        f"with {addend.name} on one rank of {label(axes)} alone, so every rank adds it before the sum"
+                    )
+                    found.append(Trial(f"{words}: add it once, after it", "a bias on one rank", {"once": (name, axes)}))
+        if row.mistake == "partial" and row.axes and row.layout == "copies":
+            added = addend.values if addend is not None and addend.share else np.zeros(())
+            where = f", before {addend.name} is added" if addend is not None and addend.share else ""
+            words = f"with an all_reduce over {label(row.axes)} here{where}"
+            found.append(Trial(words, "an all_reduce here", {kind: (place, row.axes, added)}))
+        return found
+
+    def prove_gradients(
+        self,
+        order: Sequence[str],
+        told: Sequence[Answer],
+        want: Answer,
+        trials: Callable[[Row], Iterable[Trial]],
+        answer: Callable[[Mapping[str, Any]], Sequence[Answer] | None],
+    ) -> None:
+        """Where all outputs are right and gradients are not, look for a repair of the first wrong ones.
+
+        trials   what to try on the model; `answer` runs it with the changes of a trial
+        """
+        rows = folded(in_backward_order(self.rows, order))
+        first = [row for row in rows if row.kind == "gradient" and not row.ok and not row.follows]
+        if self.first_wrong or any(row.kind == "value" and not row.ok for row in rows):
+            return
+        for row in first:
+            if row.mistake not in FACTS:
+                every, alike = self._sums(row)
+                mended = partial(self._mended, row, rows, told, want, answer)
+                if unknown := self.prove(row, chain(every, trials(row), alike), mended):
+                    self.enter(row, unknown)
+
+    def _mended(
+        self, row: Row, rows: Sequence[Row], told: Sequence[Answer], want: Answer, answer: Any, trial: Trial
+    ) -> str:
+        """What is right with a trial: nothing if neither this gradient nor one behind it is, or others turn wrong."""
+        again = self._with_sums(told, *trial.at["gradients"]) if "gradients" in trial.at else answer(trial.at)
+        if again is None:
+            return ""
+        now = {one.name: one.ok for one in self.gradients(again, want)}
+        before = {one.name: one.ok for one in rows if one.kind == "gradient"}
+        behind = [one.name for one in rows if one.kind == "gradient" and one.follows == row.title]
+        mended = [name for name in (row.name, *behind) if now[name]]
+        if not mended or any(ok and not now[name] for name, ok in before.items()):
+            return ""
+        if all(now.values()):
+            return "all gradients are right"
+        if "gradients" not in trial.at:
+            return f"the gradient of {mended[0]} is right"
+        return "all gradients of parameters are right" if all(now[name] for name in self.layouts) else ""
+
+    def _sums(self, row: Row) -> tuple[list[Trial], list[Trial]]:
+        """What is tried on gradients after the backward pass: all are added up or averaged, or those that are like this
+        one."""
+        if row.mistake not in ("partial", "mean") or not row.axes:
+            return [], []
+        op, done = ("sum", "added up") if row.mistake == "partial" else ("mean", "averaged")
+        alike = [
+            one.name
+            for one in self.rows
+            if one.kind == "gradient" and one.mistake == row.mistake and one.axes == row.axes
+        ]
+        over, named = label(row.axes), ", ".join(alike[:3]) + ", .." * (len(alike) > 3)
+        every = f"with every gradient {done} over {over} after the backward pass"
+        these = (
+            f"with the gradient{'s' * (len(alike) > 1)} of {named} {done} over {over}, as copy_to(parameter, axis) does"
+        )
+        short = f"gradients {done} over {over}"
+        return (
+            [Trial(every, short, {"gradients": (list(self.layouts), row.axes, op)})],
+            [
+                Trial(
+                    these.removesuffix(", as copy_to(parameter, axis) does") if op == "mean" else these,
+                    short,
+                    {"gradients": (alike, row.axes, op)},
+                )
+            ],
+        )
+
+    def _with_sums(self, told: Sequence[Answer], names: Sequence[str], axes: tuple[str, ...], op: str) -> list[Answer]:
+        found: list[Answer] = []
+        for rank, mine in enumerate(told):
+            group = self.mesh.group(rank, axes)
+            summed = {"gradient": dict(mine["gradient"]), "input": dict(mine["input"])}
+            for kind, name in [(kind, name) for kind in summed for name in names if name in summed[kind]]:
+                parts = [told[other][kind][name] for other in group]
+                shapes = {None if part is None else part.shape for part in parts}
+                if len(shapes) == 1 and None not in shapes:
+                    summed[kind][name] = np.sum(parts, 0) / (len(group) if op == "mean" else 1)
+            found.append(summed)
+        return found
+
+    def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
+        """All rows, with gradients in the order in which the reference's arrive, and what follows from what."""
+        rows = folded(in_backward_order(self.rows, order))
+        begins = where_it_begins(rows)
+        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *self.notes, *([begins] if begins else [])])
+
+
+def each_that_answers(sides: Iterable[Any], ask: Callable[[Any], Any]) -> Iterator[Any]:
+    """What the one rank of each side answers. A model may refuse inputs that are not exactly what they were."""
+    for side in sides:
+        with suppress(Exception):
+            yield ask(side)[0]
