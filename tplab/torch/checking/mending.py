@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,18 +13,29 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
+from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
 from tplab.torch.checking.made import MULTIPLIES, times
-from tplab.torch.checking.names import address_of
+from tplab.torch.checking.names import Names, address_of
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.rank import this_rank
 
-if TYPE_CHECKING:
-    from tplab.torch.checking.watched import Watched
-
 _IN_PLACE = ("_", "__imul__", "__idiv__", "__itruediv__")
 _CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+
+
+class Watching(Protocol):
+    """The rank whose run is repaired: see `Watched`."""
+
+    names: Names
+    seen: Seen
+    is_looking: bool
+    is_measured: bool
+
+    def line(self) -> str: ...
+
+    def looks(self) -> AbstractContextManager[None]: ...
 
 
 class Board:
@@ -45,7 +57,7 @@ class Mending:
     watched   the rank
     """
 
-    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Watched):
+    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Watching):
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()

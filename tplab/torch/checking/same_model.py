@@ -58,7 +58,8 @@ def same_model(
     It runs the script on simulated ranks, and again on one rank, for a few steps of its optimizer, and compares in the
     order of a step: the weights at the start, the samples, the loss where a backward pass begins, every gradient before
     it is clipped, the norm it is clipped by, settings and states of the optimizer, the parameters after the step,
-    buffers, and what the script prints. What is first wrong is said with its factor, its line and its usual cause.
+    buffers, and what the script prints. What is first wrong is said with its factor and its line. A cause is stated if
+    the script, run again with the repair in place, was right.
 
     script     a file that is written for torchrun, unchanged; or a function, which is called with `args` on each rank,
                where torch.distributed is initialised
