@@ -223,9 +223,11 @@ class _Doctor:
             raise _NotRun(f"on {_ranks(mesh)} the script fails: {error}{way_out * (mesh.size == 1)}") from error
         counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
         if not any(counts.values()):
+            line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             raise _NothingToTell(
                 f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
                 "torch.optim.Optimizer"
+                + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())

@@ -283,6 +283,16 @@ class Watched:
             self._inside = None
             self.step.lines["step"] = self.line()
 
+    def skip(self) -> None:
+        """An update was left out, as gradients were not finite: the step begins again."""
+        if self.step.has_stepped or not self._num_backward:
+            return
+        step, line = self.step, self.line()
+        self._pending.move(step)
+        self.step = Step(prints=step.prints, skipped=step.skipped + 1, lines={"skipped": line})
+        self._num_backward, self._is_measured = 0, False
+        self.seen.lines["skipped"] = line
+
     def settle(self) -> None:
         """Close the step that the optimizer has made: other ranks' updates have arrived by now."""
         if not self.step.has_stepped or self._inside is not None:
