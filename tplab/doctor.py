@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out, mesh_of, whole
-from tplab.errors import MissingPackageError
 from tplab.parser import Parser
 
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         leave_working_directory_out()
         if given.mesh is None and given.nproc_per_node is None:
-            raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2")
+            raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2" + _behind(given.script, given.args))
         mesh = mesh_of(given.nproc_per_node, given.mesh)
         reference, steps = whole(given.reference, "--reference"), whole(given.steps, "--steps")
         if not given.module and not Path(given.script).is_file():
@@ -42,14 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tplab.doctor: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, SyntaxError, MissingPackageError) as error:
+    except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"tplab.doctor: {error}", file=sys.stderr)
         return 2
-    print(report)
+    text = f"{report}\n"
     if given.html:
         Path(given.html).write_text(_PAGE.format(report.about, report._repr_html_()), encoding="utf8")
-        print(f"\nopen {given.html} in a browser")
+        text += f"\nopen {given.html} in a browser\n"
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # whoever reads has read enough; Python would write the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
+
+
+def _behind(script: str, args: Sequence[str]) -> str:
+    """What to say if flags of the doctor's are among the script's arguments."""
+    flags = [arg for arg in args if arg.partition("=")[0] in ("--nproc-per-node", "--nproc_per_node", "--mesh")]
+    if not flags:
+        return ""
+    return f", before the script: {flags[0]} stands behind {script}, and what stands there is the script's own"
 
 
 _PAGE = '<!doctype html><meta charset="utf8"><title>{}</title><body style="margin: 2em">{}</body>\n'

@@ -9,10 +9,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/04_megatron_block.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/04_megatron_block.ipynb)
 #
-# ![A training step on four ranks: long stretches of computing, and four all-reduces between them.](images/04_megatron_block.png)
+# ![Four ranks compute, with four all-reduces between.](images/04_megatron_block.png)
 #
-# *Forward and backward pass of a block on four ranks. Twice in each pass, all ranks wait for an all-reduce. No other
-# messages are sent.*
+# *Forward and backward pass of a block on four ranks. Twice in each, all ranks wait for an all-reduce. Nothing else is
+# sent.*
 
 # %%
 import subprocess
@@ -35,9 +35,9 @@ from tplab.widgets import matrices, timeline
 # ## By hand: why f and g are a pair
 #
 # In lab 01, $f$ marked where a whole tensor enters divided work, and $g$ where the result comes out. $f$ adds up in the
-# backward pass, and $g$ in the forward pass. Why? Take two ranks and a single number, and write what the ranks hold
-# as a column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is
-# $dx = M^\top dy$:
+# backward pass, and $g$ in the forward pass. Take two ranks and a single number, and write what the ranks hold as a
+# column with one row per rank. Then $f$ and $g$ are small matrices, and the backward pass of $y = Mx$ is $dx = M^\top
+# dy$:
 
 # %%
 f = np.array([[1.0], [1]])  # one shared number  ->  a copy for each of two ranks
@@ -47,8 +47,7 @@ shown = {"x": x, "f x": f @ x, "dy": dy, "dx = dy, summed": f.T @ dy}
 matrices(shown, "f copies in the forward pass, so it adds in the backward pass")
 
 # %% [markdown]
-# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$. `scatter_to`, which cuts up
-# a tensor that all ranks share, and `gather_from`, which joins it again, are another such pair.
+# The transpose of copying is adding, and the transpose of adding is copying: $f^\top = g$.
 #
 # ## The MLP: which matrix is split by columns?
 #
@@ -78,8 +77,8 @@ print(f"gelu(1) + gelu(-1) = {gelu(1.0) + gelu(-1.0):.2f}")
 #
 # ## Attention: split between heads
 #
-# A head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a few rows of
-# the output matrix. This is the MLP's shape again.
+# Like the MLP, a head reads $x$ through a few columns of three matrices, mixes tokens, and writes its result through a
+# few rows of the output matrix.
 #
 # Here are two tokens and two heads of one feature each. All queries are zero, so each token takes the mean of the
 # values up to and including its own.
@@ -96,7 +95,7 @@ whole = (mean_so_far @ values) @ output
 matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": whole})
 
 # %% [markdown]
-# Heads never look at each other. So a rank with whole heads can compute its term of the result by itself.
+# Heads never look at each other. So a rank with whole heads computes its term of the result alone.
 #
 # **Predict.** There are two heads and four ranks. Can two ranks share a head, each with half of its features, if each
 # does its own softmax and the results are added at the end?
@@ -104,8 +103,7 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 # <details><summary>Answer</summary>
 #
 # No. A score is a sum over the head's features, so each of the two ranks has only a *term* of every score, and softmax
-# must see the sum. Adding up the scores first is one more collective, and scores grow with the square of the number of
-# tokens.
+# must see the sum. Adding up the scores first is one more collective, and scores grow with the square of the tokens.
 #
 # </details>
 #
@@ -141,7 +139,7 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# To try it, we need random weights and a training step. You can skim this cell. `SPECS` says how each weight is split.
+# You can skim this cell, with random weights and a training step. `SPECS` says how each weight is split.
 
 # %%
 COLUMNS, ROWS = P(None, "tp"), P("tp", None)
@@ -180,8 +178,8 @@ print("y and the gradients of", ", ".join(right), "are those of the plain block"
 # %% [markdown]
 # ## See it run: four all-reduces
 #
-# Now we run a block of a seven-billion-parameter model on four H100s of one node. The times are **modelled** from the
-# data sheet. (On torch's `meta` device, tensors have shapes but no numbers.)
+# We run a block of a seven-billion-parameter model on four H100s of one node, with times **modelled** from the data
+# sheet. (On torch's `meta` device, tensors have shapes but no numbers.)
 
 # %% tags=["opening-picture"]
 def modelled(ranks, tokens=2048, cluster="h100"):
@@ -197,8 +195,8 @@ timeline(modelled(4))
 # activation, so each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #
 # Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
-# second process usually gains less than in the model of a `laptop`, where each rank has a core and a memory of its own.
-# Real processes share the memory and copy each message.
+# second process usually gains less than in the model of a `laptop`: real processes share the memory and copy each
+# message.
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -239,14 +237,14 @@ matrices(first, "The gradient of scale_2, its first four entries")
 
 # %% [markdown]
 # Each rank would now train a different `scale_2`. With `out_specs`, as above, `run` compares the copies and raises an
-# error, as in lab 01.
+# error.
 #
 # ## Why people stop at eight
 #
-# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks are
-# in two nodes, and networks between nodes differ. So they have two bars: one for NVIDIA's InfiniBand NDR, and one for the
-# network on which the Ultra-Scale Playbook was measured. Operations that are as large on two ranks as on one are *not
-# divided*. Change the number of tokens. How much does each doubling save?
+# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks,
+# in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the network on which the Ultra-Scale
+# Playbook was measured. Operations that are as large on two ranks as on one are *not divided*. Change the number of
+# tokens. How much does each doubling save?
 
 # %%
 from tplab import cost
@@ -288,15 +286,15 @@ knob("More and more ranks", "tokens", options, start=4096, about=about)
 # Inside the node, each doubling saves less than the one before. The matmuls get shorter, but norms and residuals are the
 # same on every rank, there are as many launches as before, and the all-reduces do not become shorter.
 #
-# Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on InfiniBand, and
-# less than half as fast on the Playbook's network. There, most of their time goes to four all-reduces. (With fused kernels
-# there is less to compute, so all-reduces weigh more.)
+# Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on InfiniBand,
+# and less than half as fast on the Playbook's network. (With fused kernels there is less to compute, so all-reduces
+# weigh more.)
 #
 # </details>
 #
-# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. Each pair of these runs differs
-# in `tp` alone. How many times as many tokens per second do twice as many ranks get through, if they share a model? Here are
-# the medians, and forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
+# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. Each pair of these runs
+# differs in `tp` alone. How many times as many tokens per second do twice as many ranks get through? Here are the
+# medians, and forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
 
 # %%
 from statistics import median
@@ -320,10 +318,10 @@ for few, many in ((4, 8), (8, 16)):
                   median(taken[0]), least, most, *map(median, taken[1:])))
 
 # %% [markdown]
-# On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen GPUs get through fewer
-# tokens than eight. The Playbook's network was fitted to these runs, so its column had to agree. No published run tests the
-# one for InfiniBand. By the forecast, what costs is the latency of each message, four times in every block. So eight is not a
-# law: in an NVL72 rack, 72 GPUs share NVLink.
+# On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen GPUs get through
+# fewer tokens than eight. The Playbook's network was fitted to these runs, so its column had to agree. No published run
+# tests the one for InfiniBand. By the forecast, the latency of each message is the price, four times in every block. So
+# eight is not a law: in an NVL72 rack, 72 GPUs share NVLink.
 #
 # **A block of today.** Our block is GPT-3's. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven matrices per block, and
 # still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped queries**). On sixteen ranks,
@@ -414,8 +412,8 @@ first = {name: y[0, 0, :4] for name, y in shown.items()} | {"bias": trained[:4]}
 matrices(first, "y of the first token, its first four features")
 
 # %% [markdown]
-# [Lab 09](09_hugging_face_gpt2.ipynb) has a tool that catches this even in a new layer, because it first replaces
-# parameters that are all zeros.
+# The tool of [lab 09](09_hugging_face_gpt2.ipynb) catches this even in a new layer: it first replaces parameters that
+# are all zeros.
 #
 # Fix `down`, run its cell, and then this one. The check refuses two repairs that are only good enough for inference:
 # each rank adds a share of the bias, or only rank 0 adds it, as in
@@ -458,16 +456,16 @@ check_parallel_block(parallel_block)
 #
 # - Columns, then rows, need one all-reduce in each pass, if every rank has whole features or whole heads in between. A
 #   block has two such pairs, so a training step has four all-reduces.
-# - If you forget an $f$ or add a bias too early, no error is raised. Compare gradients, using parameters that are not
+# - A forgotten $f$ or a bias that is added too early raises no error. Compare gradients, with parameters that are not
 #   zero.
-# - Within a node, each doubling gains less. Over two nodes of the Playbook's cluster, sixteen ranks get through fewer tokens
-#   than eight, because every all-reduce waits for the network.
+# - Over two nodes of the Playbook's cluster, sixteen ranks get through fewer tokens than eight, because every
+#   all-reduce waits for the network.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311). Throughput on 16 GPUs: the interactive plot of the [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0, commit 924e4d0.
 #
-# Next: [05 Block memory](05_block_memory.ipynb). All ranks still compute the same norms, and keep the same activations.
+# Next: [05 Block memory](05_block_memory.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

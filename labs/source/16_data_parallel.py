@@ -11,7 +11,7 @@
 # ![A timeline of eight ranks. During the backward pass, all-reduces run beside the matmuls.](images/16_data_parallel.png)
 #
 # *One training step on eight H100s of one node (modelled, data sheet). Every rank holds the whole model and has its own
-# batch. The gradient of each layer is averaged over the ranks while earlier layers are still computing theirs.*
+# batch. Each layer's gradient is averaged over the ranks while earlier layers are still computing theirs.*
 
 # %%
 import subprocess
@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# The times in this lab are **modelled** from data sheets, at their peak rates, unless we say otherwise. Sizes are all
-# that this needs. Meta tensors have a shape but no numbers, and `skip_init` makes layers without initialising them.
+# Unless we say otherwise, times in this lab are **modelled** from data sheets, at their peak rates. That needs only
+# sizes: meta tensors have a shape but no numbers.
 
 # %% tags=["opening-picture"]
 SIZES = {"dtype": torch.bfloat16, "device": "meta"}
@@ -60,8 +60,8 @@ timeline(on_h100(overlapped, mlp(8, 4096), 4096))
 # %% [markdown]
 # ## By hand: two replicas
 #
-# The model is $y = w x$ with $w = 2$, and the loss of an example is $(w x - t)^2$, so its gradient is $2x\,(wx - t)$. Rank
-# 0 has the example $x = 1,\ t = 1$, and rank 1 has $x = 3,\ t = 0$. Each rank holds a copy of $w$, a **replica**.
+# The model is $y = w x$ with $w = 2$, and the loss is $(w x - t)^2$, so its gradient is $2x\,(wx - t)$. Rank 0 has the
+# example $x = 1,\ t = 1$, and rank 1 has $x = 3,\ t = 0$. Each rank holds a copy of $w$, a **replica**.
 
 # %%
 w, x, t, rate = 2.0, [1.0, 3.0], [1.0, 0.0], 0.05
@@ -77,7 +77,7 @@ print("w after a step with the mean:", round(w - rate * mean, 2))
 #
 # ## Build it
 #
-# After the backward pass, every rank averages every gradient:
+# Every rank averages every gradient:
 
 # %%
 def step(model, inputs, targets):
@@ -118,8 +118,8 @@ for R in (2, 3, 4, 8):
 # ## Buckets and overlap
 #
 # Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameter
-# tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients` can
-# send one message per parameter, or one per bucket:
+# tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients`
+# can send either:
 
 # %%
 def afterwards(model, x, bucket_bytes=None):
@@ -133,11 +133,11 @@ for bucket_bytes in (None, 25e6):
     print(f"{count:2} messages: {trace.makespan * 1e3:.2f} ms")
 
 # %% [markdown]
-# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, and can leave long before
-# that of the first layer. In torch, `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of
-# `p` is complete. `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to
-# the first. When a bucket is complete, it starts the `all_reduce` without waiting for the result. When the backward
-# pass ends, the means are written to `p.grad`.
+# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, and can leave early. In
+# torch, `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of `p` is complete.
+# `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to the first. It
+# starts the `all_reduce` of a bucket as soon as it is full. When the backward pass ends, the means are written to
+# `p.grad`.
 #
 # **Predict.** The gradients take 134 MB. How much of the sending is hidden with buckets of 5 MB, of 50 MB, and with a
 # single bucket for everything?
@@ -160,8 +160,8 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
 # The size hardly matters between 5 and 50 MB: small buckets hide more, but pay for more hops and launches. torch's own
 # DistributedDataParallel uses 25 MiB.
 #
-# The next cell **measures** both programs on two processes, on GPUs if your machine has two. Without GPUs, the cores that
-# compute must also move the messages, so little can be hidden. The model assumes two idle laptop cores at their peak.
+# The next cell **measures** both on two processes, on GPUs if your machine has two. Without GPUs, the cores that
+# compute also move the messages, so little can be hidden. The model assumes two idle laptop cores at their peak.
 
 # %% tags=["nbval-ignore-output"]
 layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
@@ -177,7 +177,7 @@ for program in (afterwards, overlapped):
 # ## Turn the knob: when are the gradients hidden?
 #
 # More tokens per rank make the backward pass longer, while the gradients stay as large as the model. How many hide the
-# communication, inside a node and across two? Guess first.
+# messages, inside a node and across two? Guess first.
 
 # %%
 big = mlp(16, 8192)  # 1.07 billion parameters
@@ -214,10 +214,10 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 #
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
-# The size of the model cancels. What matters is the number of tokens per rank, and how fast a chip computes compared
-# with its links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for
-# a transformer block of width 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and collectives,
-# with each of two networks.
+# The size of the model cancels. What matters is the tokens per rank, and how fast a chip computes compared with its
+# links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for a
+# transformer block of width 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and
+# collectives, with each of two networks.
 
 # %%
 for ranks in (8, 16, 64):
@@ -237,13 +237,12 @@ for ranks in (8, 16, 64):
 #
 # With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only 600,
 # because with 600 GPUs each needs about 6,500 tokens per rank.
-# Beyond that, send fewer bytes, or let several ranks share a replica.
 #
 # </details>
 #
 # What do real runs lose? The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per
-# step on 8 to 128 H100s. The chart shows how fast each GPU was, compared with those of one node, beside what
-# `tplab.forecast` says of the same runs, with each network:
+# step on 8 to 128 H100s. The chart compares the speed of each GPU with that in one node, measured and by the forecast
+# with each network:
 
 # %%
 from tplab import cost
@@ -284,10 +283,10 @@ for row in zip(NODES, measured, theirs, ndr):
     print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(*row))
 
 # %% [markdown]
-# On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet more than a third is lost. Those
-# runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab 17](17_zero.ipynb)), whose gather of new
-# parameters is not hidden. The forecast counts both. But its network was fitted to such runs of this cluster, so that it
-# agrees with them proves little.
+# On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet more than a third is lost.
+# Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab 17](17_zero.ipynb)), whose gather of
+# new parameters is not hidden. The forecast counts both. But its network was fitted to such runs, so its agreement with
+# them proves little.
 #
 # ## Send once per step
 #
@@ -347,22 +346,21 @@ for fn in (by_types, by_buckets):
 
 # %% [markdown]
 # **What really differs.** In torch, a gradient belongs to its rank until the program averages it, and you get no error
-# if it never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$. On GPUs and
-# TPUs, XLA can combine small sums, and overlap them with the backward pass.
+# if it never does. In JAX, the sum over the ranks is part of what `grad` means, and you divide it by $R$.
 #
 # ## What replicas must agree on, and a bug to repair
 #
 # | what | how replicas agree on it |
 # |---|---|
-# | initial parameters | the same on every rank: drawn from one seed, or broadcast by rank 0 (`data_parallel` does this) |
+# | initial parameters | drawn from one seed, or broadcast by rank 0, as `data_parallel` does |
 # | data | each rank has its own part: `P("dp")` |
 # | dropout | each rank drops different elements, from one seed: `dropout(x, p, axis="dp")` |
 # | batch norm | a choice: each rank's own statistics, as DDP does, or those of the whole batch, `batch_norm(x, weight, bias, "dp")` |
-# | clipping | uses one norm, that of the averaged gradients of the whole model: `clip_gradients(model, 1.0)` |
+# | clipping | by one norm, of the whole model's averaged gradients: `clip_gradients(model, 1.0)` |
 # | the loss | is divided by the same number on every rank |
 #
 # The last row is easy to get wrong. A target of -100 marks padding, which does not count. On one rank, this loss is
-# right. Run the check, then repair it.
+# right. Run the check, and repair it.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank
@@ -376,8 +374,8 @@ check_loss(my_loss)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# All ranks must divide the *sum* of their losses by the same number. Which number makes the mean over the ranks right?
-# `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
+# All ranks must divide the *sum* of their losses by the same number. Which one? `F.cross_entropy` has
+# `reduction="sum"`, and `all_reduce` can add up counts.
 #
 # </details>
 #
@@ -388,12 +386,12 @@ check_loss(my_loss)
 #
 # Write the overlap yourself, without buckets. `my_replicas(model)` is called once, before the first step. It registers
 # a hook on every parameter, and returns a function that is called after every backward pass and writes the means to
-# `p.grad`. As always in torch, a new gradient is added to what `p.grad` already has.
+# `p.grad`. As always, torch adds a new gradient to what `p.grad` already has.
 #
 # <details><summary>A hint</summary>
 #
 # `flight = tt.start(tt.all_reduce, p.grad, "dp", "mean")` begins the `all_reduce` without waiting, and `flight.wait()`
-# returns the mean. A hook that waits at once hides nothing, so keep the flights until the backward pass is over.
+# returns the mean. A hook that waits at once hides nothing.
 #
 # </details>
 
@@ -418,19 +416,16 @@ check_replicas(my_replicas)
 #
 # ## To take away
 #
-# - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends less than $2M$ numbers, however many
-#   replicas there are.
-# - The last layer's gradient is complete first. If gradients leave in buckets during the backward pass, all but the last
-#   bucket can hide.
+# - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends less than $2M$ numbers.
+# - The last layer's gradient is complete first. If gradients leave in buckets, all but the last bucket can hide.
 # - Whether they hide depends on the tokens per rank and on $F/B$, and not on the size of the model.
 #
-# **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704), for buckets and hooks. Goyal et al.
-# 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), for what the mean is taken over. Austin et al.
-# 2025, [How to scale your model](https://jax-ml.github.io/scaling-book/training), for the bound in tokens. Measured
-# tokens per second: the plot of the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook),
-# Apache-2.0, commit 924e4d0.
+# **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704). Goyal et al. 2017, [Accurate,
+# large minibatch SGD](https://arxiv.org/abs/1706.02677). Austin et al. 2025, [How to scale your
+# model](https://jax-ml.github.io/scaling-book/training). Measured tokens per second: the plot of the [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), Apache-2.0, commit 924e4d0.
 #
-# Next: [17 ZeRO](17_zero.ipynb). Eight replicas keep eight copies of the same numbers. Do they have to?
+# Next: [17 ZeRO](17_zero.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

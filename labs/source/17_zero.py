@@ -8,11 +8,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/17_zero.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/17_zero.ipynb)
 #
-# ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3. Each has a part for parameters, one for gradients and one for the optimizer.](images/17_zero.png)
+# ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3.](images/17_zero.png)
 #
-# *Four ranks train one model with Adam, each on its part of the batch. The bars are the bytes that a rank keeps from
-# step to step, per parameter of the model, counted in real tensors. Each stage of ZeRO divides one more kind of number
-# over the ranks.*
+# *Four ranks train one model with Adam. The bars are the bytes that a rank keeps from step to step, per parameter of
+# the model, counted in real tensors.*
 
 # %%
 import subprocess
@@ -41,15 +40,15 @@ AdamW = partial(torch.optim.AdamW, lr=0.01)
 
 # %% [markdown]
 # In mixed precision, a parameter and its gradient are bfloat16, and take 2 bytes each. The optimizer, Adam, keeps three
-# more numbers in float32: the parameter in full precision (its **master copy**), its momentum and its variance. That
-# makes $2 + 2 + 12 = 16$ bytes.
+# more numbers in float32: a **master copy** of the parameter, its momentum and its variance. That makes $2 + 2 + 12 =
+# 16$ bytes.
 #
-# In data parallelism every rank keeps all of them. The *Zero Redundancy Optimizer* (ZeRO) divides more of them at each
-# stage, until every number is kept only once:
+# In data parallelism every rank keeps all of them. The *Zero Redundancy Optimizer* (ZeRO) divides more of them over the
+# ranks at each stage:
 #
-# - **Stage 1** divides the optimizer's states over the ranks.
+# - **Stage 1** divides the optimizer's states.
 # - **Stage 2** also divides the gradients.
-# - **Stage 3** also divides the parameters. It is also called *fully sharded* data parallelism, FSDP.
+# - **Stage 3** also divides the parameters: *fully sharded* data parallelism, FSDP.
 #
 # The part that one rank keeps is called its **piece** here, and its *shard* elsewhere.
 
@@ -93,20 +92,20 @@ knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
      about="counted in real tensors of a rank", unit="B")
 
 # %% [markdown]
-# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does, and makes bfloat16 parameters only when they
-# are needed. So the 16 bytes are 4 for the parameter, 4 for its gradient, and 8 for Adam's momentum and variance.
+# At stage 3 this program keeps its pieces in float32, as PyTorch's FSDP does. So the 16 bytes are 4 for the parameter,
+# 4 for its gradient, and 8 for Adam's momentum and variance.
 #
 # ## By hand: who holds what
 #
-# Think of a parameter as a row of numbers, and cut the row. Here are a weight of 10 numbers and a bias of 3, on four
-# ranks. The digits are positions in the row, and a dot is padding.
+# Here a weight of 10 numbers and a bias of 3 are cut as rows, for four ranks. Digits are positions, and a dot is
+# padding.
 
 # %%
 print(Pieces(((2, 5), (3,)), 4))
 
 # %% [markdown]
 # Adam updates each number on its own, so a rank can update its piece without the others. First it needs its piece of
-# the *averaged* gradient, which it gets from a `reduce_scatter`. Afterwards, an `all_gather` gives every rank all new
+# the *averaged* gradient, which it gets from a `reduce_scatter`. Then an `all_gather` gives every rank all new
 # parameters.
 #
 # **Predict.** Data parallelism averages gradients with an `all_reduce`, in which each rank sends $2 \frac{R-1}{R}$ times
@@ -115,9 +114,9 @@ print(Pieces(((2, 5), (3,)), 4))
 # <details><summary>Answer</summary>
 #
 # Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`, and ZeRO only puts the
-# optimizer's step in between. Stage 2 sends as much, but its `reduce_scatter` runs during the backward pass. In stage 3 no
-# rank keeps whole parameters, so they are gathered for the forward pass and again for the backward pass: three times
-# $\frac{R-1}{R}$ instead of two.
+# optimizer's step in between. Stage 2 sends as much, but its `reduce_scatter` runs during the backward pass. In stage 3
+# parameters are gathered for the forward pass and again for the backward pass: three times $\frac{R-1}{R}$ instead of
+# two.
 #
 # </details>
 
@@ -151,8 +150,7 @@ for name, stage in names.items():
 #
 # ## Build it: a stage-3 layer
 #
-# A rank holds some rows of a weight. The layer gathers all rows, uses them, and frees them. The backward pass gathers them
-# once more.
+# A rank holds some rows of a weight. The layer gathers all rows, uses them, and frees them.
 
 # %%
 class Gathered(torch.autograd.Function):
@@ -192,8 +190,8 @@ print("gradients equal:", all(equal))
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# A pass is $\frac{R-1}{R}$ of the parameters: ours makes three, and tplab's 2.75, as above. tplab's works for any module,
-# and gathers all parameters of a layer, a **unit**, in one message.
+# A pass is $\frac{R-1}{R}$ of the parameters: ours makes three, and tplab's 2.75. tplab's gathers all parameters of a
+# layer, a **unit**, in one message.
 #
 # ## The twin in JAX
 #
@@ -219,13 +217,13 @@ gaps = [
 print("gradients equal in float32:", bool(max(gaps) < 1e-6))
 
 # %% [markdown]
-# There are no hooks: the gather defines its own backward pass, as our class does. Often even this is left to the compiler.
-# You give the parameters a `NamedSharding`, and XLA inserts the gathers.
+# The gather defines its own backward pass, as our class does. Often this is left to the compiler: you give the
+# parameters a `NamedSharding`, and XLA inserts the gathers.
 #
 # ## See it run: memory over time
 #
-# With `count_memory=True`, a run follows the tensors of every rank. Here are two steps of eight layers in float32: 4 bytes
-# for a parameter, 4 for its gradient, 8 for Adam's two averages. The dashed line is the sum by formula.
+# Here are two steps of eight layers in float32: 4 bytes for a parameter, 4 for its gradient, 8 for Adam's two averages.
+# The dashed line is the sum by formula.
 
 # %%
 EACH = StateBytes(parameters=4, gradients=4, optimizer=8)
@@ -254,18 +252,17 @@ for name, stage in names.items():
 memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
-# In stage 1 the gradients stay whole until the step. In stage 2 they leave layer by layer. In stage 3 a layer is whole, or
-# *gathered*, only while it runs. (Its first hump is the set-up: the whole model, before it is divided.)
+# In stage 1 the gradients stay whole until the step. In stage 2 they leave layer by layer. In stage 3 a layer is whole,
+# or *gathered*, only while it runs. (The first hump is the set-up: the model before it is divided.)
 #
-# The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do the small
-# teeth, which are Adam's intermediate results, and without ZeRO the spike of 640 KiB: there `average_gradients` holds the
-# means for a moment beside the gradients that they replace.
+# The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do Adam's
+# intermediate results, the small teeth, and without ZeRO the spike of 640 KiB, where `average_gradients` holds the
+# means beside the gradients that they replace.
 #
 # ## See it run: time
 #
-# A message that travels while a layer computes need not cost time. With **prefetch**, the gather of a layer starts one layer
-# early, and no rank waits for gradients to leave. Here are four layers of 8,192 by 8,192 and 16,384 tokens per rank, on
-# eight H100s (modelled, data sheet):
+# With **prefetch**, the gather of a layer starts one layer early, and no rank waits for gradients to leave. Here are
+# four layers of 8,192 by 8,192 and 16,384 tokens per rank, on eight H100s (modelled, data sheet):
 
 # %%
 def big(prefetch):
@@ -288,16 +285,12 @@ timeline(traces[True])
 
 # %% [markdown]
 # Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass, and
-# the last gradients. Prefetch costs one more whole layer in memory. (The model assumes that messages do not slow down
+# the last gradients. Prefetch costs one more whole layer in memory. (We assume that messages do not slow down
 # computing.)
-#
-# A layer can also stay whole until its backward pass. A step then makes two passes instead of three, and the whole model is
-# there in between. PyTorch and tplab call this `reshard_after_forward=False`.
 #
 # ## Turn the knob: how many ranks?
 #
-# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Guess first: how many ranks does each stage need until
-# it fits?
+# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Guess first: how many ranks does each stage need?
 
 # %%
 def sizes(ranks):
@@ -317,8 +310,8 @@ knob("States of 30 billion parameters", "ranks",
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter, however
-# many ranks there are, and these alone are 120 GB (112 GiB).
+# Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter on any
+# number of ranks, and these alone are 120 GB (112 GiB).
 #
 # </details>
 #
@@ -326,16 +319,16 @@ knob("States of 30 billion parameters", "ranks",
 #
 # With $M$ parameters, $R$ ranks, and mixed precision with Adam, each rank keeps and sends:
 #
-# | | bytes per parameter | elements sent per step | when |
-# |---|---|---|---|
-# | data parallel | $16$ | $2M\frac{R-1}{R}$ | during backward |
-# | ZeRO 1 | $4 + 12/R$ | $2M\frac{R-1}{R}$ | after backward, after the step |
-# | ZeRO 2 | $2 + 14/R$ | $2M\frac{R-1}{R}$; with $k$ microbatches $(k + 1) M\frac{R-1}{R}$ | during backward, after the step |
-# | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ | in every layer, forward and backward |
+# | | bytes per parameter | elements sent per step |
+# |---|---|---|
+# | data parallel | $16$ | $2M\frac{R-1}{R}$ |
+# | ZeRO 1 | $4 + 12/R$ | $2M\frac{R-1}{R}$ |
+# | ZeRO 2 | $2 + 14/R$ | $2M\frac{R-1}{R}$; with $k$ microbatches $(k + 1) M\frac{R-1}{R}$ |
+# | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ |
 #
 # **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather
-# moves 2 bytes per parameter. The backward pass doubles both. So the size of the model cancels, as in
-# [lab 16](16_data_parallel.ipynb), and what counts is the tokens per rank. For the blocks of a transformer:
+# moves 2 bytes per parameter. The backward pass doubles both. So the tokens per rank count, and not the size of the
+# model, as in [lab 16](16_data_parallel.ipynb). For the blocks of a transformer:
 
 # %%
 for ranks in (8, 64, 256, 512):
@@ -344,16 +337,15 @@ for ranks in (8, 64, 256, 512):
         print(row)
 
 # %% [markdown]
-# Inside a node, all messages hide from about 1,900 tokens per rank. Over several nodes, the network decides. On 64 GPUs,
-# the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's
-# network, on which the Ultra-Scale Playbook was measured ([lab 03](03_network_levels.ipynb)). The range in brackets is
-# what that network's error does to the number. On 512 GPUs the two are about 2,600 tokens per rank and about 20,500 tokens
-# per rank. They grow apart because a ring waits for each of its hops, and on the playbook's network a hop takes longer.
+# Inside a node, all messages hide from about 1,900 tokens per rank. On 64 GPUs, the forecast is about 2,200 tokens per
+# rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's network ([lab
+# 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On 512 GPUs the two are about
+# 2,600 tokens per rank and about 20,500 tokens per rank. They grow apart because a ring waits for each of its hops, and
+# on the playbook's network a hop takes longer.
 #
-# Which of them is nearer to another real cluster? MosaicML
-# [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B, 32 blocks of
-# width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps are the messages of the blocks, as
-# forecast for both networks:
+# MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
+# 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps is what the blocks'
+# messages take by the forecast for each network:
 
 # %%
 def is_shown(run):
@@ -374,15 +366,15 @@ for run in runs_of_mpt:
           f"{run.seconds:9.2f} s {sent[0]:14.2f} s {sent[1]:17.2f} s")
 
 # %% [markdown]
-# On 256 and 512 GPUs, each GPU is 5 and 9 % slower than on 8. On the playbook's network, the messages alone would take longer
-# than these steps took; on 512 GPUs, even if the forecast were 30 % too high. So MosaicML's network was faster than that.
-# The forecast with InfiniBand NDR comes closer, because its messages fit into the step. But it would hide all of them, and
-# these runs do lose something.
+# On 256 and 512 GPUs, each GPU is 5 and 9 % slower than on 8. On the playbook's network, the messages alone would take
+# longer than these steps took; on 512 GPUs, even if the forecast were 30 % too high. So MosaicML's network was faster
+# than that. The forecast with InfiniBand NDR is nearer: its messages fit into the step. But it would hide all of them,
+# and these runs do lose something.
 #
-# With fewer tokens than the threshold, ranks wait for their parameters. There are three ways out: use stage 1, send fewer
-# bits per number ([ZeRO++, lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node: *hybrid*
-# sharding, HSDP. Then only a piece of the gradients is all-reduced across nodes. Here are full and hybrid sharding on
-# eight nodes. Each rank has 2,048 tokens:
+# With fewer tokens than the threshold, ranks wait for their parameters. There are three ways out: use stage 1, send
+# fewer bits per number ([lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node:
+# *hybrid* sharding, HSDP. Then only a piece of the gradients is all-reduced across nodes. Here are both on eight nodes.
+# Each rank has 2,048 tokens:
 
 # %%
 def eight_nodes(axis, replicate_axis):
@@ -403,16 +395,16 @@ for name, axes in choices.items():
         print(f"{name}: {took:4.1f} ms, {hidden:.0%} hidden ({cluster.kind_on(64)})")
 
 # %% [markdown]
-# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. Its two levels take turns, while a
-# `reduce_scatter` over all ranks uses NVLink and the network cards at once ([lab 03](03_network_levels.ipynb)). On the
-# playbook's network it takes 28.0 ms instead of 86.0 ms, because fewer bytes cross the network, and they make fewer hops.
-# Its price is memory: $16/8$ bytes per parameter instead of $16/64$.
+# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. Its two levels take turns,
+# while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the playbook's network it takes
+# 28.0 ms instead of 86.0 ms, because fewer bytes cross, in fewer hops. The price is memory: $16/8$ bytes per parameter
+# instead of $16/64$.
 #
 # ## A bug to repair
 #
 # Here is stage 1 for one matrix and gradient descent with momentum, $m \leftarrow 0.9\,m + dW$ and $W \leftarrow W -
-# 0.5\,m$. Each rank keeps only its own rows of $m$. Run the check, then repair `my_step`. It may send no more than data
-# parallelism.
+# 0.5\,m$. Each rank keeps only its own rows of $m$. Run the check, then repair `my_step`, without sending more than
+# data parallelism.
 
 # %%
 def my_step(w, dw, m):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
@@ -459,8 +451,8 @@ check_layer(my_layer)
 #
 # ## To take away
 #
-# - An `all_reduce` is a `reduce_scatter` and an `all_gather`. Put the optimizer's step in between, and its states need
-#   no copies.
+# - An `all_reduce` is a `reduce_scatter` and an `all_gather`. With the optimizer's step in between, its states need no
+#   copies.
 # - Stages 1 and 2 send as much as data parallelism. Stage 3 sends half as much again, and its memory falls as $1/R$.
 # - A gather that begins one layer ahead costs no time, as long as a layer computes for longer than its message takes.
 

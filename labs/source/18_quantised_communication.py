@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_quantised_communication.ipynb)
 #
-# ![Five bars of bytes. ZeRO-3 sends the most. Each of three savings removes a part, and all three together leave a quarter.](images/18_quantised_communication.png)
+# ![Five bars of bytes. ZeRO-3 sends the most, and ZeRO++ a quarter of that.](images/18_quantised_communication.png)
 #
 # *Four transformer layers train on two nodes of four GPUs. The bars are the bytes that one GPU sends to the other node in
 # a step, counted in the trace.*
@@ -36,8 +36,8 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++, an extension of ZeRO, makes
-# each pass smaller, with three savings called qwZ, hpZ and qgZ.
+# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++, an extension of ZeRO, makes each
+# pass smaller.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -85,8 +85,8 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 #
 # <details><summary>Answer</summary>
 #
-# With one scale, 0.1, -0.2 and 0.04 are smaller than half of it, 0.25, so they come back as 0. With two scales, the
-# second half has a scale of 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
+# With one scale, 0.1, -0.2 and 0.04 are smaller than half of it, 0.25, so they come back as 0. With two, the second
+# half's scale is 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
 #
 # </details>
 
@@ -102,8 +102,8 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
 # %% [markdown]
 # ## Build it: gather codes
 #
-# Stage 3 gathers weights before a layer runs. We send their codes instead, along with the scales. Here, each of two
-# ranks has one half of `x`.
+# Stage 3 gathers weights before a layer runs. We send their codes and scales instead. Here, each of two ranks has one
+# half of `x`.
 
 # %%
 def gather_codes(x):  # x [n]   ->   [R n], the numbers of every rank, rounded
@@ -126,9 +126,9 @@ for gather in (in_full_size, gather_codes, quantised):
 
 # %% [markdown]
 # Our codes take a byte each. tplab packs two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of
-# scale. For a block of 256, the scale adds only 4 bytes to 128.
+# scale. In a block of 256, the scale adds only 4 bytes to 128.
 #
-# See it run on four ranks. First the codes (a) are gathered, then the scales (b).
+# See it run on four ranks: codes (a) are gathered, then scales (b).
 
 # %%
 animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).trace)
@@ -136,8 +136,9 @@ animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).tra
 # %% [markdown]
 # ## Turn the knob: which weights pay for an outlier
 #
-# Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show the
-# largest error in each eighth of the weights. Guess first: which weights get smaller errors if fewer of them share a scale?
+# Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show
+# the largest error in each eighth of the weights. Guess: which weights get smaller errors if fewer of them share a
+# scale?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -158,23 +159,23 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# With a single scale, all weights pay for the outlier: the largest error is half of 1/127, a fifth of a typical
-# weight. With blocks of 512, only the outlier's own block pays. At 32, the scales already add an eighth to the bytes.
+# With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
+# 512, only the outlier's own block pays. At 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
 # ## Why gradients cannot take the ring
 #
-# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop
-# ([lab 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4
-# bits. So each hop would have to turn codes into numbers, add, and round again.
+# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop ([lab
+# 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So
+# each hop would turn codes into numbers, add, and round again.
 #
-# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen ranks do. Is the relative error of the
-# sum larger with sixteen?
+# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen do. Is the sum's relative error
+# larger with sixteen?
 #
 # <details><summary>Answer</summary>
 #
-# Yes. The sum grows with every hop, its scale grows with it, and each hop adds an error of that size.
+# Yes. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
 #
 # </details>
 
@@ -197,8 +198,8 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the owner
-# adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
+# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the
+# owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
 # With eight ranks on two nodes, each rank then sends four of its seven pieces to the other node. So ZeRO++ works on two
 # levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross, as codes again, so each number
@@ -221,16 +222,16 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels only 528 do, a quarter, because a
-# node has four GPUs. The price is a second rounding: 18% off instead of 13%.
+# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels 528 do, a quarter, because a node
+# has four GPUs. The price is a second rounding: 18% off instead of 13%.
 #
 # ## The whole training step
 #
 # ZeRO++ makes three savings:
 #
 # - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
-# - **hpZ**: after the first gather, every GPU keeps a second, larger piece, so that the GPUs of each node have all
-#   parameters between them. The second gather then stays inside the node.
+# - **hpZ**: after the first gather, every GPU keeps a second, larger piece, so that each node has all parameters. The
+#   second gather then stays inside it.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
 # Counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
@@ -250,7 +251,7 @@ for name, options in SAVINGS.items():
 # ## Does it still learn?
 #
 # A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, with
-# ZeRO++, and with too little precision: weights have 4 bits, and a whole message has one scale.
+# ZeRO++, and with too little precision: 4 bits for weights, and one scale for a whole message.
 
 # %% tags=["nbval-ignore-output"]
 import codecs
@@ -302,13 +303,12 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
        sentence="ZeRO++ follows ZeRO-3. With too few bits, learning is slower.")
 
 # %% [markdown]
-# ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece keeps its parameters in full
-# precision and adds every small update to them, so the rounding errors of weights never accumulate. With too little
-# precision, the loss stays higher with every seed. Sixty steps of a tiny model do not show that a large model reaches the
-# same loss; for that, compare the final losses of real runs.
+# ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece updates its parameters in
+# full precision, so the rounding errors of weights never accumulate. With too little precision, the loss stays higher
+# with every seed. Sixty steps of a tiny model do not show that a large model reaches the same loss.
 #
-# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus` in the same way. JAX computes the same
-# codes and scales, bit for bit, and XLA keeps a collective for each:
+# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus`. Codes and scales are the same,
+# bit for bit, and XLA keeps a collective for each:
 
 # %%
 import tplab.jax as tj
@@ -323,12 +323,11 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight
-# nodes of eight GPUs, and suppose that computing and sending overlap completely. Then a training step takes as long
-# as the slower of the two. The times are modelled for H100s: at the peak rates of data sheets, and as **forecasts** from
-# measured matmuls and networks, one with InfiniBand NDR and one with the playbook's network
-# ([lab 03](03_network_levels.ipynb)). The last cluster has Ethernet with 400 Gb/s per *node*, by its data sheet. With more
-# tokens on each GPU, when does ZeRO++ stop paying off?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes
+# of eight GPUs, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of
+# the two. The times are modelled for H100s: at the peak rates of data sheets, and as **forecasts** from measured
+# matmuls and networks, InfiniBand NDR and the playbook's ([lab 03](03_network_levels.ipynb)). The last cluster has
+# Ethernet with 400 Gb/s per *node*, by its data sheet. With more tokens on each GPU, when does ZeRO++ stop paying off?
 
 # %%
 from dataclasses import replace
@@ -379,8 +378,8 @@ for scheme in ("ZeRO 3", "ZeRO++"):
 #
 # ## A bug to repair
 #
-# A colleague wants gradients to travel as codes, and so reduce-scatters the codes. The result is even right if all scales
-# are equal. Run the check, then repair `add_up`. A code may take a whole byte, so `int8` will do.
+# A colleague reduce-scatters codes of gradients. The result is right if all scales are equal. Run the check, then
+# repair `add_up`. Codes may be `int8`.
 #
 # <details><summary>A hint</summary>
 #
@@ -403,10 +402,9 @@ check_add_up(add_up)
 # %% [markdown]
 # <details><summary>Why not one common scale?</summary>
 #
-# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning,
-# and a `reduce_scatter` may add them. But a rank whose gradients are small rounds them to a scale made for the largest, and
-# loses most of its bits. And a sum of $R$ codes needs $\log_2 R$ more bits than a code. In the check, the scales of the
-# ranks differ so much that this rounding makes the result wrong.
+# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning, and
+# a `reduce_scatter` may add them. But a rank with small gradients loses most of its bits, and a sum of $R$ codes needs
+# $\log_2 R$ more bits than a code. In the check, scales differ so much that the result is wrong.
 #
 # </details>
 
@@ -420,7 +418,7 @@ check_add_up(add_up)
 #
 # <details><summary>A hint</summary>
 #
-# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. First bring these rows together, with `reshape`,
+# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. First bring them together, with `reshape`,
 # `transpose` and `flatten`.
 #
 # </details>
@@ -446,8 +444,7 @@ check_reduce_twice(reduce_twice)
 # ## To take away
 #
 # - The numbers of a block share a scale. The largest error is half of it, and an outlier spoils only its own block.
-# - Codes can be gathered, but not added. Send them straight to the rank that owns the piece, which adds in full
-#   precision.
+# - Codes can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
 # - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #
 # **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's
@@ -455,7 +452,7 @@ check_reduce_twice(reduce_twice)
 # [a GPT on DeepSpeed and ZeRO](https://brunomaga.github.io/GPT-lite-DeepSpeed). PyTorch's
 # [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 #
-# Next: [19 Axes and nodes](19_axes_and_nodes.ipynb), and which of your axes may cross the network.
+# Next: [19 Axes and nodes](19_axes_and_nodes.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -8,10 +8,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/20_long_sequence.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/20_long_sequence.ipynb)
 #
-# ![A square of attention scores, cut into tiles. In each step every rank computes one tile of its own row of tiles.](images/20_long_sequence.png)
+# ![A square of attention scores, cut into tiles. In each step every rank computes one tile of its row.](images/20_long_sequence.png)
 #
-# *The attention scores of 16 tokens, cut into tiles for four ranks. A rank keeps its queries, which are the rows of the
-# square. Keys and values travel around a ring. In each step, a rank computes the tile of its queries and the keys it has now.*
+# *The attention scores of 16 tokens, cut into tiles for four ranks. A rank keeps its queries, the rows of the square.
+# Keys and values travel around a ring. In each step, a rank computes the tile of its queries and the keys that it has
+# now.*
 
 # %%
 import subprocess
@@ -37,9 +38,9 @@ tiles(TokenLayout("contiguous", 16, 4), AttentionMask(causal=False))
 # %% [markdown]
 # ## Why attention is different
 #
-# A sequence of a million tokens does not fit on one GPU, so we give each rank some of the tokens. Norms and linear layers
-# work on one token at a time and do not notice. (The gradients of their weights are summed over these ranks, as in data
-# parallelism.) Attention does: a token's query is compared with the keys of other tokens, and some are on other ranks.
+# A sequence of a million tokens does not fit on one GPU, so we give each rank some of the tokens. Norms and linear
+# layers work on one token at a time and do not notice. (The gradients of their weights are summed over these ranks.)
+# Attention does: a token's query is compared with the keys of other tokens, and some are on other ranks.
 #
 # This is **context parallelism**, and its axis is `cp`. We could gather all keys and values, but for a million tokens that is
 # 4 GiB in each layer of Llama 3 8B.
@@ -65,7 +66,7 @@ print("over the three of each rank:", partial)
 # <details><summary>Answer</summary>
 #
 # The sum of its weights, which it divided by: 4 on rank 0, and 8 on rank 1. Together they give $(4 \cdot 4 + 8 \cdot
-# 2.5) / (4 + 8) = 3$. So rank 1 counts twice as much.
+# 2.5) / (4 + 8) = 3$.
 #
 # </details>
 #
@@ -75,7 +76,7 @@ print("over the three of each rank:", partial)
 #
 # $$\ell = \ln(e^{\ell_1} + e^{\ell_2}), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2$$
 #
-# FlashAttention does the same inside one GPU, tile by tile. Between ranks, the same rule is all we need.
+# FlashAttention does the same inside one GPU, tile by tile.
 #
 # ## Build it
 #
@@ -110,8 +111,8 @@ for ranks in (1, 2, 3, 4, 8):
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# tplab's version is `ring_attention`. It takes a batch and several heads, `[B, heads, tokens, d]`. It starts the next hop
-# before it computes a tile, and it sends keys and values in one message.
+# tplab's version is `ring_attention`. It takes `[B, heads, tokens, d]`, starts the next hop before it computes a tile,
+# and sends keys and values in one message.
 
 # %%
 def library(q, k, v):
@@ -150,14 +151,13 @@ out = tj.run(ring_in_jax, Mesh(cp=3), *arrays, in_specs=TOKENS, out_specs=TOKENS
 print("equal to 1e-5" if np.allclose(out.value, whole, atol=1e-5) else "off")
 
 # %% [markdown]
-# **What truly differs.** In torch a rank can decide for itself to skip a tile. In JAX all ranks run one program, so a tile
-# that only some of them need is wrapped in a `jax.lax.cond`. And as in [lab 08](08_overlap.ipynb) there is no handle: XLA
-# decides whether a hop and a matmul run at the same time.
+# **What truly differs.** In torch a rank can skip a tile. In JAX all ranks run one program, so a tile that only some of
+# them need is wrapped in a `jax.lax.cond`. XLA decides whether a hop and a matmul run at the same time.
 #
 # ## See it run
 #
-# Here is one attention layer of Llama 3 8B, forward, with 32 query heads and 8 key and value heads, on the eight GPUs of an
-# H100 node, by the **forecast** `h100-measured`. Each rank has 2,048 of 16,384 tokens. Hover over a bar to see which keys a
+# Here is one attention layer of Llama 3 8B, forward, with 32 query heads and 8 key and value heads, on a node of eight
+# H100s, by the **forecast** `h100-measured`. Each rank has 2,048 of 16,384 tokens. Hover over a bar to see which keys a
 # tile uses.
 
 # %%
@@ -175,15 +175,15 @@ def on_h100(tokens, fn=layer):  # tokens of each rank
 timeline(on_h100(2048))
 
 # %% [markdown]
-# The wide bars (*matmul*) are tiles, and they hide the messages below them. The narrow ones (*elementwise* and *copy*) are `merge`,
-# which reads and writes all results in float32. Together they take about a fifth as long as the tiles. A fused kernel could
-# merge while it computes.
+# The wide bars (*matmul*) are tiles, and they hide the messages below them. The narrow ones (*elementwise* and *copy*)
+# are `merge`, in float32. Together they take about a fifth as long as the tiles. A fused kernel could merge while it
+# computes.
 #
 # ## Turn the knob
 #
-# A hop is hidden if it takes no longer than the tile that is computed at the same time. How does that depend on the number of
-# tokens? The knob compares a tile with a hop in a node, and with a hop to another node on two networks: InfiniBand NDR, and
-# the one on which the Ultra-Scale Playbook was measured. Guess what happens to each bar if a rank has twice as many tokens.
+# A hop is hidden if it takes no longer than the tile that is computed at the same time. The knob compares a tile with a
+# hop in a node, and with a hop to another node on two networks: InfiniBand NDR, and the one on which the Ultra-Scale
+# Playbook was measured. Guess what twice as many tokens do to each bar.
 
 # %%
 H100, PLAYBOOK = (cost.find("h100-measured", fabric=name)
@@ -212,10 +212,10 @@ knob("A tile and a hop", "tokens per rank", options, start=1024, about=about, un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With twice as many tokens, a long tile takes four times as long, because it has twice as many queries *and* twice as many
-# keys. A hop takes only twice as long. So for any link there is a number of tokens per rank from which attention hides its
-# messages completely. The number of ranks and the width of a head cancel out: with $h$ query heads and $g$ key and value
-# heads of two bytes per number, a chip that computes $C$ FLOP/s and a link of $W$ bytes per second,
+# With twice as many tokens, a long tile takes four times as long, because it has twice as many queries *and* keys. A
+# hop takes only twice as long. So for any link there is a number of tokens per rank from which attention hides its
+# messages. The number of ranks and the width of a head cancel out: with $h$ query heads and $g$ key and value heads of
+# two bytes per number, a chip that computes $C$ FLOP/s and a link of $W$ bytes per second,
 #
 # $$n \ge \frac{g}{h}\, \frac{C}{W}$$
 #
@@ -238,10 +238,10 @@ for link in (sheet.link(0, 1), sheet.link(0, 8)):
 #
 # ## What it costs
 #
-# There are two other ways to bring queries and keys together. Llama 3 was trained with an `all_gather` of all keys and
-# values. DeepSpeed-Ulysses uses an `all_to_all`: before it, a rank has all heads of some tokens, and after it, some heads
-# of all tokens. Here are the bytes that each of eight ranks sends for 8,192 tokens of its own in bfloat16, by formula and
-# counted, and the time of both passes with a causal mask (forecast, `h100-measured`):
+# There are two other ways. Llama 3 was trained with an `all_gather` of all keys and values. DeepSpeed-Ulysses uses an
+# `all_to_all`: before it, a rank has all heads of some tokens, and after it, some heads of all tokens. Here are the
+# bytes that each of eight ranks sends for 8,192 tokens of its own in bfloat16, by formula and counted, and the time of
+# both passes with a causal mask (forecast, `h100-measured`):
 
 # %%
 SCHEMES = (("ring", tt.ring_attention), ("gather", tt.gather_attention),
@@ -269,10 +269,10 @@ for name, fn in SCHEMES:
 # | head | $Q$, $K$, $V$ and $O$, each once | all tokens of $h/R$ heads | $R$ must divide $h$ and $g$ |
 #
 # Backward, the ring sends $dK$ and $dV$ in float32, and once more than $K$ and $V$, to take them home. With a ring or a
-# gather, the last rank has the most to do, and the others wait for it. With heads, all ranks have the same work.
+# gather, the others wait for the last rank, which has the most to do.
 #
-# **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) (commit `8996282`, MIT)
-# ran this layer on eight H800s, with as many tokens in one sequence, and in packed documents, where there is less to compute:
+# **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) (commit
+# `8996282`, MIT) ran this layer on eight H800s, with as many tokens in one sequence, and in packed documents:
 
 # %%
 from tplab.cost.measured import ring_attention
@@ -283,11 +283,11 @@ for run in ring_attention():
         print(f"{data:<12}  {run.variant:<16} {run.seconds * 1e3:5.1f} ms")
 
 # %% [markdown]
-# A zigzag or striped ring calls its kernel as often as the plain one, and is much faster. It gives all ranks equal work, which
-# is the subject of the next lab. With documents, the gather is between the two rings. (The forecast's FlashAttention 2 was
+# A zigzag or striped ring calls its kernel as often as the plain one, and is much faster. It gives all ranks equal
+# work: see the next lab. With documents, the gather is between the two rings. (The forecast's FlashAttention 2 was
 # fitted to two of these rows. Nobody has published the exchange of heads beside them.)
 #
-# **Decide.** Exchanging heads sends the fewest bytes, and all ranks have the same work. But here $R$ can be at most 8,
+# **Decide.** Exchanging heads sends the fewest bytes, and gives all ranks the same work. But here $R$ can be at most 8,
 # unless you copy key and value heads. A ring has no such limit, and enough tokens hide its hops.
 
 # %% [markdown]
@@ -297,10 +297,10 @@ for run in ring_attention():
 # computes each tile again. $K$ and $V$ travel once more, and the gradients $dK$ and $dV$ travel with them, so each rank adds
 # what its queries contribute. After $R$ hops they are home.
 #
-# The forward pass is right, but the gradients are wrong as soon as there are two ranks. This bug was
-# [found in diffusers](https://github.com/huggingface/diffusers/issues/14265) in July 2026. Before you change anything, look
-# for the line that decides which keys a tile is computed with. Keep what the forward pass saves as it is: saving the keys of all
-# ranks would also give the right gradients, but then each rank holds the whole sequence.
+# The forward pass is right, but on two or more ranks the gradients are wrong. This bug was [found in
+# diffusers](https://github.com/huggingface/diffusers/issues/14265) in July 2026. First look for the line that decides
+# which keys a tile is computed with. Keep what the forward pass saves: with the keys of all ranks the gradients would
+# be right too, but each rank would hold the whole sequence.
 
 # %%
 class RingAttention(torch.autograd.Function):
@@ -343,9 +343,9 @@ check_gradients(attention)
 # ## Your turn: a causal ring
 #
 # In a language model, a token must not see later tokens. Write the forward pass `causal_ring`, from `attend`, `merge`,
-# `ring_shift` and `axis_index`. The ranks hold consecutive parts of the sequence: rank 0 the first tokens, the last rank the
-# last ones. At step $t$ of the ring, which rank do your keys come from? You need either the whole tile, or its lower
-# triangle (`causal=True`), or nothing of it. Skip the tiles that you do not need, but still pass the keys and values on.
+# `ring_shift` and `axis_index`. The ranks hold consecutive parts of the sequence, and rank 0 the first. At step $t$ of
+# the ring, which rank do your keys come from? You need either the whole tile, or its lower triangle (`causal=True`), or
+# nothing of it. Skip the tiles that you do not need, but still pass keys and values on.
 
 # %%
 def causal_ring(q, k, v):  # [S/cp, d] each   ->   o [S/cp, d]
@@ -357,11 +357,11 @@ from tplab.exercises.long_sequence import check_causal_ring
 check_causal_ring(causal_ring)
 
 # %% [markdown]
-# If yours is right, rank 0 computes one tile, and the last rank computes all of them. On four ranks, more than a third of the
-# time is lost, and with more ranks the loss approaches one half. The next lab recovers that time.
+# If yours is right, rank 0 computes one tile, and the last rank computes all of them. On four ranks, more than a third
+# of the time is lost, and with more ranks the loss approaches one half.
 #
-# (Do not call `backward()` on it: a rank that skips a tile also skips the backward hops of its keys, and the others wait
-# forever. That is another reason for the backward pass that `RingAttention` has.)
+# (Do not call `backward()` on it: a rank that skips a tile also skips the backward hops of its keys, and the others
+# wait forever.)
 
 # %% [markdown]
 # ## On Monday
@@ -376,8 +376,7 @@ check_causal_ring(causal_ring)
 # ## To take away
 #
 # - Two partial softmaxes are merged exactly, if each comes with its log-sum-exp.
-# - Tiles grow with the square of the tokens per rank, and messages only linearly. So with enough tokens per rank, messages
-#   are hidden.
+# - Tiles grow with the square of the tokens per rank, and messages only linearly. So enough tokens hide them.
 # - In the backward pass, use the keys and values that have just arrived, and send their gradients home with them.
 #
 # **Sources.** Milakov and Gimelshein 2018, [Online normalizer calculation for
@@ -386,7 +385,7 @@ check_causal_ring(causal_ring)
 # Ulysses](https://arxiv.org/abs/2309.14509). Grattafiori et al. 2024, [The Llama 3 herd of
 # models](https://arxiv.org/abs/2407.21783) (section 3.3).
 #
-# Next: [21 Balance](21_balance.ipynb), and how a causal ring can keep all ranks busy.
+# Next: [21 Balance](21_balance.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -11,9 +11,9 @@
 #
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
 #
-# *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2.
-# Only the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
-# data sheets (InfiniBand NDR). It waits for messages, and for the last stage, which also has the head.*
+# *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2. Only
+# the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
+# data sheets (InfiniBand NDR). It waits for messages and for the last stage.*
 
 # %%
 import subprocess
@@ -39,9 +39,9 @@ from tplab.widgets import Bars, LossCurve, Row, bytes_text, knob, shards, timeli
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# `modelled` runs one step on simulated ranks, and its clock says how long it would take on a cluster. Tensors have shapes
-# but no numbers, so a large model takes no memory. In a `Mesh`, ranks are numbered along the last axis first, so its ranks
-# are neighbours. With nodes of four ranks, it is the first axis that crosses from node to node.
+# `modelled` runs one step on simulated ranks, on tensors that have shapes but no numbers, and its clock says how long
+# the step would take on a cluster. A `Mesh` numbers ranks along its last axis first, so the ranks of that axis are
+# neighbours. With nodes of four ranks, it is the first axis that crosses from node to node.
 
 # %% tags=["opening-picture"]
 ORDERS = {"pipeline": ("pp", "dp", "tp"), "data": ("dp", "pp", "tp"),
@@ -66,9 +66,8 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 # %% [markdown]
 # ## By hand: eight workers
 #
-# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Below, the rows of the
-# tensor are the eight layers of a model. Each row of ranks is a pipeline, and ranks in the same column hold copies of the
-# same stage.
+# Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Below, the rows of
+# the tensor are eight layers. Each row of ranks is a pipeline, and the ranks in a column hold copies of the same stage.
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
@@ -84,7 +83,7 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 # <details><summary>Answer</summary>
 #
 # Rank 4 has the other part of the same layers, because neighbours differ along `tp`, the last axis. Rank 7 has the same
-# weights and another part of the batch. Rank 1 has the previous stage. The next cell prints all groups.
+# weights and another part of the batch. Rank 1 has the previous stage.
 #
 # </details>
 
@@ -134,24 +133,23 @@ for axis, numbers in by_hand.items():
     print(f"{axis}: by hand {bytes_text(2 * numbers)}, counted {bytes_text(counted)}")
 
 # %% [markdown]
-# The formula leaves out the layer norms, which are too small to show. Bytes are only half of the answer. The other
-# half is *when* they travel. Here is a step with the pipeline across the nodes. The last message of each rank is the
-# gradient of the tied embedding.
+# The formula leaves out the layer norms, which are too small to show. It also matters *when* the bytes travel. Here is
+# a step with the pipeline across the nodes. The last message of each rank is the gradient of the tied embedding.
 
 # %%
 timeline(trace)
 
 # %% [markdown]
-# The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare,
-# and a stage computes between them. Those along `dp` come once, at the end, and would cost less if they ran beside the
-# backward pass, as in [lab 16](16_data_parallel.ipynb). So `tp` stays inside a node, and `dp` and `pp` may cross. Which of
-# these two is outermost depends on the model and the batch: a stage sends one activation per microbatch, however many
-# blocks it has, while the gradients grow with every block.
+# The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare, and
+# a stage computes between them. Those along `dp` come once, at the end, and would cost less if they ran beside the
+# backward pass, as in [lab 16](16_data_parallel.ipynb). So `tp` stays inside a node, and `dp` and `pp` may cross. Which
+# of these two should be outermost depends on the model and the batch: a stage sends one activation per microbatch,
+# however many blocks it has, but the gradients grow with every block.
 #
 # ## Build it
 #
-# The layers of a GPT are cut into stages. Inside a stage they are tensor-parallel. Each data-parallel rank takes its
-# own rows of the batch.
+# The layers of a GPT are cut into stages, and are tensor-parallel inside a stage. Each data-parallel rank takes its own
+# rows of the batch.
 
 # %%
 config = tt.GPTConfig(256, 32, num_layers=2, num_heads=4, context=32)
@@ -180,9 +178,8 @@ for name, want, *got in zip(("loss", "norm"), one, *out.per_rank):
 # %% [markdown]
 # ## Train it
 #
-# `train` is the step above in a loop, with AdamW, whose states are divided over the data-parallel ranks (ZeRO 1). The text
-# is the source of Python's standard library, and a token is a byte. A script with this call runs under `torchrun`, which
-# starts one process per rank:
+# `train` is the step above in a loop, with AdamW, whose states are divided over the data-parallel ranks (ZeRO 1). The
+# text is the source of Python's standard library, and a token is a byte. A script with this call runs under `torchrun`:
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -207,7 +204,7 @@ done = subprocess.run(command, capture_output=True, text=True)
 print(done.stderr if done.returncode else done.stdout)
 
 # %% [markdown]
-# Now it trains on eight simulated ranks. The dotted line is the same training on one device.
+# Now it trains on eight simulated ranks. The dotted line is one device.
 
 # %%
 def quiet(progress):
@@ -227,12 +224,12 @@ apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
 print(f"30 steps on 8 ranks: losses agree with one device to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# The small differences come from float32: sums over ranks are rounded differently.
+# The small differences come from float32, in which sums over ranks are rounded differently.
 #
 # ## The twin
 #
-# `tplab.jax.train` takes the same arguments and begins with the same weights. What differs is that a step is one compiled
-# program for all ranks. Here both train on two data-parallel ranks:
+# `tplab.jax.train` takes the same arguments and begins with the same weights, but a step is one compiled program for
+# all ranks:
 
 # %%
 import tplab.jax as tj
@@ -244,27 +241,19 @@ apart = max(abs(a - b) for a, b in zip(twin.losses, torchs.losses))
 print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# Here the ranks were simulated. With `on="processes"`, each of them is a process of this machine, as under `torchrun`:
-
-# %% tags=["nbval-ignore-output"]
-there = tt.train(config, text, Mesh(dp=2), short, show=quiet, on="processes")
-apart = max(abs(a - b) for a, b in zip(there.losses, torchs.losses))
-print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
-
-# %% [markdown]
 # ## Turn the knob
 #
-# In the picture at the top, the nodes are joined by InfiniBand, with 50 GB/s per GPU. What if it were 10 Gb Ethernet,
-# with 1.25 GB/s? For each order, guess how many times as long a step takes. Then turn the knob at the top.
+# At the top, InfiniBand joins the nodes, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25 GB/s? For each
+# order, guess how many times as long a step takes. Then turn the knob at the top.
 #
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, by the data sheet, a step takes 41, 43 and 55 ms: only tensor parallelism across the nodes costs
-# much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data
-# parallelism, and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for
-# the network of the Ultra-Scale Playbook are 57, 60 and 82 ms. There the order matters more than on paper. The first
-# two are close, and nobody has measured which of them is ahead. What tensor parallelism across nodes costs was measured: see
-# [lab 04](04_megatron_block.ipynb).
+# On InfiniBand, by the data sheet, a step takes 41, 43 and 55 ms: only tensor parallelism across the nodes costs much.
+# On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism, and
+# 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of the
+# Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)) are 57, 60 and 82 ms. The first two orders are close, and
+# nobody has measured which is ahead. [Lab 04](04_megatron_block.ipynb) has measurements of tensor parallelism across
+# nodes.
 #
 # </details>
 
@@ -272,14 +261,13 @@ print(f"2 processes have the same three losses to 1e-4: {apart < 1e-4}")
 # ## A bug to repair
 #
 # Gradients are clipped by the norm of *all* gradients. The code below calls torch's function on each rank, as you would
-# on one device. Run the check, read what it says, and repair `my_clip`, without tplab's `clip_gradients`. Each rank holds a
-# part of the model, some of that part is also on other ranks, and the embedding is tied. The gradients have been averaged
-# over "dp".
+# on one device. Run the check and repair `my_clip`, without tplab's `clip_gradients`. Each rank holds a part of the
+# model, some of which other ranks hold too, and the embedding is tied. The gradients have been averaged over "dp".
 #
 # - `for number, stage in stages.items()` goes through this rank's stages, and `stage.named_parameters()` has their names.
 # - `specs[number][name]` is the parameter's `P`, which says how it is split over "tp".
 # - `stages.tied` is a list with one entry per tied parameter: all its places, as `[(number, name), ...]`. Each of them
-#   has the whole gradient.
+#   has the whole gradient already.
 
 # %%
 def my_clip(stages, max_norm, specs):
@@ -293,14 +281,13 @@ check_clipping(my_clip)
 # %% [markdown]
 # ## Your turn: three clusters
 #
-# When are three dimensions worth it? You have eight H100 GPUs, the model from the top, and a batch of 16 sequences, in two
-# microbatches per pipeline. The GPUs may be in one node, in four machines of two, or in eight machines; between machines
-# there is 10 Gb Ethernet for each GPU. Choose the fastest layout for each, by the data sheets. In the name of a layout, the ranks of the last
-# axis are neighbours. Count what each rank sends, and remember that with $m$ microbatches a pipeline of $p$ stages is idle
-# for $(p-1)/(m+p-1)$ of the time. The check may take a minute.
+# You have eight H100 GPUs, the model from the top, and a batch of 16 sequences, in two microbatches per pipeline. The
+# GPUs are in one node, in four machines of two, or in eight machines; between machines there is 10 Gb Ethernet for each
+# GPU. Choose the fastest layout for each, by the data sheets. Count what each rank sends, and remember that with $m$
+# microbatches a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check may take a minute.
 
 # %%
-print(", ".join(LAYOUTS))
+print(", ".join(LAYOUTS))  # ranks along the last axis are neighbours
 
 my_layouts = {
     "one node of 8": "",
@@ -319,12 +306,11 @@ check_layouts(my_layouts)
 # With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more
 # than the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. On four
 # machines of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the
-# gradients of its own stage across the network. On eight machines no axis has fast links, and `tp` sends too much.
-# There, `4 dp x 2 pp` is the fastest, although three dimensions send a little less.
+# gradients of its own stage across the network. On eight machines no axis has fast links. There, `4 dp x 2 pp` is the
+# fastest, although three dimensions send a little less: every stage contains messages of `tp`, and so does the bubble.
 #
-# In one node the first places are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms
-# averaging gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest. This is why [the
-# guide](../docs/choosing.md), which assumes a fast network, begins with data parallelism alone.
+# In one node two layouts are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms averaging
+# gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest.
 #
 # </details>
 #
@@ -339,19 +325,18 @@ check_layouts(my_layouts)
 #
 # ## To take away
 #
-# - Tensor parallelism sends the most, all the time, and ranks wait for every message. It belongs inside the node. Data
+# - Tensor parallelism sends all the time, and ranks wait for every message. It belongs inside the node. Data
 #   parallelism sends once per step.
-# - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. Its price is the bubble:
-#   with few microbatches, a layout without it can be faster.
-# - The mesh must not change the result. The gradient norm is a sum over all ranks, and counts every copied parameter
-#   only once.
+# - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. The price is the
+#   bubble: with few microbatches, a layout without it can be faster.
+# - The mesh must not change the result. The gradient norm is a sum over ranks that counts every copied parameter once.
 
 # %% [markdown]
-# **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU clusters](https://arxiv.org/abs/2104.04473),
-# for three dimensions and the order of their axes. Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053),
-# whose appendix lists the groups. Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
+# **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU
+# clusters](https://arxiv.org/abs/2104.04473), for three dimensions and the order of their axes. Shoeybi et al. 2019,
+# [Megatron-LM](https://arxiv.org/abs/1909.08053). Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
-# Next: [25 Will it fit?](25_will_it_fit.ipynb), for the memory of each rank.
+# Next: [25 Will it fit?](25_will_it_fit.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

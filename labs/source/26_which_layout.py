@@ -8,10 +8,11 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/26_which_layout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/26_which_layout.ipynb)
 #
-# ![Bars for ten layouts of one model on 128 GPUs. Each bar shows where the time of a step goes, and a mark shows what was measured.](images/26_which_layout.png)
+# ![Ten bars, one per layout, and on each a mark for what was measured.](images/26_which_layout.png)
 #
-# *Ten layouts of a model with eight billion parameters on 128 H100s. The bars are forecasts of one training step, and the marks
-# are what Hugging Face measured. The slowest took 1.9 times as long as the fastest, and the forecast did not foresee it.*
+# *Ten layouts of a model with eight billion parameters on 128 H100s. Bars are forecasts of a training step, and marks
+# are what Hugging Face measured. The slowest took 1.9 times as long as the fastest, and the forecast did not foresee
+# it.*
 
 # %%
 import subprocess
@@ -51,13 +52,12 @@ knob(title, "GPUs", {n: bars("playbook-8b", n) for n in GPUS}, start=128, about=
      unit="s", by=by)  # fmt: skip
 
 # %% [markdown]
-# Only time that nothing hides is drawn: `tp` and `dp` are messages that ranks wait for, and `host` is time in which GPUs wait
-# for Python.
+# Only time that nothing hides is drawn: ranks wait for messages in `tp` and `dp`, and for Python in `host`.
 #
 # ## By hand: how fast could it be?
 #
-# By the usual count, training on one token takes 6 FLOPs per parameter, plus those of attention. The count is a convention: it
-# includes the embedding, and attention without its causal mask. If all GPUs did that work at their peak, a step would take
+# By the usual count, training on one token takes 6 FLOPs per parameter, embedding included, plus those of attention
+# without a causal mask. If all GPUs did that work at their peak, a step would take:
 
 # %%
 eight = Model.find("playbook-8b")
@@ -71,14 +71,13 @@ print(f"at the peak {at_peak:.2f} s, and the best run took {best:.2f} s")
 print(f"ratio: {at_peak / best:.0%}")
 
 # %% [markdown]
-# The ratio of the two is the **model FLOPs utilisation**, MFU. The rest is lost in kernels that do not reach the peak, in
-# messages that nothing hides, in bubbles, and in the optimizer.
+# The ratio is the **model FLOPs utilisation**, MFU. The rest is lost in kernels that do not reach the peak, in messages
+# that nothing hides, on the host, and in the optimizer.
 #
 # ## Predict: your guess
 #
-# Take the smaller model of 3 billion parameters on 16 GPUs, in two nodes of eight,
-# with a batch of 256 sequences. There is no pipeline. Choose `dp`, `tp` and the sequences in a microbatch, and see what was
-# measured for your choice, and then what was forecast. How many guesses do you need?
+# Take the model of 3 billion parameters on 16 GPUs, in two nodes of eight, with a batch of 256 sequences and no
+# pipeline. Choose `dp`, `tp` and the sequences in a microbatch, and see what was measured, and what was forecast.
 
 # %%
 from tplab.exercises.which_layout import check_guess
@@ -88,22 +87,22 @@ my_guess = {"dp": None, "tp": None, "microbatch": None}
 check_guess(**my_guess, model="playbook-3b", gpus=16)
 
 # %% [markdown]
-# <details><summary>The best one, and why</summary>
+# <details><summary>The best, and why</summary>
 #
-# `dp` 16, `tp` 1, microbatches of 2. The model fits on one GPU if ZeRO divides the optimizer's states, so there is no need for
-# tensor parallelism, which sends activations in every layer. A microbatch of 2 makes matmuls larger than one of 1. One of 4
-# would make them larger still, but it needs more memory than a GPU has.
+# `dp` 16, `tp` 1, microbatches of 2. The model fits on one GPU if ZeRO divides the optimizer's states, so it does not
+# need tensor parallelism, which sends activations in every layer. Microbatches of 2 make larger matmuls than those of
+# 1. Microbatches of 4 would make them larger still, but need more memory than a GPU has.
 #
 # </details>
 #
 # ## Why is it fast?
 #
-# A forecast adds up the parts of a step. Each of them comes from an earlier lab: matmuls and collectives on a measured clock
-# ([lab 03](03_network_levels.ipynb)), the bubble of the schedule ([lab 10](10_pipeline_schedules.ipynb)), gradients that hide
+# A forecast adds up the parts of a step, which earlier labs explain: matmuls and collectives on a measured clock ([lab
+# 03](03_network_levels.ipynb)), the bubble of the schedule ([lab 10](10_pipeline_schedules.ipynb)), gradients that hide
 # behind the backward pass ([lab 16](16_data_parallel.ipynb)). Two numbers are fitted to measured runs of nanotron, the
-# library that was used here: one factor for all computing, and the time that the host needs per layer. The network was fitted
-# to collectives that the same people have measured; it is called **the playbook's network** here. The best run is left out,
-# so that you can still guess.
+# library that was used here: one factor for all computing, and the time that the host needs per layer. **The playbook's
+# network** is fitted to collectives that the same people measured, and to such runs. The best run is left out, so that
+# you can still guess.
 
 # %%
 ranked = measured_runs("playbook-3b", 16)
@@ -117,8 +116,8 @@ for run in ranked[1::4] + ranked[-1:]:
 # With microbatches of one sequence and high `tp`, the host cannot start kernels as fast as the GPU finishes them, and
 # `host` is most of the loss.
 #
-# To see what one choice does, compare **like with like**: two runs with the same model, GPUs, microbatch and ZeRO stage, one
-# with twice as much tensor parallelism, and so with half as many copies.
+# To see what one choice does, compare **like with like**: two runs with the same model, GPUs, microbatch and ZeRO
+# stage, of which one has twice the tensor parallelism and half the copies.
 
 # %%
 alike = defaultdict(dict)
@@ -137,16 +136,16 @@ for microbatch in (1, 4):
               f"forecast {said:.2f} (pairs: {len(both)})")  # fmt: skip
 
 # %% [markdown]
-# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: steps took more than three times
-# as long. Inside the node it costs less, and with microbatches of 4 hardly anything up to `tp` 4. (Runs on 512 GPUs are left out
-# here. They are forecast badly, as you will see.) So use as little tensor parallelism as you can, keep it in the node, and use
-# as large a microbatch as memory allows.
+# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: steps took more than
+# three times as long. Inside the node it costs less, and less with microbatches of 4 than of 1. (Runs on 512 GPUs,
+# which are forecast badly, are left out.) So use as little tensor parallelism as you can, keep it in the node, and
+# prefer microbatches of several sequences if they fit.
 #
 # ## How right is it?
 #
-# Hugging Face has published 794 runs, with and without a pipeline. A forecast is good for some **classes** of them and useless
-# for others, so each class has an interval of its own: nine of ten of its runs took between so many times their forecasts. The
-# errors are those of forecasts whose constants were fitted to other runs.
+# Hugging Face has published 794 runs, with and without a pipeline. A forecast is good for some **classes** of them and
+# useless for others, so each class has an interval of its own, which holds nine of ten of its runs. The constants were
+# fitted to other runs, except those of the network.
 
 # %%
 by_class = defaultdict(list)
@@ -159,10 +158,9 @@ for known in sorted(by_class, key=lambda known: known.median):
           f"{known.low:.2f} to {known.high:.2f} times the forecast")  # fmt: skip
 
 # %% [markdown]
-# In the first three classes, half of the runs are within 3% or 7%. With a pipeline over several nodes, the same forecast says
-# nothing: runs took up to 39 times as long, and on more than 32 nodes up to 106 times. Here is every run as a dot, beside those
-# that others have published for Megatron, torch FSDP and DeepSpeed. (In the left panel, tensor parallelism is inside a node or
-# across nodes.)
+# In the first three classes, half of the runs are within 3% or 7%. With a pipeline over several nodes, the forecast
+# says nothing: the intervals reach 39 times the forecast, and on more than 32 nodes 106 times. Here every run is a dot,
+# beside published runs of Megatron, torch FSDP and DeepSpeed.
 
 # %%
 def dots(runs):
@@ -184,16 +182,15 @@ scatter(panels, title="Forecast and measured", about="all published runs",
         sentence="Below the line, a run took longer than was forecast.")  # fmt: skip
 
 # %% [markdown]
-# Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s
-# in one run and 89 s in another. But not all of it is chance: with `tp` inside
-# a node, up to 16 nodes and microbatches of 16, 13 of 14 runs took longer. We do not
-# know why nanotron's pipelines were slow; Megatron's, on other networks, are near the line. If your run is slower than a
-# forecast, look for what is wrong with the run: a slow network, a memory that is nearly full, or a **straggler**, one slow GPU
-# for which all others wait.
+# Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89
+# s in another. But not all of it is chance: with `tp` inside a node, up to 16 nodes and microbatches of 16, 13 of 14
+# runs took longer. We do not know why nanotron's pipelines were slow; Megatron's, on other networks, are near the line.
+# If your run is slower than its forecast, suspect a slow network, memory that is nearly full, or a **straggler**, one
+# slow GPU for which all others wait.
 #
 # ## Search
 #
-# `plans` forecasts every possible plan, best first, and counts why the others lost. Here and below it is for Megatron on
+# `plans` forecasts every possible plan, best first, and counts why the others lost. From here on it is for Megatron on
 # nodes of eight H100s with **InfiniBand NDR** between them, the network of all Megatron's measured runs on H100s:
 
 # %%
@@ -211,13 +208,13 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
     print(f"   interval: {one.measured.name} ({one.measured.rows} runs)")
 
 # %% [markdown]
-# The best plan has a schedule that your library may not offer, so the best plan without it is listed too. They differ by less
-# than either interval is wide, and intervals are wide because few such steps were published. A plan of a kind that nobody has
-# measured has no interval. It is **outside what was measured**, and `plans` does not propose it.
+# The best plan has a schedule that your library may not offer, so the best plan without it is listed too. They differ
+# by less than either interval is wide: few such steps were published. A plan of a kind that nobody has measured has no
+# interval. It is **outside what was measured**, and `plans` does not propose it.
 
 # %% [markdown]
-# Here are the plans for the 8B model on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare its step
-# and its memory with those of the best. In a running notebook you can also change the model and the number of GPUs.
+# Here are plans for Llama 3 8B on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare it
+# with the best. In a running notebook you can also change the model and the GPUs.
 
 # %%
 layout_lab("llama3-8b", cluster=CLUSTER, gpus=64, batch=256, sequence=8192)
@@ -225,9 +222,9 @@ layout_lab("llama3-8b", cluster=CLUSTER, gpus=64, batch=256, sequence=8192)
 # %% [markdown]
 # ## Turn the knob
 #
-# Llama 3 8B is trained on 32 to 512 GPUs. With more GPUs, each of them gets fewer sequences of the batch. How does the best
-# layout change from row to row, and how much of each GPU is lost? Then turn the knob to a batch four times as large, and to the
-# same GPUs on the playbook's network.
+# Llama 3 8B is trained on 32 to 512 GPUs. With more GPUs, each gets fewer sequences of the batch. How does the best
+# layout change from row to row, and how much of each GPU is lost? Then turn the knob to a batch four times as large,
+# and to the playbook's network.
 
 # %%
 SHOWN = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "zero": "ZeRO"}
@@ -256,26 +253,27 @@ knob("The best plan's step", "network, sequences in a batch", options,
      start="InfiniBand NDR, 64", about=about, unit="%")  # fmt: skip
 
 # %% [markdown]
-# `other` is the host, the optimizer, and messages of pipeline and context parallelism. Even a bar that is all `computing` has an MFU of about 70%, because kernels do not reach the peak. With more GPUs, each kernel
-# has less to do, and reaches less of it. So MFU falls by more than the other parts take.
+# `other` is the host, the optimizer, and messages of pipeline and context parallelism. Even a bar that is all
+# `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to do,
+# and reaches less of it. So MFU falls by more than these parts take.
 #
 # <details><summary>What there is to discover</summary>
 #
-# On InfiniBand NDR, as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best, and twice as many GPUs are
-# almost twice as fast. That agrees with [lab 17](17_zero.ipynb): on this network, ZeRO 3 hides its messages behind about 2,200
-# tokens per rank on 64 GPUs, and a sequence has 8,192. With more GPUs than sequences, several ranks must share a sequence, by
-# tensor, pipeline or context parallelism, and the MFU falls with every doubling. A batch four times as large has the same problem
-# with four times as many GPUs.
+# On InfiniBand NDR, as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best, and twice as
+# many GPUs are almost twice as fast. By [lab 17](17_zero.ipynb), ZeRO 3 hides its messages there behind about 2,200
+# tokens per rank on 64 GPUs, and a sequence has 8,192. With more GPUs than sequences, several ranks must share a
+# sequence, by tensor, pipeline or context parallelism, and the MFU falls with every doubling. A batch four times as
+# large has the same problem with four times as many GPUs.
 #
-# On the playbook's network, the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128. There, ZeRO 3 alone
-# is best up to 64 GPUs only. So no rule about ZeRO 3 holds without the name of a network.
+# On the playbook's network, the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128. There,
+# ZeRO 3 alone is best up to 64 GPUs only. A rule about ZeRO 3 needs the name of a network.
 #
 # </details>
 #
 # ## Run it
 #
 # A plan can be executed. Here are the two blocks of [lab 24](24_three_dimensions.ipynb) on eight simulated ranks,
-# beside the forecast's bytes. The few extra bytes are sums of the loss, one number each:
+# beside the forecast's bytes. The 8 extra bytes are sums of the loss:
 
 # %%
 from tplab import Mesh
@@ -294,9 +292,9 @@ for axis in mesh.axis_names:
 # %% [markdown]
 # ## A bug to repair
 #
-# A colleague compares plans by their utilisation, and always chooses full recomputation. A well-known
-# [table](https://arxiv.org/abs/2104.04473) counts like this too, and says so. Which of these FLOPs does the model not need?
-# (`one.plan.recompute` is `"none"`, `"selective"` or `"full"`.)
+# A colleague compares plans by this utilisation, and always chooses full recomputation. A well-known
+# [table](https://arxiv.org/abs/2104.04473) counts like this too, and says so. Which of these FLOPs does the model not
+# need? (`one.plan.recompute` is `"none"`, `"selective"` or `"full"`.)
 
 # %%
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
@@ -315,10 +313,10 @@ check_mfu(utilisation)
 # %% [markdown]
 # ## Your turn: a rule of your own
 #
-# Now put what you know into a rule. `choose` gets a model and a number of H100s, in nodes of eight, and returns the plan that
-# you would try first. It must fit, and take at most a quarter longer than the best of all plans on InfiniBand NDR, for the five
-# jobs below and two more. (The forecasts are hardly more exact than that.) Use `peak_bytes` to see whether a plan fits, but do
-# not forecast any time. Which axes do you make larger first, and which only if you must?
+# `choose` gets a model and a number of H100s, in nodes of eight, and returns the plan that you would try first. It must
+# fit, and take at most a quarter longer than the best of all plans on InfiniBand NDR, for the five jobs below and two
+# more. Use `peak_bytes` to see whether a plan fits, but no forecast of time. Which axes do you make larger first, and
+# which only if you must?
 
 # %%
 from tplab.forecast.memory import peak_bytes
@@ -346,19 +344,19 @@ check_choose(choose)
 # | If not? | tensor parallelism inside the node, 2 or 4, with sequence parallelism and ZeRO 1 |
 # | Still not? | pipeline stages across nodes, and enough microbatches: four per stage or more |
 # | Fewer sequences than GPUs? | these axes share them; context parallelism, if they are long |
-# | The microbatch | as large as memory allows, before you recompute anything |
+# | The microbatch | several sequences if they fit, before you recompute anything |
 #
-# [Which layout? A guide](../docs/choosing.md) has the reasons, and [All formulas on one sheet](../docs/formulas.md) the rest.
-# `python -m tplab.forecast llama3-70b --cluster h100-measured --fabric infiniband-ndr --gpus 256 --batch 1024 --sequence 8192`
-# prints a table for your own model.
+# [Which layout? A guide](../docs/choosing.md) has the reasons, and [All formulas on one sheet](../docs/formulas.md) the
+# rest. `python -m tplab.forecast config.json --fabric infiniband-ndr --gpus 256 --batch 1024` does it for your own
+# model.
 #
 # ## To take away
 #
-# - Few layouts are near the best: half of those that fit take 2.1 times as long, or longer. Most lose by sending gradients and
-#   parameters, by the pipeline's bubble, or by recomputation.
-# - A forecast is as good as the class of runs that it was tried on. Believe the order of two plans only if they differ by more
-#   than their intervals, and ask which network it was made for.
-# - Count useful FLOPs only. A plan that computes more is not better.
+# - Most layouts are far from the best: in the search above, half of those that fit take 2.1 times as long, or longer.
+#   Most lose by sending gradients and parameters, by the pipeline's bubble, or by recomputation.
+# - A forecast is as good as the class of runs that it was tried on, and is of one network. Believe the order of two
+#   plans only if they differ by more than their intervals.
+# - Count useful FLOPs only: a plan that computes more is not better.
 #
 # **Sources.** Tazi et al. 2025, [The Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), whose
 # runs are the marks (Apache-2.0, vinjn/nanotron-ultrascale-playbook, commit `924e4d0`). Narayanan et al. 2021, [Efficient

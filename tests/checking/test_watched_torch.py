@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from tplab.torch import same_model
+from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.private import CONTEXT_PARALLEL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,6 +89,32 @@ def gradient_of_each_sample(is_summed: bool = True) -> None:
         optimizer.step()
 
 
+def by_keyword() -> None:
+    """As libraries call torch: every argument has its name, and the names are torch's."""
+
+    class Named(nn.Module):
+        def __init__(self, inside: nn.Module):
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, module: Tensor) -> Tensor:
+            return F.dropout(input=self.inside(module), p=0.5)
+
+    random.seed(a=0)
+    np.random.seed(seed=0)  # noqa: NPY002
+    torch.manual_seed(seed=0)
+    model = DistributedDataParallel(module=Named(start()), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(params=model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer=optimizer, step_size=1)
+    for step in range(3):
+        x, y = samples(step)
+        optimizer.zero_grad(set_to_none=True)
+        F.mse_loss(input=model(module=x), target=y).backward(gradient=None)
+        nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0)
+        optimizer.step(closure=None)
+        schedule.step()
+
+
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -132,10 +162,26 @@ def context_parallel() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("script", [resumed, on_a_gpu, gradient_of_each_sample, context_parallel])
+@pytest.mark.parametrize("script", [resumed, on_a_gpu, gradient_of_each_sample, by_keyword, context_parallel])
 def test_right_scripts_run_and_are_not_blamed(script):
     report = same_model(script, ranks=2, device="cpu")
     assert report.verdict == "same", str(report)
+
+
+def test_stand_ins_take_the_arguments_of_what_they_stand_for_by_name():
+    importlib.import_module("torch.distributed.fsdp")
+    stand_ins = StandIns(lambda: None)
+    rows = [*stand_ins.table(), *stand_ins.groups.of_fsdp()]
+    for owner, name, make in rows:
+        original = getattr(owner, name)
+        try:
+            theirs = list(inspect.signature(original).parameters)
+        except ValueError:  # it is written in C++
+            continue
+        mine = inspect.signature(make(original), follow_wrapped=False).parameters.values()
+        named = [(i, one.name) for i, one in enumerate(mine) if one.kind is one.POSITIONAL_OR_KEYWORD]
+        assert all(theirs[i] == one for i, one in named), f"{owner.__name__}.{name}: {named} are {theirs}"
+    assert len(rows) > 40
 
 
 def test_gradients_that_torch_func_makes_are_compared():

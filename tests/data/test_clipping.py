@@ -1,5 +1,7 @@
 """The global norm and clipping by it, against one device: over dp x tp x pp, copies, ties; both frameworks."""
 
+import copy
+import io
 import math
 from functools import partial
 
@@ -18,6 +20,9 @@ from tplab.torch import (
     GPT,
     ColumnParallelLinear,
     GPTConfig,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     all_gather,
     average_gradients,
     axis_index,
@@ -248,7 +253,7 @@ def test_sixteen_bits_are_added_up_in_thirty_two():
     def program(g):
         p = nn.Parameter(torch.zeros_like(g))
         p.grad = g
-        return gradient_norm({"p": p})
+        return gradient_norm({"p": p}, {"p": P()})
 
     norm = run(program, Mesh(dp=2), torch.full((70_000,), 0.01, dtype=torch.bfloat16)).per_rank[0]
     assert norm.dtype == torch.float32
@@ -327,7 +332,8 @@ def test_pieces_of_zero_are_counted_without_specs(make, mesh, tied, norm_type, g
         losses(net, x).backward()
         if make is not stage_3:
             optimizer.reduce_gradients()
-        norm = clip_gradients(AS_GIVEN[given](net), 0.5, norm_type=norm_type)
+        given_as = "the model" if make is stage_3 else given  # its pieces are bare tensors, which know nothing
+        norm = clip_gradients(AS_GIVEN[given_as](net), 0.5, norm_type=norm_type)
         optimizer.step()  # a rate of 1: what it changes is the clipped gradient
         after = [p.detach() for p in net.parameters()]
         if make is stage_3:
@@ -407,7 +413,114 @@ def test_a_nan_in_one_rank_s_piece_reaches_every_rank():
         assert norm.isnan() and all(n.isnan() for n in norms)
 
 
+# --- modules know how they are cut, whatever tensors they are given ---------------------------------------------------
+
+
+def saved_and_loaded(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def on_meta_first(net: nn.Module) -> nn.Module:
+    state = {name: x.clone() for name, x in net.state_dict().items()}
+    net.to("meta").to_empty(device="cpu").load_state_dict(state)
+    return net
+
+
+def assigned(net: nn.Module) -> nn.Module:
+    net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+    return net
+
+
+def with_new_parameters(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    return net
+
+
+def averaged(net: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(net).requires_grad_()
+
+
+def as_child(net: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Identity(), nn.ModuleDict({"net": net}))
+
+
+SAME_MODULE = [lambda net: net, copy.deepcopy, saved_and_loaded, on_meta_first, assigned, with_new_parameters, averaged,
+               as_child]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SAME_MODULE, ids=lambda change: change.__name__)
+def test_a_module_knows_its_cuts_after_its_tensors_were_replaced(change):
+    """Columns, GELU, rows: their gradients are the parameters themselves, of which each rank has its piece."""
+
+    def program():
+        layers = [
+            ColumnParallelLinear(6, 12, "tp"),
+            nn.GELU(),
+            RowParallelLinear(12, 6, "tp"),
+            ParallelRMSNorm(8, "tp"),
+        ]
+        net = change(nn.Sequential(*layers, VocabParallelEmbedding(9, 4, "tp")).double())
+        for p in net.parameters():
+            p.grad = p.detach() + 1
+        return gradient_norm(net), clip_gradients(net, 0.5), gradient_norm(net)
+
+    want = run(program, Mesh(tp=1)).per_rank[0][0]
+    for mesh in (Mesh(tp=2), Mesh(dp=2, tp=2)):
+        for norms in run(program, mesh).per_rank:
+            assert [float(norm) for norm in norms] == pytest.approx([float(want), float(want), 0.5], rel=1e-6)
+
+
+def test_a_tied_weight_is_a_piece_wherever_it_comes_first():
+    def program(is_first: bool):
+        table, head = VocabParallelEmbedding(8, 3, "tp"), nn.Linear(3, 4, bias=False)
+        head.weight = table.weight
+        net = nn.ModuleList([head, table] if is_first else [table, head])
+        table.weight.grad = torch.ones_like(table.weight)
+        return gradient_norm(net)
+
+    for is_first in (True, False):
+        assert float(run(program, Mesh(tp=2), is_first).per_rank[1]) == pytest.approx(24**0.5)
+
+
+def test_a_piece_that_is_made_of_other_parameters_is_refused():
+    def program(specs=None):
+        net = torch.nn.utils.parametrizations.weight_norm(ColumnParallelLinear(3, 4, "tp", bias=False))
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        return gradient_norm(net, specs)
+
+    with pytest.raises(RankError, match=r"'weight' of \w+ '' is a piece of a parameter, and is made of .* give specs"):
+        run(program, Mesh(tp=2))
+    specs = {f"parametrizations.weight.original{part}": P("tp") for part in (0, 1)}
+    assert float(run(program, Mesh(tp=2), specs).per_rank[0]) == pytest.approx(16**0.5)
+
+
+@pytest.mark.parametrize("given", ["a list", "an iterator", "by name"])
+def test_bare_tensors_of_unknown_cut_are_refused_on_several_ranks(given):
+    def program():
+        net = ColumnParallelLinear(3, 4, "tp", bias=False)
+        net.weight.grad = torch.ones_like(net.weight)
+        return clip_gradients(AS_GIVEN[given](net), 1.0)
+
+    assert float(run(program, Mesh(tp=1)).per_rank[0]) == pytest.approx(12**0.5)
+    with pytest.raises(RankError, match=r"nothing says how parameter '\w+' lies on Mesh\(tp=2\): give the module"):
+        run(program, Mesh(tp=2))
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_names_and_parameters_are_no_parameters():
+    def program():
+        return gradient_norm(list(nn.Linear(2, 2).named_parameters()))  # type: ignore[arg-type]
+
+    with pytest.raises(RankError, match=r"pair of a name and a parameter; give the module, or dict\(model.named"):
+        run(program, Mesh(tp=1))
 
 
 def norm_of(parameters, *args, **kwargs):

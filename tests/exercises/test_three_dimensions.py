@@ -152,6 +152,8 @@ def test_layouts_of_four_machines():
     assert "4 machines of 2: 2 pp x 2 dp x 2 tp is the fastest" in said
     assert "one node of 8: not chosen yet" in said
     assert "is the fastest" in str(check_layouts({"4 machines of 2": " 2 pp × 2 dp  x 2 tp"}))
+    # The layout with the fewest bytes is not the fastest here, so no hint may ask for it.
+    assert "Only gradients cross the slow links" in str(check_layouts({"8 machines": "8 dp"}))
     for wrong, hint in (
         ({"four machines": "8 tp"}, "'four machines' is not among the clusters"),
         (["8 tp"], "by its name"),

@@ -108,7 +108,7 @@ def constrained(x, *spec):
     return lax.with_sharding_constraint(x, on(*spec))
 
 
-HERE = f"test_explain.py:{constrained.__code__.co_firstlineno + 1}"  # where all constraints are asked for
+HERE = "(where the program calls constrained)"
 X, ROWS, COLUMNS = placed((8, 16), "dp", "tp"), placed((8, 16), "dp"), placed((8, 16), None, "tp")
 UP, DOWN, WORDS = placed((16, 32), None, "tp"), placed((16, 32), "tp"), placed((8,), "dp")
 x_, rows, columns = (f"x float32[8, 16] {spec}" for spec in ("P('dp', 'tp')", "P('dp')", "P(None, 'tp')"))
@@ -127,8 +127,7 @@ BACK = "on pieces that are cut along another dim, and here moves its result back
 CAUSES = {  # the program, its arguments, out_shardings, and for each collective what it is and why
     "constraint after tanh": (
         lambda x, w: (constrained(jnp.tanh(x @ w), "dp") * 2).sum(1), (ROWS, UP), None,
-        [f"all_gather: {HERE} asks for P('dp'), which takes all of the result of dot_general{TP}; with P('dp', 'tp') "
-         "there it would not be sent"],
+        [f"all_gather: {HERE} asks for P('dp'), which takes all of the result of dot_general{TP}"],
     ),
     "constraint of a sum": (
         lambda x, w: constrained(jnp.tanh(x @ w)) * 2, (COLUMNS, DOWN), None,
@@ -136,23 +135,19 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     ),
     "constraint after two operations": (
         elementwise_twice, (ROWS,), None,
-        [f"all_gather: {HERE} asks for P(), which takes all of the result of add, which is sharded over dp; with "
-         "P('dp') there it would not be sent"],
+        [f"all_gather: {HERE} asks for P(), which takes all of the result of add, which is sharded over dp"],
     ),
     "constraint on one of two uses": (
         lambda x: (lambda y: (constrained(y * 2), y.sum(1)))(jnp.sin(x)), (ROWS,), None,
-        [f"all_gather: {HERE} asks for P(), which takes all of the result of sin, which is sharded over dp; with "
-         "P('dp') there it would not be sent"],
+        [f"all_gather: {HERE} asks for P(), which takes all of the result of sin, which is sharded over dp"],
     ),
     "constraint in a gradient": (
         jax.grad(lambda x: (constrained(jnp.sin(x), None, "dp") ** 2).sum()), (ROWS,), None,
-        [f"all_to_all: {HERE} asks for P(None, 'dp'), which cuts {rows} along another dim than now; with P('dp') there "
-         "it would not be sent"],
+        [f"all_to_all: {HERE} asks for P(None, 'dp'), which cuts {rows} along another dim than now"],
     ),
     "constraint in a scan": (
         in_a_scan, (placed((3, 8, 16), None, None, "tp"), placed((8, 8))), None,
-        [f"all_gather: {HERE} asks for P(), which takes all of the result of dot_general{TP}; with P(None, 'tp') there "
-         "it would not be sent"],
+        [f"all_gather: {HERE} asks for P(), which takes all of the result of dot_general{TP}"],
     ),
     "constraint of a transpose": (
         lambda x: constrained(x.T, "dp"), (ROWS,), None,
@@ -167,18 +162,15 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     ),
     "out_shardings after tanh": (
         lambda x, w: jnp.tanh(x @ w) * 2, (ROWS, UP), ("dp",),
-        [f"all_gather: out_shardings asks for P('dp'), which takes all of the result of mul{TP}; with P('dp', 'tp') in "
-         "out_shardings it would not be sent"],
+        [f"all_gather: out_shardings asks for P('dp'), which takes all of the result of mul{TP}"],
     ),
     "out_shardings cut otherwise": (
         lambda x: jnp.sin(x) + 1, (ROWS,), (None, "dp"),
-        ["all_to_all: out_shardings asks for P(None, 'dp'), which cuts the result of sin along another dim than now; "
-         "with P('dp') in out_shardings it would not be sent"],
+        ["all_to_all: out_shardings asks for P(None, 'dp'), which cuts the result of sin along another dim than now"],
     ),
     "out_shardings of JAX's own function": (
         jnp.sin, (ROWS,), (),
-        ["all_gather: out_shardings asks for P(), which takes all of the result of sin, which is sharded over dp; with "
-         "P('dp') in out_shardings it would not be sent"],
+        ["all_gather: out_shardings asks for P(), which takes all of the result of sin, which is sharded over dp"],
     ),
     "out_shardings of a sum": (
         lambda x, w: x @ w, (COLUMNS, DOWN), (),
@@ -192,9 +184,9 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     "out_shardings that swap": (
         lambda x: x + 1, (placed((16, 16), "dp", "tp"),), ("tp", "dp"),
         ["all_to_all: out_shardings asks for P('tp', 'dp'), which cuts x float32[16, 16] P('dp', 'tp') along another "
-         "dim than now; with P('dp', 'tp') in out_shardings it would not be sent",
+         "dim than now",
          "ppermute: out_shardings asks for P('tp', 'dp'), which puts the result of add on other ranks than those that "
-         "have it; with P('dp', 'tp') in out_shardings it would not be sent"],
+         "have it"],
     ),
     "argmax": (
         lambda x: jnp.argmax(x, 1), (X,), None,
@@ -254,8 +246,7 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     "constraint in a loop": (
         lambda x: lax.fori_loop(0, 3, lambda _, x: constrained(constrained(jnp.tanh(x), None, "dp") * 2, "dp"), x),
         (ROWS,), None,
-        [f"all_to_all: {HERE} asks for P(None, 'dp'), which cuts {rows} along another dim than now; with P('dp') "
-         "there it would not be sent"],
+        [f"all_to_all: {HERE} asks for P(None, 'dp'), which cuts {rows} along another dim than now"],
     ),
     "slice whose place is computed": (
         lambda x, i: lax.dynamic_slice_in_dim(x, i, 4, 0), (ROWS, np.int32(1)), None,
@@ -270,13 +261,11 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
     ),
     "product that is asked whole": (
         lambda x, w: constrained(x @ w), (ROWS, placed((16, 16))), None,
-        [f"all_gather: dot_general needs all of {rows}, which is sharded over dp; {HERE} asks for P() of its result, "
-         "and with P('dp') there it would not be sent"],
+        [f"all_gather: dot_general needs all of {rows}, which is sharded over dp; {HERE} asks for P() of its result"],
     ),
     "constraint in what is recomputed": (
         jax.grad(jax.checkpoint(lambda x: (constrained(jnp.tanh(x)) ** 2).sum())), (ROWS,), None,
-        [f"all_gather: {HERE} asks for P(), which takes all of {rows}, which is sharded over dp; with P('dp') there it "
-         "would not be sent"],
+        [f"all_gather: {HERE} asks for P(), which takes all of {rows}, which is sharded over dp"],
     ),
     "psum": (
         lambda x: jax.shard_map(lambda x: lax.psum(x, "dp"), mesh=jax_mesh(GRID), in_specs=PartitionSpec("dp"),
@@ -292,24 +281,153 @@ def test_causes(name):
     program, given, result, expected = CAUSES[name]
     fn = jax.jit(program) if result is None else jax.jit(program, out_shardings=on(*result))
     found = explain(fn, *given)
+    code = inspect.unwrap(program).__code__ if any(HERE in why for why in expected) else None
+    where = f"test_explain.py:{code.co_firstlineno + (code.co_name != '<lambda>')}" if code else ""
+    expected = [why.replace(HERE, where) for why in expected]
     assert [f"{one.op}: {cause.why}" for one in found for cause in one.causes][: len(expected)] == expected
     assert bool(found) == bool(expected)
     assert not [cause.where for one in found for cause in one.causes if cause.where.startswith("lowered.py")]
 
 
-def test_the_remedy_is_one():
-    """With the spec that is named, the collective is gone."""
-    for spec, out in (((), ("dp",)), (("dp",), ("dp",))):
-        assert bool(explain(jax.jit(lambda x: jnp.cos(jnp.sin(x) * 3), out_shardings=on(*spec)), ROWS)) == (spec != out)
-        assert bool(explain(lambda x, spec=spec: constrained(jnp.cos(jnp.sin(x) * 3), *spec), ROWS)) == (spec != out)
-    assert not explain(lambda x, w: constrained(jnp.tanh(x @ w), "dp", "tp") * 2, ROWS, UP)
+def forgetful(x, up, down, *spec):
+    h = constrained(jax.nn.gelu(x @ up), *spec)
+    return h @ down
+
+
+ASK = f"test_explain.py:{forgetful.__code__.co_firstlineno + 1}"
+WEIGHTS = placed((3, 16, 32), None, None, "tp"), placed((3, 32, 16), None, "tp")
+PROGRAMS = {  # a program, which takes a spec last; its arguments; the spec that it asks for; the proposed one
+    "before a product": (forgetful, (ROWS, UP, placed((32, 16), "tp")), ("dp", None), ("dp", "tp")),
+    "a gradient": (
+        lambda x, up, down, *spec: jax.grad(lambda up: forgetful(x, up, down, *spec).sum())(up),
+        (ROWS, UP, placed((32, 16), "tp")), ("dp", None), ("dp", "tp"),
+    ),
+    "both axes": (lambda x, *spec: constrained(jnp.exp(x), *spec) * 2, (X,), (None, None), ("dp", "tp")),
+    "a batch": (
+        lambda x, *spec: jax.vmap(lambda x: constrained(jnp.exp(x), *spec))(x),
+        (placed((3, 8, 16), None, "dp", "tp"),), ("dp", None), ("dp", "tp"),
+    ),
+    "layers": (
+        lambda x, layers, *spec: lax.scan(lambda x, w: (forgetful(x, *w, *spec), None), x, layers)[0],
+        (ROWS, WEIGHTS), ("dp", None), ("dp", "tp"),
+    ),
+    "before broadcasting": (
+        lambda x, *spec: constrained(jnp.broadcast_to(jnp.sin(x), (4, 8, 16)), *spec),
+        (X,), (None, None, None), (None, "dp", "tp"),
+    ),
+    "a product's result": (lambda x, w, *spec: constrained(x @ w, *spec), (ROWS, UP), ("dp", None), ("dp", "tp")),
+    "a result of an inner jit": (
+        lambda x, *spec: jax.jit(jnp.cos, out_shardings=on(*spec))(x) * 2, (X,), (None, "dp"), ("dp", "tp"),
+    ),
+    "nothing is better": (
+        lambda x, w, *spec: constrained(jax.nn.softmax(constrained(x @ w, *spec)), None, None),
+        (COLUMNS, DOWN), (None, None), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_proposal_is_what_the_program_sends_with_it(name):
+    """And it is less."""
+    program, given, asked, better = PROGRAMS[name]
+    with_spec = lambda spec: lambda *given: program(*given, *spec)  # noqa: E731
+    found = explain(with_spec(asked), *given)
+    assert [one.spec for one in found.proposals] == ([better] if better else [])
+    for one in found.proposals:
+        assert (one.before, one.after) == (found.bytes, explain(with_spec(one.spec), *given).bytes)
+        assert one.after < one.before
+        assert str(one) in repr(found)
+
+
+def test_a_constraint_that_forgets_an_axis_is_named():
+    """And not what needs the array after it: it would have taken the pieces as they were."""
+    found = explain(lambda *given: forgetful(*given, "dp"), ROWS, UP, placed((32, 16), "tp"))
+    gather, total = (one.causes[0] for one in found)
+    assert gather.where == ASK and gather.why.startswith(
+        f"{ASK} asks for P('dp'), which takes all of the result of mul"
+    )
+    assert total.operation == "dot_general"
+    (one,) = found.proposals
+    assert " ".join(str(one).split()) == (
+        f"{ASK}: with P('dp', 'tp') instead of P('dp') a rank sends at most {one.after:,} B instead of {one.before:,} B"
+    )
+
+
+def test_a_helper_is_not_what_asks():
+    """Its caller is, through any number of helpers; what JAX calls is none, and neither is what computes."""
+
+    def as_rows(x):
+        return constrained(x, "dp", None)
+
+    def computes(x):
+        return as_rows(jnp.sin(x))
+
+    lines = here(-2), here(2)
+    calls = lambda x: computes(x)  # noqa: E731
+    called = lambda x: as_rows(jnp.sin(x))  # noqa: E731
+    for program, line in zip((calls, called), lines, strict=True):
+        (gather,) = explain(program, X)
+        assert gather.where == line
+    (gather,) = explain(as_rows, X)
+    assert gather.where == here(-12)
+
+
+@jax.custom_vjp
+def linear(x, w):
+    return x @ w
+
+
+def backward_of_linear(saved, d):
+    x, w = saved
+    return d @ w.T, x.T @ d
+
+
+linear.defvjp(lambda x, w: (x @ w, (x, w)), backward_of_linear)
+
+
+def test_the_backward_function_of_a_custom_vjp_has_its_own_line():
+    found = explain(jax.grad(lambda w, x: jnp.sin(linear(x, w)).sum()), placed((16, 4)), ROWS)
+    (total,) = found
+    assert total.is_backward
+    assert total.where == f"test_explain.py:{backward_of_linear.__code__.co_firstlineno + 2}"
+
+
+def test_out_shardings_of_what_a_scan_has_stacked():
+    def layers(x, ws):
+        return lax.scan(lambda x, w: (x * w, jnp.tanh(x * w)), x, ws)[1]
+
+    fn = jax.jit(layers, out_shardings=on(None, "dp"))
+    found = explain(fn, X, placed((3, 16), None, "tp"))
+    assert {cause.why.partition(",")[0] for one in found for cause in one.causes} == {
+        "out_shardings asks for P(None"  # 'dp'), which takes ...
+    }
+    assert [one.spec for one in found.proposals] == [(None, "dp", "tp")]
+
+
+def test_operations_that_jax_puts_in_are_not_named():
+    ids = jax.ShapeDtypeStruct((8,), np.int32, sharding=on("dp"))
+    (total,) = explain(lambda table, ids: table[ids], placed((32, 16), "tp"), ids)
+    assert total.causes[0].operands == ("table float32[32, 16] P('tp')", "ids int32[8] P('dp')")
+    found = explain(jax.grad(lambda w, x: (x @ w).mean() + (x @ w * 2).sum()), placed((16, 4)), ROWS)
+    said = repr(found)
+    assert not any(word in said for word in ("add_any", "broadcast_in_dim", "select_n", " made"))
+
+
+def test_what_few_ranks_send_is_not_added_up():
+    """Several hops, of different ranks each: no rank sends all of them."""
+    found = explain(lambda x: [half * 2 for half in jnp.split(x, 2, axis=1)], COLUMNS)
+    assert {one.op for one in found} == {"ppermute"}
+    sent = [sum(one.by_rank[rank] for one in found) for rank in GRID.ranks]
+    assert found.bytes == max(sent) < sum(one.bytes for one in found)
+    assert f"a rank sends at most {max(sent):,} B" in repr(found)
 
 
 def test_results_of_one_line_that_are_asked_differently():
     """The collective tells which it is."""
     fn = jax.jit(lambda x, y: (x * 2, y * 2), out_shardings=(on(), on(None, "dp")))
     whole, cut = (one.causes[0].why for one in explain(fn, ROWS, ROWS))
-    assert whole.startswith("out_shardings asks for P(), ") and cut.startswith("out_shardings asks for P(None, 'dp'), ")
+    assert whole.startswith("out_shardings asks for P() of result[0], which takes all of ")
+    assert cut.startswith("out_shardings asks for P(None, 'dp') of result[1], which cuts ")
 
 
 def test_a_piece_of_a_sum_that_all_ranks_take_alike_is_no_reduce_scatter():
@@ -521,8 +639,9 @@ def test_an_involuntary_full_rematerialization_is_named(given, asked, share, cap
     if says_so:
         assert f"each rank keeps {share} of what it gathers" in cause.why and REMATERIALIZED in cause.why
     have = str(next(name for name in given if name)).replace('"', "'")
-    assert f"with P({'' if given[0] else 'None, '}{have}) there it would not be sent" in cause.why
-    assert not explain(*reordered(given, given))  # and so it is
+    (one,) = found.proposals
+    assert f"with P({'' if given[0] else 'None, '}{have}) instead of " in " ".join(str(one).split())
+    assert one.after == 0 and not explain(*reordered(given, given))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tplab.checking.causes import thread
 from tplab.checking.facts import Facts
 from tplab.checking.gradients import Wrong
-from tplab.checking.makers import Makers
-from tplab.checking.same_model import Finding
-from tplab.checking.sends import lines_of_reduction, reductions
+from tplab.checking.sends import given_to, lines_of_reduction
+
+_CLOSE = 2e-3
 
 
 class Case:
@@ -17,7 +16,7 @@ class Case:
 
     is_all     whether these are all gradients
     reduction  the line at which they are added up over ranks, or ""
-    where      the line to blame if nothing better is known
+    where      the line to name if nothing better is known
     """
 
     def __init__(self, facts: Facts, group: Sequence[Wrong], is_all: bool):
@@ -29,23 +28,6 @@ class Case:
         self.where = self.reduction or self.backward
         self.lines = [*reduction, self.backward, facts.line("scale"), self.step]
         self.made = Makers(facts)
-
-    def fault(self, cause: str, key: str = "", words: str = "", where: str = "") -> Finding:
-        """The finding for them."""
-        first = self.first
-        return self.facts.fault(
-            "gradient",
-            self.names[0],
-            words or first.words,
-            first.factor,
-            where or self.where,
-            cause,
-            thread=thread(key),
-            values=(f"{first.got:.6g}", f"{first.want:.6g}"),
-            ranks=first.ranks if first.kind in ("none", "shape", "other") else (),
-            others=self.names[1:],
-            lines=self.lines,
-        )
 
     @property
     def in_backward(self) -> str:
@@ -59,14 +41,29 @@ class Case:
         return self.facts.source.way_past(past[0]) if past else ""
 
     @property
+    def not_synchronised(self) -> str:
+        """Where the script decides that gradients are not to be added up over ranks."""
+        line = self.facts.line_of_script("no sync")
+        return (self.facts.source.decision(line) or line) if line else ""
+
+    @property
     def is_added_up(self) -> bool:
         """Whether collectives add these gradients up, and average others."""
-        return reductions(self.facts, self.names) == {"sum"} and reductions(self.facts, self.others) == {"mean"}
+        mine, others = ({sent.reduction for sent in given_to(self.facts, names)} for names in (self.names, self.others))
+        return mine == {"sum"} and others == {"mean"}
 
     @property
     def others(self) -> list[str]:
         """All parameters whose gradients do not have the fault."""
         return [name for name in self.facts.reference.order if name not in self.names]
+
+    @property
+    def copies_of_one(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that hold the same part of the first of them."""
+        found: dict = {}
+        for rank, _, place in self.facts.holders(self.names[0]):
+            found.setdefault(place.index, []).append(rank)
+        return tuple(tuple(group) for group in found.values()) if any(len(g) > 1 for g in found.values()) else ()
 
     @property
     def is_split(self) -> bool:
@@ -88,3 +85,31 @@ class Case:
         held = [[rank for rank, _, _ in facts.holders(name)] for name in facts.reference.order]
         is_cut = len({rank for ranks in held for rank in ranks}) > 1 and all(len(ranks) == 1 for ranks in held)
         return is_cut and not self.is_split and max(len(step.parts) for step in steps) > 1
+
+
+class Makers:
+    """The lines that made the number at which the backward pass of a step begins. Where none was seen, or the whole
+    stands in one line, that of the backward pass.
+
+    made    each line, and what it multiplies by if that is all it does; the last one first
+    last    of the last operation before the backward pass: libraries may put more into it
+    first   of the operation that made a number out of many
+    """
+
+    def __init__(self, facts: Facts):
+        self.backward = facts.line("backward")
+        self.made = next((step.made for step in facts.mine if step.made), [])
+        others = [line for line, _ in self.made if line != self.backward]
+        self.last = others[0] if others else self.backward
+        self.first = others[-1] if others else self.backward
+
+    @property
+    def numbers(self) -> list[tuple[str, float]]:
+        """The lines that multiply by a number, and that number; that of the backward pass comes last."""
+        known = [(line, by) for line, by in self.made if by is not None]
+        return sorted(known, key=lambda at: at[0] == self.backward)
+
+    def scaling(self, factor: float) -> str:
+        """The line that multiplies by this factor; "" if there is none."""
+        lines = [line for line, times in self.made if times is not None and abs(times / factor - 1) < _CLOSE]
+        return next((line for line in lines if line != self.backward), lines[0] if lines else "")

@@ -19,7 +19,7 @@ from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import Finding, Row, SameModel, What
 from tplab.checking.samples import seeds_by_rank
-from tplab.checking.seen_samples import dropout, samples, targets
+from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
 from tplab.checking.updates import buffers, parameters, settings, skipped, states
@@ -122,7 +122,7 @@ class Diagnosis:
     def _not_fed(self) -> str:
         """Why a difference may come from data that the reference was not given; "" if it was given all."""
         step = self.facts.mine[0]
-        if not self.is_fed or step.targets or not step.losses:
+        if not self.is_fed or step.targets or not step.losses or are_drawn(self.facts):
             return ""
         return (
             "the reference was given what the model is called with, as each rank draws its own, and not what the loss "

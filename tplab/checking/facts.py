@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,11 @@ from tplab.checking.gaps import gaps
 from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
+from tplab.units import plain
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
@@ -92,6 +95,33 @@ class Facts:
         self.wants_trails = True
         return self.trails.line_of_value() if self.trails else ""
 
+    def in_its_place(self, line: str) -> list[Hypothesis]:
+        """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
+        there."""
+        found = []
+        for words, values in self.trails.wanted_at(line) if self.trails and line else ():
+            repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
+                            times=self.number)  # fmt: skip
+            wrong = f"{words}{self._too_much(values)}"
+            cause = f"in the forward pass what goes into this line is right, and what it computes is not: {wrong}"
+            found.append(Hypothesis(repair, cause, line))
+        return found
+
+    def _too_much(self, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
+        """Of which parameter a value has something too much."""
+        key, rank = next(iter(values)), self.num_ranks - 1
+        got = self.trails.value(rank, key) if self.trails else None
+        if got is None:
+            return ""
+        more = got.astype(np.float64) - values[key][rank]
+        for name, x in self.reference.parameters(self.number - 1).items():
+            if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
+                continue
+            times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
+            if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
+                return f"; it has {name} {plain(times)} times too often"
+        return ""
+
     def line_of_gradient(self, name: str) -> str:
         """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""
         self.wants_trails = True
@@ -159,13 +189,17 @@ class Facts:
         ranks: Sequence[int] = (),
         others: Sequence[str] = (),
         lines: Sequence[str] = (),
+        seen: str = "",
+        proof: str = "",
+        hypotheses: Iterable[Hypothesis] = (),
     ) -> Finding:
         """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
         got, want = values
         return Finding(
-            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines
+            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines,
+            proof=proof, seen=seen, hypotheses=tuple(hypotheses),
         )  # fmt: skip
 
 

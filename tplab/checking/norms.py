@@ -5,7 +5,7 @@ A script that clips by hand shows no norm, but by how much it has scaled its gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tplab.checking.facts import Facts, Found
 from tplab.checking.gaps import gap
 from tplab.checking.recording import Piece
 from tplab.checking.reference import TIMES
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.units import plain
 
 _CLIPS = 1 - 1e-3
@@ -53,7 +54,9 @@ def _scaled(facts: Facts) -> Found:
         return
     listed = ", ".join(dict.fromkeys(plain(x) for x in wrong.values()))
     words = f"gradients are scaled by {listed} after it, and by {plain(should)} in the reference"
-    yield facts.fault("norm", "", words, None, line, "", ranks=list(wrong),
+    hypotheses = [Hypothesis(repair, "gradients are clipped by another number", line, thread("norm"))
+                  for repair in _repairs(facts, line)]  # fmt: skip
+    yield facts.fault("norm", "", words, None, line, "", ranks=list(wrong), hypotheses=hypotheses,
                       lines=[*facts.sums_of_numbers(), facts.line("scale"), facts.line("step")])  # fmt: skip
 
 
@@ -76,7 +79,8 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     own = {rank: norm_of(facts.mine[rank].gradients) for rank in having}
     every = sum(value * value for value in own.values()) ** 0.5
     is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, value in wrong.items())
-    if is_own and (got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
+    is_whole = abs(every - want) <= 1e-3 * want
+    if is_own and (is_whole or got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
         cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
     elif abs(got - every) <= 1e-3 * every:
         cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
@@ -90,9 +94,23 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     ranks = list(wrong) if len(wrong) < len(having) else []
     lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1]
     lines += [facts.line("scale"), facts.line("scale in"), facts.line("step")]
+    hypotheses = [Hypothesis(repair, cause, line, thread(key)) for repair in _repairs(facts, line)]
     yield facts.fault(
-        "norm", "", words, factor, line, cause, thread=thread(key), values=values, ranks=ranks, lines=lines
+        "norm", "", words, factor, line, "", values=values, ranks=ranks, lines=lines, hypotheses=hypotheses
     )
+
+
+def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
+    """Gradients clipped by the reference's norm, and scaled by the number that the reference scales them by."""
+    steps = [facts.reference.steps(number)[0] for number in range(facts.reference.num_steps)]
+    if norms := {number: step.norms[-1][0] for number, step in enumerate(steps) if step.norms}:
+        yield Repair("norm", f"the reference's norm in place of what {line} clips by", line, values=norms)
+    theirs = dict(reversed(steps[facts.number].scaled))
+    differ = [at for at, by in facts.scaled if at in theirs and gap(by, theirs[at]) > 1e-3 * abs(by)]
+    for at in dict.fromkeys(differ):
+        numbers = {number: dict(step.scaled).get(at) for number, step in enumerate(steps)}
+        words = f"the number that the reference multiplies gradients by at {at}"
+        yield Repair("numbers", words, at, values=numbers)
 
 
 def _scales(facts: Facts) -> tuple[float | None, dict[int, float]]:

@@ -35,6 +35,7 @@ class Sent:
 
     moment  "between" (before the backward pass), "forward", "backward", "reduction" (after it), "step" (in the
             optimizer), "after"
+    is_open whether the script itself must wait for it
     size    of this rank's input, in elements; value: of one that is a single number
     on      "parameter", "gradient" or "buffer" if it was given one, otherwise ""; names: its name
     """
@@ -48,6 +49,7 @@ class Sent:
     on: str = ""
     names: tuple[str, ...] = ()
     value: float | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Step:
 
     samples     the data that the model is called with: for each microbatch, name -> array
     targets     what losses compare with, how many of them count, and the line
+    draws       samples that the script drew itself, by their line and the how-manieth time there
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
@@ -83,11 +86,12 @@ class Step:
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
     skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
-    evaluated   losses that were computed without gradients
+    evaluated   losses that were computed without gradients, and of how many targets
     """
 
     samples: list[dict[str, np.ndarray]] = field(default_factory=list)
     targets: list[tuple[np.ndarray, int, str]] = field(default_factory=list)
+    draws: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     losses: list[tuple[float, str]] = field(default_factory=list)
     made: list[tuple[str, float | None]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -103,7 +107,7 @@ class Step:
     prints: list[tuple[str, str]] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
+    evaluated: list[tuple[float, int]] = field(default_factory=list)
     skipped: int = 0
 
     @property
@@ -126,7 +130,7 @@ class Seen:
                 the model was loaded; "freed", where an optimizer was made of parameters that have no memory; "padded",
                 where a sampler was that repeats samples
     places      the file and the number of each line that was named
-    groups      how many ranks there are in each group of them
+    groups      how many ranks there are in each group of them; members: the ranks of each that the script makes
     has_sent    whether it has sent anything to another rank, or was sent anything
     options     of the command line, as the script has parsed them
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
@@ -149,6 +153,7 @@ class Seen:
     lines: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[str, int]] = field(default_factory=dict)
     groups: set[int] = field(default_factory=set)
+    members: set[tuple[int, ...]] = field(default_factory=set)
     has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)

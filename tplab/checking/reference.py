@@ -44,6 +44,10 @@ class Reference:
         self._largest: dict[int, float] = {}
         self._doubt: dict[str, np.ndarray] = {}
 
+    @property
+    def num_steps(self) -> int:
+        return min(one.num_steps for one in self.seen)
+
     def steps(self, number: int) -> list[Step]:
         return [one.steps[number] for one in self.seen]
 

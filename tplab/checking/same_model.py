@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from textwrap import fill
-from typing import Literal
+from typing import Any, Literal
 
 from tplab.units import ranks_text
 
@@ -45,6 +45,8 @@ class Finding:
     cause           what makes it so, where that is known: a run in which it was repaired was right
     proof           what was changed in that run; "" where the cause is seen and not concluded, or not known
     tried           what was changed in runs that were not right either
+    seen            what is certain of the fault without another run
+    hypotheses      what may be the cause, until it is tried
     thread          the address of a public thread in which somebody met the same; "" if there is none
     got, want       both values
     ranks           where it is wrong; () if on all ranks
@@ -67,6 +69,8 @@ class Finding:
     lines: tuple[str, ...] = ()
     proof: str = ""
     tried: tuple[str, ...] = ()
+    seen: str = ""
+    hypotheses: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -74,6 +78,12 @@ class Finding:
         many = f" and of {len(self.others)} other{'s' * (len(self.others) > 1)}" if self.others else ""
         on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
         return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
+
+    @property
+    def untold(self) -> str:
+        """What to say where no repair was enough."""
+        tried = f"; tried, and not enough: {'; '.join(self.tried)}" if self.tried else ""
+        return f"the cause is not known{tried}"
 
     @property
     def is_not_finite(self) -> bool:
@@ -85,8 +95,8 @@ class Finding:
         lines += [f"also see {', '.join(others)}"] if (others := [at for at in self.lines if at != self.where]) else []
         lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
         lines += [self.cause] * bool(self.cause)
-        lines += [f"proven by a run with this change: {self.proof}"] * bool(self.proof)
-        lines += [f"tried, and not enough: {'; '.join(self.tried)}"] * bool(self.tried and not self.proof)
+        lines += [f"proof: {self.proof}"] * bool(self.proof)
+        lines += [self.untold] * (not self.proof and (bool(self.tried) or not self.cause))
         lines += [f"others have met this: {self.thread}"] * bool(self.thread)
         return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
 
@@ -157,6 +167,12 @@ class SameModel:
     ):
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
         self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
+
+    def with_findings(self, findings: Iterable[Finding]) -> SameModel:
+        """The same report with other faults, or with what else became known of them."""
+        other = SameModel(self.rows, findings, notes=self.notes, reason=self.reason, about=self.about, words=self.words)
+        other._has_run = self._has_run
+        return other
 
     @property
     def verdict(self) -> Verdict:
@@ -271,8 +287,8 @@ def _html_of(finding: Finding) -> str:
         ("expected", finding.want),
         ("also wrong in", named(finding.others)),
         ("cause", finding.cause),
-        ("proven by", finding.proof),
-        ("tried, and not enough", "; ".join(finding.tried) if not finding.proof else ""),
+        ("proof", finding.proof),
+        ("cause", finding.untold if not finding.proof and (finding.tried or not finding.cause) else ""),
     ]
     cells = "".join(
         f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell
+from tplab.checking.recording import Step
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
+from tplab.checking.sends import partitions
 
 
 class NeedsSamples(Exception):
-    """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it."""
+    """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it.
+
+    are_drawn   whether scripts draw them with torch, for as many microbatches on ranks as in the reference
+    """
+
+    def __init__(self, reason: str, are_drawn: bool):
+        super().__init__(reason)
+        self.are_drawn = are_drawn
 
 
 _CAUSES = {
@@ -40,20 +52,60 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
-        yield facts.fault("samples", "", words, found.factor, line, _CAUSES["parts"], ranks=ranks, lines=[forward])
+        ways = [way for way in partitions(facts) if any(set(ranks) <= set(group) for group in way)]
+        yield facts.fault("samples", "", words, found.factor, line, "", ranks=ranks, lines=[forward],
+                          hypotheses=_dealt(facts, ways, _CAUSES["parts"], line))  # fmt: skip
     elif shuffles := samplers_by_rank(facts.ours):
         numbers, line = shuffles
         listed = ", ".join(map(str, numbers))
         words = f"samplers shuffle by the seeds {listed}, so those of the ranks are not parts of one order"
-        yield facts.fault("samples", "", words, None, line, _CAUSES["orders"], lines=[forward])
+        yield facts.fault("samples", "", words, None, line, "", lines=[forward],
+                          hypotheses=_dealt(facts, _ways(facts), _CAUSES["orders"], line))  # fmt: skip
     elif found.kind in _CAUSES:
-        cause = _CAUSES[found.kind]
-        yield facts.fault("samples", "", found.words, found.factor, line, cause, ranks=found.ranks, lines=[forward])
+        hypotheses = _dealt(facts, _ways(facts), _CAUSES[found.kind], line)
+        yield facts.fault("samples", "", found.words, found.factor, line, "", ranks=found.ranks, lines=[forward],
+                          hypotheses=hypotheses)  # fmt: skip
     else:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
-        if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found)):
-            raise NeedsSamples(reason)
+        if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
+            raise NeedsSamples(reason, are_drawn(facts))
         raise NothingToTell(reason)
+
+
+def _ways(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
+    """How ranks may share the samples: each has a part of its own, or those of each of the script's groups have one."""
+    return [tuple((rank,) for rank in range(facts.num_ranks)), *partitions(facts)]
+
+
+def _dealt(facts: Facts, ways: list[tuple[tuple[int, ...], ...]], cause: str, line: str) -> Iterator[Hypothesis]:
+    """The reference's samples in as many parts as there are groups, where each is as large as what a rank has seen."""
+    steps = facts.reference.seen[0].steps
+    values = {number: _flat(step) for number, step in enumerate(steps) if step.samples}
+    mine = facts.mine[0].samples
+    if len(facts.reference.seen) > 1 or not mine or facts.number not in values:
+        return
+    whole = len(values[facts.number][0][0])
+    for way in ways:
+        if len(way) * sum(len(next(iter(data.values()))) for data in mine) == whole:
+            whose = "rank" if len(way) == facts.num_ranks else "group of ranks"
+            words = f"the reference's samples, of which every {whose} has a part of its own"
+            words = words if len(way) > 1 else "the reference's samples, all of them on every rank"
+            repair = Repair("samples", words, groups=way, values=values, times=len(mine))
+            yield Hypothesis(repair, cause, line)
+
+
+def _flat(step: Step) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """All rows of each kind of data, and all targets, of a step."""
+    slots = min(len(data) for data in step.samples)
+    rows = [np.concatenate([list(data.values())[slot] for data in step.samples]) for slot in range(slots)]
+    targets = [values for values, _, _ in step.targets]
+    return rows, np.concatenate(targets) if targets and all(x.ndim for x in targets) else None
+
+
+def are_drawn(facts: Facts) -> bool:
+    """Whether scripts draw their samples with torch: the reference can be given them where it draws its own."""
+    microbatches = {len(step.samples) for step in (*facts.mine, *facts.theirs)}
+    return len(microbatches) == 1 and all(step.draws for step in facts.mine)
 
 
 def _can_be_fed(facts: Facts, found: Samples) -> bool:
@@ -63,7 +115,10 @@ def _can_be_fed(facts: Facts, found: Samples) -> bool:
 
 def _one_model(facts: Facts) -> tuple[int, ...]:
     """Ranks that add up activations of a layer of which each has a part, but do not see the same samples."""
+    gathered = set[tuple[int, ...]]()
     for sent in facts.sent("forward"):
+        if sent.op == "all_gather" and not sent.on:
+            gathered.add(sent.ranks)  # before the layer: each rank had a part of its samples
         together = next((group for group in facts.copies if set(sent.ranks) <= set(group)), None)
         if (
             together
@@ -71,6 +126,7 @@ def _one_model(facts: Facts) -> tuple[int, ...]:
             or sent.size == 1
             or sent.op not in ("all_reduce", "reduce_scatter")
             or len(sent.ranks) < 2
+            or sent.ranks in gathered
         ):
             continue
         if any(facts.holds_differ(name, sent.ranks) for name in facts.reference.weights):
@@ -97,7 +153,14 @@ def targets(facts: Facts) -> Found:
     words, values = f"{got} of the reference's {wanted} targets", (str(got), str(wanted))
     lines = [facts.line("forward"), facts.line("backward")]
     link, where = thread("labels"), facts.line("label") or chosen[0][0][2]
-    yield facts.fault("samples", "targets", words, got / wanted, where, cause, thread=link, values=values, lines=lines)
+    steps = facts.reference.seen[0].steps
+    whole = {number: (None, [x for x, _, _ in step.targets]) for number, step in enumerate(steps)}
+    repair = Repair("targets", "the reference's targets, of which each rank has those of its part of the sequence",
+                    values=whole)  # fmt: skip
+    yield facts.fault(
+        "samples", "targets", words, got / wanted, where, "", values=values, lines=lines,
+        hypotheses=[Hypothesis(repair, cause, where, link)],
+    )  # fmt: skip
 
 
 def dropout(facts: Facts) -> Found:
@@ -113,7 +176,14 @@ def dropout(facts: Facts) -> Found:
                     words = f"another one on rank {rank} than on rank {first}, for the same activations"
                     seeds = seeds_by_rank(facts.ours)
                     where = seeds[1] if seeds else a.where
-                    yield facts.fault("dropout", "", words, None, where, cause, ranks=(first, rank), lines=[a.where])
+                    repairs = []
+                    if seeds:
+                        spoken = f"the seed {seeds[0][0]} on every rank at {where}"
+                        repairs.append(Repair("seed", spoken, where, values={"seed": seeds[0][0]}))
+                    yield facts.fault(
+                        "dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
+                        hypotheses=[Hypothesis(one, cause, where) for one in repairs],
+                    )  # fmt: skip
                     return
     if any(step.masks for step in facts.mine):
         yield facts.row("dropout", True, "masks were drawn and not used: they would hide all other differences")

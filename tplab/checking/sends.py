@@ -13,26 +13,23 @@ _REDUCES = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast",
 def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
     """The lines of the collectives that these gradients went through, the likeliest first: those that were given them;
     otherwise the one between the backward pass and the step that was given the most."""
-    given = [sent.where for sent in _given(facts, names)]
+    given = [sent.where for sent in given_to(facts, names)]
     if given:
         return list(dict.fromkeys(reversed(given)))
     later = [sent for sent in facts.sent("reduction") if sent.size > 1 and not sent.on]
     return [max(later, key=lambda sent: sent.size).where] if later else []
 
 
-def line_of_buckets(facts: Facts) -> str:
-    """The line of the largest collective that adds up over ranks what may be gradients."""
+def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
+    """The line of the largest collective that adds up over ranks more than any of these gradients alone."""
+    most = max((facts.reference.weights[name].size for name in names if name in facts.reference.weights), default=0)
     sums = [sent for sent in facts.sent("backward", "reduction")
-            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > 1]  # fmt: skip
+            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > most > 0]  # fmt: skip
     return max(sums, key=lambda sent: sent.size).where if sums else ""
 
 
-def reductions(facts: Facts, names: Sequence[str]) -> set[str]:
-    """How the collectives that were given these gradients combine those of ranks: "sum", "mean"."""
-    return {sent.reduction for sent in _given(facts, names)}
-
-
-def _given(facts: Facts, names: Sequence[str]) -> list[Sent]:
+def given_to(facts: Facts, names: Sequence[str]) -> list[Sent]:
+    """The collectives that were given these gradients."""
     mine = {name for (_, name), place in facts.places.items() if place.name in names}
     sent = facts.sent("reduction", "backward")
     return [one for one in sent if one.on == "gradient" and mine & set(one.names) and one.op in _REDUCES]
@@ -61,3 +58,24 @@ def line_of_loss(facts: Facts) -> str:
             if any(abs(losses[0] - wanted) <= 1e-4 * abs(wanted) for wanted in (total, total / len(values))):
                 return line
     return ""
+
+
+def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
+    """The ways in which the ranks make groups: all of them together; those of the script's own process groups; those
+    that saw the same samples, and one of each of these."""
+    every = tuple(range(facts.num_ranks))
+    ways: list[tuple[tuple[int, ...], ...]] = [(every,)]
+    members = sorted({group for seen in facts.ours for group in seen.members if 1 < len(group) < facts.num_ranks})
+    for size in dict.fromkeys(len(group) for group in members):
+        same, free = list[tuple[int, ...]](), set(every)
+        for group in (group for group in members if len(group) == size):
+            if set(group) <= free:
+                same.append(group)
+                free -= set(group)
+        ways.append(tuple(same))
+        if crossing := [group for group in members if len(group) == size and group not in same]:
+            ways.append(tuple(crossing))
+    copies = [group for group in facts.copies if len(group) > 1]
+    if copies and len({len(group) for group in facts.copies}) == 1:
+        ways += [tuple(copies), tuple(zip(*copies))]
+    return [way for way in dict.fromkeys(ways) if any(len(group) > 1 for group in way)]

@@ -7,6 +7,7 @@ import numpy as np
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest
 from tplab.checking.places import Place
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 from tplab.checking.samples import seeds_by_rank
 from tplab.units import plain
@@ -48,12 +49,18 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         values = f"{got:.6g} on rank {min(ranks)}", f"{want:.6g}"
         words = "not the same on ranks that hold copies"
         others = list(wrong)[1:]
+        every = (tuple(range(facts.num_ranks)),)
+        repairs = [Repair("weights", "rank 0's weights on every rank", groups=every)]
+        if seeds := seeds_by_rank(facts.ours):
+            words_of_seed = f"the seed {seeds[0][0]} on every rank at {where}"
+            repairs.insert(0, Repair("seed", words_of_seed, where, values={"seed": seeds[0][0]}))
         yield facts.fault(
-            "weights", name, words, None, where, cause, values=values, ranks=list(ranks), others=others, lines=[forward]
-        )
+            "weights", name, words, None, where, "", values=values, ranks=list(ranks), others=others, lines=[forward],
+            hypotheses=[Hypothesis(one, cause, where) for one in repairs],
+        )  # fmt: skip
     elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
         words = "every rank's shard is the same"
-        yield facts.fault("weights", equal[0], words, None, where, cause, others=equal[1:], lines=[forward])
+        yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward])
     elif (lost := facts.on_no_rank) and not facts.unplaced:
         words = f"on no rank; the {len(facts.reference.weights) - len(lost)} others of the reference are"
         yield facts.fault("weights", lost[0], words, None, forward, "", others=lost[1:])
@@ -62,6 +69,10 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         words = f"drawn {plain(sizes[name])} times as large as the reference's"
         got, want = (f"{np.std(x):.4g} (the standard deviation)" for x in (whole[name], facts.reference.weights[name]))
         yield facts.fault("weights", name, words, sizes[name], where, "", values=(got, want), others=others)
+    elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
+        name, *others = whole
+        words = "not the reference's, though both load weights: here nothing, or something else, is loaded"
+        yield facts.fault("weights", name, words, None, loaded, "", others=others)
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:

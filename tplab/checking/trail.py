@@ -7,12 +7,13 @@ line of the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tplab.checking.spread import Spread, find_spread
+from tplab.units import plain
 
 Key = tuple[str, str, int]
 
@@ -70,9 +71,48 @@ class Trails:
     def line_of_value(self) -> str:
         """The line of the first operation whose result is wrong, though all that it takes is right; "" if none is
         seen."""
+        op = self._first_wrong()
+        return op.line if op is not None else ""
+
+    def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
+        """What the operation that ends a line should give on each rank, whenever it runs, in each way in which the
+        reference's may be cut; and how what it gives on the first rank differs, in words."""
+        ends = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
+        names = dict.fromkeys(op.key[1] for op in reversed(ends))
+        for name in [*names][:2]:
+            keys = [op.key for op in ends if op.key[1] == name and op.key in self._theirs]
+            for apart in (1, 2, 4):
+                found = {key: self._pieces(key, apart) for key in keys}
+                if keys and all(len(pieces) == len(self._ours) for pieces in found.values()):
+                    yield difference(self._by_key[-1][keys[0]].values[0], found[keys[0]][len(self._ours) - 1]), found
+                    if all(pieces[0].shape == self._theirs[key].values[0].shape for key, pieces in found.items()):
+                        break
+
+    def value(self, rank: int, key: Key) -> np.ndarray | None:
+        """The result of an operation on a rank."""
+        op = self._by_key[rank].get(key)
+        return op.values[0] if op is not None and op.values else None
+
+    def _pieces(self, key: Key, apart: int) -> dict[int, np.ndarray]:
+        """The reference's value as each rank should have it: whole, or in contiguous parts, the next of which `apart`
+        ranks further on has."""
+        want, found = self._theirs[key].values, dict[int, np.ndarray]()
+        for rank, ops in enumerate(self._by_key):
+            mine = ops[key].values if key in ops else []
+            if not mine or not want or mine[0].ndim != want[0].ndim:
+                continue
+            piece = want[0]
+            for dim, (a, b) in enumerate(zip(mine[0].shape, want[0].shape)):
+                if a != b and a and b % a == 0:
+                    piece = np.split(piece, b // a, axis=dim)[rank // apart % (b // a)]
+            if piece.shape == mine[0].shape:
+                found[rank] = piece
+        return found
+
+    def _first_wrong(self) -> Op | None:
         trail = next((trail for trail in self._ours if trail.end >= 0), None)
         if trail is None:
-            return ""
+            return None
         found, waiting, known = list[int](), [trail.end], set[int]()
         while waiting:
             number = waiting.pop()
@@ -83,7 +123,7 @@ class Trails:
             waiting += wrong
             if not wrong:
                 found.append(number)
-        return trail.ops[min(found)].line if found else ""
+        return trail.ops[min(found)] if found else None
 
     def _is_right(self, op: Op) -> bool:
         if op.key not in self._of_values:
@@ -207,6 +247,20 @@ class Trails:
     def _spread(self, pieces: Mapping[int, np.ndarray | None], want: np.ndarray | None) -> Spread | None:
         there = {rank: piece for rank, piece in pieces.items() if piece is not None}
         return find_spread(there, want, len(self._ours)) if there and want is not None else None
+
+
+def difference(got: np.ndarray, want: np.ndarray) -> str:
+    """How a value differs from the right one: "2 times the reference's", "[0, 1, 2, ..], not [4, 5, 6, ..]"."""
+    square = float((want.astype(np.float64) ** 2).sum())
+    factor = float((got.astype(np.float64) * want).sum()) / square if square else 0.0
+    size = float(np.abs(want).max(initial=0))
+    if factor and abs(factor - 1) > 1e-3 and np.abs(got - factor * want).max(initial=0) <= 1e-4 * size * abs(factor):
+        return f"{plain(factor)} times the reference's"
+    apart = np.flatnonzero(np.abs(got.astype(np.float64) - want).reshape(-1) > 1e-5 * size)
+    some = slice(int(apart[0]), int(apart[0]) + 4) if apart.size else slice(0, 4)
+    listed = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
+    first, second = listed
+    return f"{first} and so on from element {some.start} of the last rank's, where the reference has {second}"
 
 
 def _is_like(spread: Spread | None, wrong: Spread | None) -> bool:

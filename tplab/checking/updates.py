@@ -8,6 +8,7 @@ from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest, gap, gaps
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
@@ -37,14 +38,28 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.sizes.words(factor) if factor else "not the reference's"
-        cause = (
-            f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
-            "once, and let a schedule count steps of the optimizer, or samples of all ranks"
-        )
+        cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
+        if len(ranks) < facts.num_ranks:
+            cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
+        elif factor and facts.sizes.named(factor):
+            cause = (
+                f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
+                "once, and let a schedule count steps of the optimizer, or samples of all ranks"
+            )
         values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
         line = facts.line(f"set {key}")
         line = facts.source.repetition(line) or line or step
-        yield facts.fault("optimizer", key, words, factor, line, cause, values=values, ranks=list(ranks), lines=[step])
+        wanted = {
+            (mine, key, number): theirs.settings[name][key]
+            for number in range(min(len(one.steps) for one in facts.reference.seen))
+            for theirs in facts.reference.steps(number)[:1]
+            for name in theirs.settings
+            for _, mine, _ in facts.holders(name)
+            if key in theirs.settings[name]
+        }
+        repair = Repair("settings", f"the reference's {key} in each step", values=wanted)
+        yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
+                          hypotheses=[Hypothesis(repair, cause, line)])  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -83,9 +98,17 @@ def states(facts: Facts) -> Found:
         "settings and gradients are the same, and the optimizer's state is not: it was made anew, as when training is "
         "resumed on one rank only, or updated more than once in a step"
     )
+    ranks = set().union(*wrong.values())
+    right = [other for other in range(facts.num_ranks) if other not in ranks]
+    tried = [
+        Repair("states", f"the states of rank {other} on all ranks before the step",
+               values={"from": other, "step": facts.number}) for other in right[:1]
+    ]  # fmt: skip
     yield facts.fault(
-        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, cause,
-        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(set().union(*wrong.values())), lines=[step],
+        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
+        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
+        hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
+        seen="settings and gradients are the same, and the optimizer's state is not",
     )  # fmt: skip
 
 
@@ -128,17 +151,31 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
+    seen = "gradients, settings and states are the same, and the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, though no optimizer updates it"
+        seen = "no optimizer has it: the script itself writes it, as it does a moving average"
         cause = (
-            "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
-            "rank has the new parameters, and from the same ones on all ranks"
+            "the script itself writes it, as it does a moving average or a copy in another precision, and ranks write "
+            "different values: write it when every rank has the new parameters, and from the same ones on all ranks"
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
+    owners = {mine: min({at for at, _, _ in facts.holders(name)} - wrong[name], default=-1)
+              for name in names for _, mine, _ in facts.holders(name)}  # fmt: skip
+    hypotheses = []
+    if all(owner >= 0 for owner in owners.values()):
+        spoken = f"the parameters of the ranks that have updated {named(names)} rightly, sent to the others"
+        repair = Repair("parameters", spoken, names=tuple(owners), values=owners)
+        hypotheses.append(Hypothesis(repair, cause, after[0] if after else line))
+    elif after and factor is not None and abs(factor) < 1e-3:
+        spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
+        repair = Repair("parameters", spoken, after[0])
+        hypotheses.append(Hypothesis(repair, cause, after[0]))
     yield facts.fault(
-        "parameters", names[0], words, factor, after[0] if after else line, cause,
+        "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
+        hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
 
 
@@ -183,9 +220,12 @@ def buffers(facts: Facts) -> Found:
         flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
         lines = [flag, facts.line("forward"), facts.line("step")]
         where = facts.line(f"buffer {first}") or flag or lines[1]
+        every = tuple(range(facts.num_ranks))
+        repair = Repair("buffers", f"the mean over all ranks of {named(list(wrong))} after each forward pass",
+                        names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
         yield facts.fault(
-            "buffers", first, "not the reference's", None, where, cause,
-            values=values, ranks=ranks, others=others, lines=lines,
+            "buffers", first, "not the reference's", None, where, "",
+            values=values, ranks=ranks, others=others, lines=lines, hypotheses=[Hypothesis(repair, cause, where)],
         )  # fmt: skip
         return
     if moving:

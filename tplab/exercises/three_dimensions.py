@@ -116,13 +116,11 @@ def _hint(layout: str, cluster: str) -> str:
     tp, pp = mesh.shape.get("tp", 1), mesh.shape.get("pp", 1)
     if tp > node:
         return "Its tensor-parallel groups send activations over the slow links, several times per block."
-    if cluster == "8 machines":
-        return "Here every message is slow: work out with which layout a rank sends the fewest bytes."
     if pp > 1 and cluster == "one node of 8":
         return "With two microbatches, a pipeline of two stages is idle for a third of the time."
     if cluster == "one node of 8":
         return "Every link is fast: work out with which layout of dp and tp a rank sends the fewest bytes."
-    if tp == 1:
+    if tp == 1 and node > 1:
         return "Nothing is divided inside a machine, where links are fast: which axis belongs there?"
     return "Only gradients cross the slow links: which axis would leave each rank with fewer of them?"
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
-from jax._src import config
+from jax._src import config, source_info_util
 from jax._src import mesh as mesh_home
+from jax._src.interpreters import ad, batching
 
 # The mesh of `jax.set_mesh` with its devices. It is in another module since 0.11.
 _device_context: Any = (mesh_home if hasattr(mesh_home, "device_context") else config).device_context  # type: ignore
@@ -76,6 +77,53 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
 def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     """The shardings that were asked of a traced function's results, in order; () where JAX does not say."""
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
+
+
+def changed(traced: Any, **params: Any) -> Any:
+    """A traced function with another "jaxpr" or other "out_shardings"."""
+    new = copy(traced)
+    new._params = {**traced._params, **params}
+    return new
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, JAX says more of the equations that it traces. What the backward function of a custom_vjp computes has
+    lines of its own, and not the one that the custom_vjp is called at. A constraint inside vmap has a scope
+    "tplab.batched2" for each dim that vmap has put into its array, in their order."""
+
+    def in_backward(rule: Any) -> Any:
+        def transposed(*args: Any, **kwargs: Any) -> Any:
+            context = source_info_util._source_info_context
+            before, context.context = context.context, source_info_util.SourceInfo(None, context.context.name_stack)
+            try:
+                return rule(*args, **kwargs)
+            finally:
+                context.context = before
+
+        return transposed
+
+    def in_vmap(rule: Any) -> Any:
+        def batched(axis: Any, values: Any, dims: Any, **params: Any) -> Any:
+            with nullcontext() if dims[0] is None else source_info_util.extend_name_stack(f"tplab.batched{dims[0]}"):
+                return rule(axis, values, dims, **params)
+
+        return batched
+
+    rules = (ad.primitive_transposes, "custom_lin", in_backward), (
+        batching.fancy_primitive_batchers, "sharding_constraint", in_vmap
+    )  # fmt: skip
+    before = []
+    with retracing("as written"):
+        for table, name, wrapped in rules:
+            primitive = next(each for each in table if each.name == name)
+            before.append((table, primitive, table[primitive]))
+            table[primitive] = wrapped(table[primitive])
+        try:
+            yield
+        finally:
+            for table, primitive, rule in before:
+                table[primitive] = rule
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -89,13 +89,15 @@ class Script:
         mesh: Mesh,
         *,
         num_nodes: int = 1,
+        num_gpus: int | None = None,
         seed: int = 0,
         count_memory: bool = False,
         print_live: bool = False,
         around: Around = nullcontext,
         **options: Any,
     ) -> Result:
-        """Run it on every rank of `mesh`. around: a context that each rank is in meanwhile. options: as of `run`."""
+        """Run it on every rank of `mesh`. around: a context that each rank is in meanwhile. num_gpus: how many GPUs
+        programs find if cuda means the CPU; None: one for each rank. options: as of `run`."""
         peaks = [0] * mesh.size
 
         @contextmanager
@@ -119,6 +121,7 @@ class Script:
                 argv=[str(path) if self._is_module else self._script, *self._args],
                 is_fresh=True,
                 per_node=local,
+                num_gpus=num_gpus,
                 prints_live=print_live,
             )
             names = {"__file__": str(path), "__spec__": spec, "__package__": spec.parent if spec else None}
@@ -143,11 +146,12 @@ def run_cell(
     mesh: Mesh,
     *,
     seed: int = 0,
+    num_gpus: int | None = None,
     around: Around = nullcontext,
     **options: Any,
 ) -> Result:
     """Run a notebook's cell on every rank of `mesh`; each has a copy of the notebook's `variables` to begin with."""
-    processes = Processes(mesh, seed, is_fresh=True)
+    processes = Processes(mesh, seed, is_fresh=True, num_gpus=num_gpus)
     program = _Program("cell", code, processes, lambda: dict(variables), around)
     return run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
 
@@ -204,7 +208,12 @@ def _per_node(size: int, num_nodes: int) -> int:
 
 def _found(name: str) -> ModuleSpec:
     """The module that `python -m name` would run. Raises ModuleNotFoundError."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:  # a package that it would be in
+        if not name.startswith(f"{error.name}."):
+            raise
+        spec = None
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if spec is None or spec.origin is None:

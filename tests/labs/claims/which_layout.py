@@ -75,7 +75,7 @@ CLAIMS = (
         lambda: all(round(100 * known.median) in (3, 7) for known in classes()[:3]),
     ),
     Claim(
-        "runs took up to 39 times as long, and on more than 32 nodes up to 106 times",
+        "the intervals reach 39 times the forecast, and on more than 32 nodes 106 times",
         lambda: [
             max(known.high for known in classes() if ", pipeline, " in known.name and "2 to 32" in known.name),
             32,
@@ -98,8 +98,8 @@ CLAIMS = (
             else False
         ),
     ),
-    Given("If your run is slower than a forecast"),
-    Given("a slow network, a memory that is nearly full, or a straggler, one slow GPU for which all others wait"),
+    Given("If your run is slower than its forecast"),
+    Given("a slow network, memory that is nearly full, or a straggler, one slow GPU for which all others wait"),
     Claim(
         "has an MFU of about 70%, because kernels do not reach the peak",
         lambda: [100 * best(NDR, 32, 256).mfu],

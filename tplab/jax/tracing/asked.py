@@ -2,55 +2,70 @@
 
 XLA carries a sharding that is asked for backwards through operations that compute element by element, and moves the
 array before them. So the line that asks is further down than the collective. It is found here, by following the array
-from the operation that XLA names to the next constraint or result.
+from the operation that made it to the next constraint or result.
+
+Every equation gets a number, and XLA keeps it in the name of each instruction that it makes of the equation. So an
+instruction is known by its number, and its line is the one that JAX knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tplab.jax.private import scan_sizes
-from tplab.jax.tracing.jaxprs import called, is_transposed, line_of, opened
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, equations_of, is_transposed, line_outside, opened
 
 _NOT_BY_ELEMENT = {
-    "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "dot_general", "transpose", "reshape",
-    "gather", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "conv_general_dilated", "scan", "while",
-    "cond", "cholesky", "fft", "top_k", "triangular_solve", "shard_map",
+    "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "dot_general", "transpose", "gather",
+    "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "conv_general_dilated", "scan", "while", "cond",
+    "cholesky", "fft", "top_k", "triangular_solve", "shard_map",
 }  # fmt: skip
+_NUMBER = re.compile(r"tplab\.eqn(\d+)\b")
+_BATCHED = re.compile(r"tplab\.batched(\d+)\b")
+_FREE = PartitionSpec.UNCONSTRAINED
+COPIES = {*LAYOUTS, "broadcast_in_dim", "convert_element_type", "reshard", "sharding_constraint"}
+"""Primitives whose result has the numbers of their operand."""
+Dims = tuple[int | None, ...]
+"""For each dim of an array, the dim of another array that it becomes; None where it is none of its dims."""
 
 
 class Ask(NamedTuple):
-    """Somebody who asks: the line, "" for a result of the program; the spec; the number of dims of the array."""
+    """Somebody who asks: the line, or a result of the program; the spec; the number of dims of the array. Inside vmap
+    these are of the array that the line has, without the batch."""
 
     line: str
+    result: str
     spec: tuple[Any, ...]
     num_dims: int
 
     @property
     def axes(self) -> set[str]:
         """The axes that the spec names."""
-        return {name for dim in self.spec if dim is not None for name in ((dim,) if isinstance(dim, str) else dim)}
+        return {name for dim in self.spec for name in axes_of(dim)}
 
-    def with_axis(self, dim: int, order: Sequence[str]) -> tuple[Any, ...] | None:
-        """The spec with these axes along a dim; None if it has others there."""
-        spec = [*self.spec, *[None] * (self.num_dims - len(self.spec))]
-        if spec[dim] is not None:
-            return None
-        spec[dim] = tuple(order) if len(order) > 1 else order[0]
-        return tuple(spec)
-
-    def remedy(self, spec: Sequence[Any]) -> str:
-        """What would happen if it asked for this spec."""
-        return f"{spec_text(spec)} {'there' if self.line else 'in out_shardings'} it would not be sent"
+    @property
+    def place(self) -> str:
+        """Where a spec is to be changed."""
+        return "there" if self.line else f"in out_shardings{f' of {self.result}' * bool(self.result)}"
 
     def __str__(self) -> str:
-        return f"{self.line or 'out_shardings'} asks for {spec_text(self.spec)}"
+        of = f" of {self.result}" * bool(self.result)
+        return f"{self.line or 'out_shardings'} asks for {spec_text(self.spec)}{of}"
 
 
-class _Step(NamedTuple):
+class Asking(NamedTuple):
+    """An array that is asked for: by what, and for each dim of the array that we follow, the dim of the ask's."""
+
+    ask: Ask
+    dims: Dims
+    made: tuple[int, ...]
+
+
+class Step(NamedTuple):
     """An equation, with calls written out. Arrays are numbers. `backward`: whether it is of a gradient, where what is
     recomputed is, too."""
 
@@ -67,159 +82,283 @@ class Asked:
 
     jaxpr     what JAX traced; None if that is not known, and then nothing is found
     results   the shardings that are asked of its results, in order; None for one that XLA may choose
+    specs     other specs, in place of those that the program asks for
+    `numbered` is the same jaxpr, with the equations' numbers in their names, and with those specs.
     """
 
-    def __init__(self, jaxpr: Any, results: Sequence[Any] = ()):
-        self._steps: list[_Step] = []
-        self._numbers: list[int] = []
-        self._results: dict[int, Ask] = {}
-        self._users: dict[int, list[_Step]] = {}
-        self._names: dict[str, int] = {}
+    def __init__(self, jaxpr: Any, results: Sequence[Any] = (), specs: Mapping[Ask, Sequence[Any]] | None = None):
+        self.steps: list[Step] = []
+        self.numbered, self.results = jaxpr, tuple(results)
+        self._specs = specs or {}
+        self._num_arrays = 0
+        self._asks: dict[int, list[Asking]] = {}  # by the array that is asked for
+        self._users: dict[int, list[Step]] = {}
+        self._links: dict[int, list[tuple[int, int]]] = {}  # array -> the same in a scan or outside; shift of its dims
         self._shapes: dict[int, tuple[int, ...]] = {}
+        self._names: dict[str, int] = {}
         self.inputs: list[int] = []
         if jaxpr is None:
             return
-        self.inputs = [self._new() for _ in jaxpr.jaxpr.invars]
-        self._shapes = _shapes(self.inputs, jaxpr.jaxpr.invars)
-        outputs = self._read(jaxpr.jaxpr, self.inputs, "", False)
+        self._only_asks = _functions_that_only_ask(jaxpr.jaxpr)
+        self.inputs = [self._new(v) for v in jaxpr.jaxpr.invars]
+        outputs, numbered = self._read(jaxpr.jaxpr, self.inputs, "", False)
+        self.numbered = jaxpr.replace(jaxpr=numbered)
         self._names = {name: number for number, name in enumerate(jaxpr.jaxpr.debug_info.arg_names or ())}
-        for output, atom, sharding in zip(outputs, jaxpr.jaxpr.outvars, results, strict=False):
-            if isinstance(sharding, NamedSharding):
-                self._results.setdefault(output, Ask("", tuple(sharding.spec), len(atom.aval.shape)))
-        for step in self._steps:
-            self._shapes |= _shapes(step.makes, step.eqn.outvars)
+        self.results = self._results("", outputs, results, jaxpr.jaxpr.debug_info.result_paths or ())
+        for step in self.steps:
             for number in step.reads:
                 self._users.setdefault(number, []).append(step)
 
-    def names_at(self, line: str) -> set[str]:
-        """The operations of a line."""
-        return {step.name for step in self._steps if step.line == line}
+    def step_of(self, origin: str) -> Step | None:
+        """The equation that an instruction of this origin was made of; None where XLA merged several. Where it lists
+        them, it is the first that computes something."""
+        found = []
+        for path in origin.split(";"):
+            numbers = _NUMBER.findall(path)
+            # a call's number comes before those of what it calls
+            if numbers and ("/(" not in path or len(set(numbers)) == 1):
+                found.append(self.steps[int(numbers[-1])])
+        return min(found, key=lambda step: step.name in COPIES, default=None)
 
     def argument(self, name: str) -> int | None:
-        """The number of an argument of this name."""
-        return self._names.get(name)
+        """The array that an argument of this name is."""
+        place = self._names.get(name)
+        return None if place is None else self.inputs[place]
 
-    def is_by_element(self, name: str, line: str, backward: bool) -> bool:
-        """Whether the operations of this name at a line compute element by element."""
-        found = self._steps_of(name, line, backward)
-        return bool(found) and all(_by_element(step.eqn) for step in found)
+    def is_by_element(self, step: Step) -> bool:
+        """Whether each element of its result is made of the elements at the same place."""
+        return step.eqn is not None and any(_dims(step.eqn, place) for place in range(len(step.reads)))
 
-    def reshaped(self, name: str, line: str, backward: bool, argument: int | None = None) -> tuple[int, ...] | None:
-        """The shape into which the result of an operation is brought, or an argument, if nothing else is done to it."""
-        users = [step for start in self._starts(name, line, backward, argument) for step in self._users.get(start, ())]
+    def reshaped(self, starts: Iterable[int]) -> tuple[int, ...] | None:
+        """The shape into which arrays are brought, if nothing else is done to them."""
+        users = [step for start in starts for step in self._users.get(start, ())]
         shapes = {tuple(step.eqn.outvars[0].aval.shape) if step.name == "reshape" else None for step in users}
         return shapes.pop() if len(shapes) == 1 else None
 
-    def constraint_at(self, line: str) -> Ask | None:
-        """The one constraint of a line."""
-        found = [step.eqn for step in self._steps if (step.name, step.line) == ("sharding_constraint", line)]
-        specs = {
-            tuple(eqn.params["sharding"].spec) for eqn in found if isinstance(eqn.params["sharding"], NamedSharding)
-        }
-        return Ask(line, specs.pop(), len(found[0].outvars[0].aval.shape)) if len(specs) == 1 else None
+    def at(self, step: Step) -> Asking | None:
+        """What a constraint asks for."""
+        return next(iter(self._asks.get(step.reads[0], ())), None) if step.name == "sharding_constraint" else None
 
-    def of(
-        self, name: str, line: str, backward: bool, argument: int | None = None, *, op: str = "", axis: str = ""
-    ) -> Ask | None:
-        """Who asks how the result of an operation at a line is to lie, or an argument, by its number. None if nobody or
-        several do. `op` sends it along `axis`: of several, only one may ask for what takes such a collective."""
-        found = {ask for start in self._starts(name, line, backward, argument) for ask in self._asks(start)}
-        if len(found) > 1 and op in ("all_gather", "all_to_all"):
-            found = {ask for ask in found if bool(ask.axes & set(axis.split(","))) == (op == "all_to_all")}
-        return found.pop() if len(found) == 1 else None
+    def of(self, starts: Iterable[int], op: str = "", axis: str = "", until: Step | None = None) -> Asking | None:
+        """Who asks how an array is to lie. None if nobody or several do.
 
-    def dim_of_product(self, line: str, given: tuple[str, str, bool, int | None], dim: int) -> int | None:
-        """The dim of a product's result that a dim of its operand is; None where the product sums over it."""
-        starts = set(self._starts(*given))
-        for step in self._steps:
-            if (step.name, step.line) != ("dot_general", line) or not starts & set(step.reads):
+        op, axis   what moves it: of several, only one may ask for what takes such a collective
+        until      only who asks before this step gets the array
+        """
+        found: dict[Ask, Asking] = {}
+        for start in starts:
+            seen, asks = self._followed(start)
+            if until is not None and not seen.isdisjoint(until.reads):
                 continue
-            side = 0 if step.reads[0] in starts else 1
-            summed, batch = step.eqn.params["dimension_numbers"]
-            free = [
-                [d for d in range(len(atom.aval.shape)) if d not in summed[n] and d not in batch[n]]
-                for n, atom in enumerate(step.eqn.invars)
-            ]
-            if dim in batch[side]:
-                return batch[side].index(dim)
-            return len(batch[0]) + side * len(free[0]) + free[side].index(dim) if dim in free[side] else None
-        return None
+            for asking in asks:
+                after = (self._followed(number)[0] for number in asking.made)
+                if until is None or any(not reached.isdisjoint(until.reads) for reached in after):
+                    found.setdefault(asking.ask, asking)
+        if len(found) > 1 and op in ("all_gather", "all_to_all"):
+            axes = set(axis.split(","))
+            found = {ask: one for ask, one in found.items() if bool(ask.axes & axes) == (op == "all_to_all")}
+        return next(iter(found.values())) if len(found) == 1 else None
 
-    def is_asked_whole(self, name: str, line: str, backward: bool, argument: int | None = None) -> bool:
+    def dims_of(self, starts: Iterable[int], ask: Ask) -> Dims:
+        """For each dim of an array, the dim of what is asked for that it becomes."""
+        found = (one for start in starts for one in self._followed(start)[1] if one.ask == ask)
+        return next((one.dims for one in found), ())
+
+    def through_product(self, step: Step, starts: Iterable[int], dim: int) -> int | None:
+        """The dim of a product's result that a dim of its operand is; None where the product sums over it."""
+        if step.name != "dot_general" or not (given := set(starts) & set(step.reads)):
+            return None
+        side = 0 if step.reads[0] in given else 1
+        summed, batch = step.eqn.params["dimension_numbers"]
+        free = [
+            [d for d in range(len(atom.aval.shape)) if d not in summed[n] and d not in batch[n]]
+            for n, atom in enumerate(step.eqn.invars)
+        ]
+        if dim in batch[side]:
+            return batch[side].index(dim)
+        return len(batch[0]) + side * len(free[0]) + free[side].index(dim) if dim in free[side] else None
+
+    def is_asked_whole(self, starts: Iterable[int]) -> bool:
         """Whether one of those who ask wants the array whole on every rank."""
-        starts = self._starts(name, line, backward, argument)
-        return any(not any(ask.spec) for start in starts for ask in self._asks(start))
+        return any(not any(asking.ask.spec) for start in starts for asking in self._followed(start)[1])
 
-    def shape(self, name: str, line: str, backward: bool, argument: int | None = None) -> tuple[int, ...]:
-        """The shape of the whole result of an operation, or of an argument; () if there are several."""
-        shapes = {self._shapes.get(start, ()) for start in self._starts(name, line, backward, argument)}
+    def shape(self, starts: Iterable[int]) -> tuple[int, ...]:
+        """The shape of the whole array; () if there are several."""
+        shapes = {self._shapes.get(start, ()) for start in starts}
         return shapes.pop() if len(shapes) == 1 else ()
 
-    def _starts(self, name: str, line: str, backward: bool, argument: int | None) -> list[int]:
-        if argument is not None:
-            return [self.inputs[argument]] if argument < len(self.inputs) else []
-        return [number for step in self._steps_of(name, line, backward) for number in step.makes]
-
-    def _steps_of(self, name: str, line: str, backward: bool) -> list[_Step]:
-        named = [step for step in self._steps if (step.name, step.backward) == (name, backward)]
-        # XLA does not know the lines of what JAX's own functions do, nor, in JAX 0.7, of what is recomputed
-        return [step for step in named if step.line == line] or (named if len(named) == 1 else [])
-
-    def _asks(self, start: int) -> Iterator[Ask]:
-        pending, seen = [start], set[int]()
+    def _followed(self, start: int) -> tuple[set[int], list[Asking]]:
+        """The arrays that are made of one element by element, up to who asks; and those who ask."""
+        pending: list[tuple[int, Dims]] = [(start, tuple(range(len(self._shapes.get(start, ())))))]
+        seen, found = set[int](), list[Asking]()
         while pending:
-            number = pending.pop()
+            number, dims = pending.pop()
             if number in seen:
                 continue
             seen.add(number)
-            if number in self._results:
-                yield self._results[number]
+            for asking in self._asks.get(number, ()):
+                found.append(asking._replace(dims=_after(dims, asking.dims)))
             for step in self._users.get(number, ()):
                 if step.name == "sharding_constraint":
-                    sharding = step.eqn.params["sharding"]
-                    if isinstance(sharding, NamedSharding):
-                        yield Ask(step.line, tuple(sharding.spec), len(step.eqn.outvars[0].aval.shape))
-                elif _by_element(step.eqn):
-                    pending += step.makes
+                    continue
+                place = step.reads.index(number)
+                next_dims = _transposed(step.eqn) if step.name == "transpose" else _dims(step.eqn, place)
+                if next_dims is not None:
+                    pending += [(made, _after(dims, next_dims)) for made in step.makes]
+            for same, shift in self._links.get(number, ()):
+                moved = tuple(None if dim is None or dim + shift < 0 else dim + shift for dim in dims)
+                pending.append((same, moved))
+        return seen, found
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _new(self) -> int:
-        self._numbers.append(len(self._numbers))
-        return self._numbers[-1]
+    def _new(self, atom: Any) -> int:
+        self._num_arrays += 1
+        self._shapes[self._num_arrays] = tuple(getattr(atom.aval, "shape", ()))
+        return self._num_arrays
 
-    def _read(self, jaxpr: Any, given: Sequence[int], where: str, is_backward: bool) -> list[int]:
-        known = dict(zip(jaxpr.invars, given, strict=True)) | {variable: self._new() for variable in jaxpr.constvars}
+    def _read(self, jaxpr: Any, given: Sequence[int], where: str, is_backward: bool) -> tuple[list[int], Any]:
+        """The numbers of its results, and the jaxpr with numbers."""
+        known = dict(zip(jaxpr.invars, given, strict=True)) | {v: self._new(v) for v in jaxpr.constvars}
 
         def number(atom: Any) -> int:
-            return self._new() if hasattr(atom, "val") else known[atom]
+            return self._new(atom) if hasattr(atom, "val") else known[atom]
 
+        eqns = []
         for eqn in jaxpr.eqns:
-            line, reads = line_of(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
+            line, reads = line_outside(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
             backward = is_backward or is_transposed(eqn)
-            if (inner := called(eqn)) is not None:
-                made = self._read(opened(inner)[0], reads, line, backward)
-            if eqn.primitive.name == "scan":
-                body = opened(eqn.params["jaxpr"])[0]
-                first = sum(scan_sizes(eqn.params))
-                rows = [self._new() for _ in reads[first:]]
-                self._read(body, [*reads[:first], *rows], line, backward)
+            place, params, made = len(self.steps), dict(eqn.params), [self._new(v) for v in eqn.outvars]
+            self.steps.append(Step(eqn.primitive.name, line, backward, (), (), None))  # those inside come after it
+            inner = called(eqn)
+            for key, value in eqn.params.items():
+                if inner is not None and value is inner:
+                    made, params[key] = self._nested(inner, reads, line, backward)
+                    if "out_shardings" in params:
+                        params["out_shardings"] = self._results(line, made, params["out_shardings"], ())
+                elif inner is None and eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
+                    several = isinstance(value, tuple | list)
+                    bodies = list(value) if several else [value]
+                    if not bodies or not all(hasattr(body, "eqns") for body in bodies):
+                        continue
+                    new = [self._body(eqn, key, body, reads, made, line, backward) for body in bodies]
+                    params[key] = type(value)(new) if several else new[0]
             if inner is None:
-                made = [self._new() for _ in eqn.outvars]
-                self._steps.append(_Step(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn))
+                self.steps[place] = Step(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn)
+            if eqn.primitive.name == "sharding_constraint":
+                params["sharding"] = self._constraint(eqn, jaxpr, line, reads[0], made[0])
             known.update(zip(eqn.outvars, made, strict=True))
-        return [number(atom) for atom in jaxpr.outvars]
+            source = eqn.source_info
+            stack = source.name_stack.extend(f"tplab.eqn{place}")
+            eqns.append(eqn.replace(params=params, source_info=source.replace(name_stack=stack)))
+        return [number(atom) for atom in jaxpr.outvars], jaxpr.replace(eqns=eqns)
+
+    def _nested(self, inner: Any, given: Sequence[int], line: str, backward: bool) -> tuple[list[int], Any]:
+        outputs, numbered = self._read(opened(inner)[0], given, line, backward)
+        return outputs, inner.replace(jaxpr=numbered) if hasattr(inner, "consts") else numbered
+
+    def _body(
+        self, eqn: Any, key: str, inner: Any, reads: Sequence[int], made: Sequence[int], line: str, backward: bool
+    ) -> Any:
+        """A jaxpr that an equation runs. A scan gives it rows and stacks its results; what loops carry goes around."""
+        name, params, inputs = eqn.primitive.name, eqn.params, opened(inner)[0].invars
+        first, carried, row_dims = 1, range(0), 0
+        if name == "scan":
+            num_consts, num_carry = scan_sizes(params)
+            first, carried, row_dims = num_consts + num_carry, range(num_consts, num_consts + num_carry), 1
+            given = [*reads[:first], *map(self._new, inputs[first:])]
+        elif name == "while":
+            num_tests, num_consts = params["cond_nconsts"], params["body_nconsts"]
+            carried = range(num_tests + num_consts, len(reads))
+            own = range(num_tests) if key == "cond_jaxpr" else range(num_tests, num_tests + num_consts)
+            given = [reads[place] for place in (*own, *carried)]
+        else:
+            given = reads[1:] if name == "cond" else list(map(self._new, inputs))
+        outputs, numbered = self._nested(inner, given, line, backward)
+        if name == "shard_map" or key == "cond_jaxpr":
+            return numbered
+        for place, (output, result) in enumerate(zip(outputs, made, strict=True)):
+            around = place < len(carried)
+            self._links.setdefault(output, []).append((result, 0 if around else row_dims))
+            if around:
+                self._links[output].append((reads[carried[place]], 0))
+        return numbered
+
+    def _constraint(self, eqn: Any, jaxpr: Any, line: str, read: int, made: int) -> Any:
+        """Note what a constraint asks for. The sharding that it shall ask for."""
+        sharding, num_dims = eqn.params["sharding"], len(eqn.outvars[0].aval.shape)
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        spec = [*sharding.spec, *[None] * (num_dims - len(sharding.spec))]
+        dims = list(range(num_dims))
+        for batched in reversed(_BATCHED.findall(str(eqn.source_info.name_stack))):
+            del dims[int(batched)]
+        line = line_outside(eqn, jaxpr, self._only_asks) or line
+        ask = Ask(line, "", tuple(spec[dim] for dim in dims), len(dims))
+        own = tuple(dims.index(dim) if dim in dims else None for dim in range(num_dims))
+        self._asks.setdefault(read, []).append(Asking(ask, own, (made,)))
+        for dim, names in zip(dims, self._specs.get(ask, ask.spec), strict=True):
+            spec[dim] = names
+        return _with_spec(sharding, spec)
+
+    def _results(self, line: str, outputs: Sequence[int], shardings: Sequence[Any], paths: Sequence[str]) -> Any:
+        """Note what out_shardings ask for. The shardings that they shall ask for."""
+        found = list(shardings)
+        for place, (output, sharding) in enumerate(zip(outputs, shardings, strict=False)):
+            if not isinstance(sharding, NamedSharding):
+                continue
+            num_dims = len(self._shapes[output])
+            spec = (*sharding.spec, *[None] * (num_dims - len(sharding.spec)))
+            ask = Ask(line, str(paths[place]) if len(outputs) > 1 and place < len(paths) else "", spec, num_dims)
+            self._asks.setdefault(output, []).append(Asking(ask, tuple(range(num_dims)), ()))
+            found[place] = _with_spec(sharding, self._specs.get(ask, spec))
+        return tuple(found)
 
 
-def _shapes(numbers: Sequence[int], atoms: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    return {number: tuple(atom.aval.shape) for number, atom in zip(numbers, atoms, strict=True)}
+def _with_spec(sharding: NamedSharding, spec: Sequence[Any]) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
-def _by_element(eqn: Any) -> bool:
-    if eqn.primitive.name in _NOT_BY_ELEMENT or len(eqn.outvars) != 1:
-        return False
-    shape = eqn.outvars[0].aval.shape
-    return any(atom.aval.shape == shape for atom in eqn.invars)
+def _functions_that_only_ask(jaxpr: Any) -> set[Any]:
+    """The user's functions that put constraints on arrays and compute nothing, as helpers around them do."""
+    asks, computes = set[Any](), set[Any]()
+    for eqn, _ in equations_of(jaxpr):
+        if (traceback := eqn.source_info.traceback) is not None:
+            does = asks if eqn.primitive.name == "sharding_constraint" else computes
+            does.update((frame.file_name, frame.function_start_line) for frame in traceback.frames)
+    return asks - computes
+
+
+def axes_of(dim: Any) -> tuple[str, ...]:
+    """The axes that one dim of a spec names."""
+    return () if dim is None or dim is _FREE else (dim,) if isinstance(dim, str) else tuple(dim)
+
+
+def _after(first: Dims, then: Dims) -> Dims:
+    return tuple(None if dim is None or dim >= len(then) else then[dim] for dim in first)
+
+
+def _dims(eqn: Any, place: int) -> Dims | None:
+    """For each dim of an operand, the dim of the result whose elements are made of it, where an equation computes
+    element by element; None where it does not, and for a scalar."""
+    if eqn is None or eqn.primitive.name in _NOT_BY_ELEMENT or len(eqn.outvars) != 1:
+        return None
+    shape, result = eqn.invars[place].aval.shape, eqn.outvars[0].aval.shape
+    if not shape:
+        return None
+    if eqn.primitive.name == "broadcast_in_dim":
+        return tuple(eqn.params["broadcast_dimensions"])
+    if eqn.primitive.name in ("reshape", "squeeze"):
+        kept = [dim for dim, size in enumerate(result) if size > 1]
+        found = iter(kept)
+        dims = tuple(next(found, None) if size > 1 else None for size in shape)
+        return dims if [size for size in shape if size > 1] == [result[dim] for dim in kept] else None
+    return tuple(range(len(shape))) if shape == result else None
+
+
+def _transposed(eqn: Any) -> Dims:
+    order = list(eqn.params["permutation"])
+    return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def spec_text(spec: Sequence[Any]) -> str:
@@ -227,4 +366,4 @@ def spec_text(spec: Sequence[Any]) -> str:
     dims = list(spec)
     while dims and dims[-1] is None:
         dims.pop()
-    return f"P({', '.join(map(repr, dims))})"
+    return f"P({', '.join('UNCONSTRAINED' if dim is _FREE else repr(dim) for dim in dims)})"

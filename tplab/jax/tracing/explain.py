@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from tplab.cost import collectives as cost
-from tplab.jax.tracing.asked import Ask, Asked
+from tplab.jax.tracing.asked import COPIES, Ask, Asked, Asking, Step, axes_of
 from tplab.jax.tracing.axes import axes_along, axes_in_order
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.flow import Flow, Place
-from tplab.jax.tracing.hlo import Instruction
 from tplab.jax.tracing.lowered import compiled_for
-from tplab.jax.tracing.sending import Sent, keeps_share, kept_of_all, merged, narrow_dtype, sent_by
+from tplab.jax.tracing.proposals import Proposal, proposals, wrapped
+from tplab.jax.tracing.sending import Sent, bytes_by_rank, keeps_share, kept_of_all, narrow_dtype, sent_by
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
-
-_WIDTH = 80  # columns: JupyterLab breaks longer lines inside words
-_MARGIN = " " * 4
 
 
 class Cause(NamedTuple):
@@ -48,7 +43,7 @@ class Explained:
     """One collective of a compiled program.
 
     op, axis      its name in tplab, and the axes of the mesh along which it runs
-    bytes         what a rank sends each time, under the ring algorithm; the most, where ranks differ
+    by_rank       the bytes that each rank sends each time, under the ring algorithm
     count         how often it runs; None where that is known only when it runs
     at_most       how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
     is_written    whether it is in your program, as `lax.psum` in a `shard_map`; otherwise XLA inserted it
@@ -58,12 +53,17 @@ class Explained:
 
     op: str
     axis: str
-    bytes: int
+    by_rank: tuple[int, ...]
     count: int | None
     at_most: int | None
     is_written: bool
     is_backward: bool
     causes: tuple[Cause, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What a rank sends each time; the most, where ranks differ."""
+        return max(self.by_rank)
 
     @property
     def where(self) -> str:
@@ -80,36 +80,41 @@ class Explained:
             for cause in self.causes
         ]
         for text, number in Counter(texts).items():
-            lines += textwrap.wrap(
-                f"{number} x {text}" if number > 1 else text,
-                _WIDTH,
-                initial_indent=_MARGIN,
-                subsequent_indent=_MARGIN,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            lines.append(wrapped(f"{number} x {text}" if number > 1 else text))
         return "\n".join(lines)
 
 
 class Explanation(tuple[Explained, ...]):
-    """The collectives of a program in their order; prints as a sentence or two each."""
+    """The collectives of a program in their order; prints as a sentence or two each.
+
+    proposals   other specs with which less is sent
+    """
 
     title: str
     mesh: Mesh
+    proposals: tuple[Proposal, ...]
 
     @property
     def bytes(self) -> int:
-        """What a rank sends in total. Raises ValueError where that is known only when it runs."""
+        """What a rank sends in total; the most, where ranks differ. Raises ValueError where that is known only when it
+        runs."""
         for one in self:
             if one.count is None:
                 raise ValueError(f"how often the {one.op} at {one.where} runs is known only when it runs")
-        return sum(one.bytes * (one.count or 0) for one in self)
+        return max(self._by_rank())
+
+    def _by_rank(self) -> list[int]:
+        """What each rank sends, as far as it is known."""
+        return [sum(one.by_rank[rank] * (one.count or 0) for one in self) for rank in self.mesh.ranks]
 
     def __repr__(self) -> str:
-        known = sum(one.bytes * one.count for one in self if one.count is not None)
+        if not self:
+            return f"{self.title} on {self.mesh}: nothing is sent"
+        by_rank = self._by_rank()
+        who = "each rank sends" if len(set(by_rank)) == 1 else "a rank sends at most"
         more = ", and what only the running program decides" if any(one.count is None for one in self) else ""
-        head = f"{self.title} on {self.mesh}: each rank sends {known:,} B{more}"
-        return "\n".join([head, *map(str, self)]) if self else f"{self.title} on {self.mesh}: nothing is sent"
+        head = f"{self.title} on {self.mesh}: {who} {max(by_rank):,} B{more}"
+        return "\n".join([head, *map(str, self), *map(str, self.proposals)])
 
 
 def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwargs: Any) -> Explanation:
@@ -123,13 +128,17 @@ def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwa
     result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
     An argument is identified by its name and sharding, and an array between two operations by the one that made it.
     XLA carries a sharding that is asked for backwards, and moves an array before the operations that compute with it
-    element by element: then the constraint or `out_shardings` that asks is named, and the spec that would send nothing.
-    Lines are those that XLA kept with its instructions; JAX 0.7 gives it only the innermost, which may be a library's.
+    element by element: then the constraint or `out_shardings` that asks is named, by the line that calls your helpers.
+    `proposals` are other specs for these. The program is compiled with each, at most 12 times, and only those with
+    which less is sent are kept.
+    On GPUs, XLA may combine collectives, make each a start and a done, or fuse it with a product (a windowed einsum).
+    So a step may have more or fewer collectives there than here.
     """
-    program = compiled_for(fn, args, kwargs)
+    program = compiled_for(fn, args, kwargs, numbered=True)
     why = _Why(Flow(program.module, program.mesh, program.names), program.asked, accelerator)
     explanation = Explanation(one for run in runs_of(program.module) for one in why.explained(run))
     explanation.title, explanation.mesh = program.title, program.mesh
+    explanation.proposals = tuple(proposals(program, why.proposed, accelerator))
     return explanation
 
 
@@ -138,8 +147,6 @@ _ASKED = {"reshard", "sharding_constraint", "device_put"}
 """Primitives that say how an array is to lie."""
 _MOST_OPERANDS = 4
 _CONSTANT = ("constant", "iota", "partition-id", "broadcast")
-_NAMES = {"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
-"""What XLA knows as the reductions that it becomes."""
 
 
 class _Why:
@@ -147,6 +154,7 @@ class _Why:
 
     def __init__(self, flow: Flow, asked: Asked, accelerator: bool):
         self.asked = asked
+        self.proposed: dict[Ask, dict[int, list[tuple[str, ...]]]] = {}  # the axes along each dim, by who asks
         self.flow, self.module, self.mesh, self.accelerator = flow, flow.module, flow.mesh, accelerator
 
     def explained(self, run: Run) -> Iterator[Explained]:
@@ -158,15 +166,11 @@ class _Why:
         place, num_ranks = Place(run.computation, one), len(groups[0])
         sent = sent_by(self.flow, place, self.accelerator)
         causes = self._causes(place, sent, axis, num_ranks)
-        for op in dict.fromkeys(op for op, _ in sent):
-            num_bytes = sum(
-                max(cost.bytes_sent(op, *array.units, num_ranks, index) for index in range(num_ranks))
-                for _, array in merged(each for each in sent if each.op == op)
-            )
+        for op, by_rank in bytes_by_rank(self.flow, place, self.accelerator).items():
             # the pieces of one array have one cause
             its_causes = tuple(cause for cause, each in zip(causes, sent, strict=False) if each.op == op)
             is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
-            yield Explained(op, axis, num_bytes, run.count, run.at_most, is_written, is_backward, its_causes)
+            yield Explained(op, axis, by_rank, run.count, run.at_most, is_written, is_backward, its_causes)
 
     def _causes(self, place: Place, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:
         operands = self.flow.operands(place)
@@ -183,7 +187,7 @@ class _Why:
     def _of_sum(self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
-        operation = _operation(made.one) or place.one.primitive or made.one.op
+        operation = self._name(made)
         where = self._line(place if index is None else made) or self._line(made) or self._line(place)
         operands = self._operands(made, where)
         of = f" of {' and '.join(operands)}" if operands else ""
@@ -205,44 +209,47 @@ class _Why:
         made, user = self.flow.source(given), self._user(place)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
         array, operand = sent.array, self._text(made, where)
+        starts, own = self._arrays(made), self.asked.step_of(place.one.origin)
+        used = None if user is None else self.asked.step_of(user.one.origin)
+        shape = self.asked.shape(starts)
         wide = self._as_wide(place, sent, None)
-        first = *self._in_program(made), self._argument(made)
-        shape = self.asked.shape(*first)
-        if not self.asked.is_asked_whole(*first):
+        if not self.asked.is_asked_whole(starts):
             wide = self._as_kept(place, prod(shape)) + wide
         operation = place.one.primitive
         is_second = self.flow.is_moved(given)
         shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
-        if operation in _ASKED and (ask := self.asked.constraint_at(where)) is not None:
-            why = self._as_asked(ask, place, made, sent, axis, operand + shards * (sent.op == "all_gather"))
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        if operation in _WRITTEN or operation in _ASKED:
+        if operation in _WRITTEN:
             why = self._as_written(place, operation, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        operation, who, more = "", "the function returns", ""
-        ask = None if user is not None else self.asked.of(*first, op=sent.op, axis=axis)
         gathered = self._gathered_dim(place, sent)
-        if user is not None:
-            operation, line, _ = used = self._in_program(user)
-            who = f"{operation}{f' ({line})' * (line not in ('', where))} needs"
-            found = self.asked.of(*used, op=sent.op, axis=axis)
-            if found is not None and self.asked.is_by_element(*used):
-                ask = found
-            elif found is not None and (sent.op != "all_gather" or set(axis.split(",")) & found.axes):
-                more = f"; {found} of its result"
-            elif found is not None and (dim := self.asked.dim_of_product(line, first, gathered)) is not None:
-                order = axes_in_order(self.mesh, self.module.groups(place.one))
-                who, more = f"{operation} needs", f"; {found} of its result"
-                if (spec := found.with_axis(dim, order)) is not None:
-                    more += f", and with {found.remedy(spec)}"
-        if ask is not None and axis in ask._replace(spec=ask.spec[gathered : gathered + 1]).axes:
-            ask = None  # it asks for the pieces that there are
-        num_pieces = prod(self.mesh.axis_size(name) for name in axis.split(","))
-        if user is None and ask is None and 0 <= gathered < len(shape) and shape[gathered] % num_pieces:
-            more = f": a result must be in equal pieces, and {num_pieces} does not divide {shape[gathered]}"
-        if ask is not None:
-            why = self._as_asked(ask, place, made, sent, axis, operand + shards * (sent.op == "all_gather"))
+        asking, more = self.asked.at(own) if own is not None and operation in _ASKED else None, ""
+        if asking is None and user is None:
+            asking = self.asked.of(starts, sent.op, axis)
+        elif asking is None and used is not None:
+            asking = self.asked.of(starts, sent.op, axis, until=used)
+            after = self.asked.of(used.makes, sent.op, axis)
+            if asking is None and after is not None and self.asked.is_by_element(used):
+                asking = self.asked.of(starts, sent.op, axis) or after
+            elif asking is None and after is not None:
+                more = self._as_asked_after(after, place, made, used, sent, axis)
+        if asking is not None and not self._moves(asking, place, sent, axis):
+            asking = None  # it asks for the pieces that there are
+        if asking is not None:
+            where = asking.ask.line or where
+            operand = self._text(made, where) + shards * (sent.op == "all_gather")
+            why = self._as_asked(asking, place, made, sent, axis, operand)
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+        if operation in _ASKED:
+            why = self._as_written(place, operation, operand)
+            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+        operation, who = "", "the function returns"
+        if user is not None:
+            operation = self._name(user)
+            line = self._line(user)
+            who = f"{operation}{f' ({line})' * (line not in ('', where) and not more)} needs"
+        num_pieces = prod(self.mesh.axis_size(name) for name in axis.split(","))
+        if user is None and 0 <= gathered < len(shape) and shape[gathered] % num_pieces:
+            more = f": a result must be in equal pieces, and {num_pieces} does not divide {shape[gathered]}"
         if user is not None and made.one.op == user.one.op == "reduce" and sent.op == "all_gather":
             operands = self._operands(made, where)
             why = f"{operation} of {' and '.join(operands)} goes over a dim that is sharded over {axis}, so each rank "
@@ -251,7 +258,7 @@ class _Why:
         if user is not None and sent.op == "all_to_all" and user.one.origin == made.one.origin:
             why = f"XLA computes {operation} on pieces that are cut along another dim, and here moves its result back"
             return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        if sent.op == "all_gather" and (new_shape := self.asked.reshaped(*first)) is not None:
+        if sent.op == "all_gather" and (new_shape := self.asked.reshaped(starts)) is not None:
             operation, who = "reshape", "reshape needs"
             more = f": its pieces are no pieces of the new shape {list(new_shape)}" + more
             wide = self._as_kept(place) + self._as_wide(place, sent, None)
@@ -261,56 +268,80 @@ class _Why:
         }.get(sent.op, f"{who} {operand} on other ranks than those that have it")
         return Cause(where, array.dtype, array.shape, operation, (operand,), why + more + wide)
 
-    def _as_asked(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str, operand: str) -> str:
-        """An array that is moved because somebody asks how it is to lie, and what to ask for instead."""
-        why = {
-            "all_gather": f"{ask}, which takes all of {operand}",
-            "all_to_all": f"{ask}, which cuts {operand} along another dim than now",
-        }.get(sent.op, f"{ask}, which puts {operand} on other ranks than those that have it")
-        if (spec := self._as_it_is(ask, place, made, sent, axis)) is not None:
-            why += f"; with {ask.remedy(spec)}"
-        return why
+    def _moves(self, asking: Asking, place: Place, sent: Sent, axis: str) -> bool:
+        """Whether an array must be moved to be as it is asked for: what is gathered may not stay in these pieces."""
+        dim = self._gathered_as_asked(asking, place, sent)
+        return dim is None or axis not in axes_of(asking.ask.spec[dim])
 
-    def _as_it_is(self, ask: Ask, place: Place, made: Place, sent: Sent, axis: str) -> tuple[Any, ...] | None:
-        """The spec that the array has already, if we know it."""
-        while self.flow.slot(made) is None and self.asked.is_by_element(*self._in_program(made)):
+    def _gathered_as_asked(self, asking: Asking, place: Place, sent: Sent) -> int | None:
+        """Which dim of the array that is asked for is gathered. A scan may have stacked what was made in it."""
+        dim = self._gathered_dim(place, sent) - max(len(sent.array.shape) - len(asking.dims), 0)
+        return asking.dims[dim] if 0 <= dim < len(asking.dims) else None
+
+    def _as_asked_after(self, asking: Asking, place: Place, made: Place, used: Step, sent: Sent, axis: str) -> str:
+        """Who asks for the result of what needs an array."""
+        ask, gathered = asking.ask, self._gathered_dim(place, sent)
+        if self.flow.slot(made) is not None:
+            self._propose(ask, self._as_it_is(asking, place, made, sent))
+        if sent.op != "all_gather" or set(axis.split(",")) & ask.axes:
+            return f"; {ask} of its result"
+        dim = self.asked.through_product(used, self._arrays(made), gathered)
+        if dim is None or asking.dims[dim] is None:
+            return ""
+        self._propose(ask, {asking.dims[dim]: axes_in_order(self.mesh, self.module.groups(place.one))})
+        return f"; {ask} of its result"
+
+    def _as_asked(self, asking: Asking, place: Place, made: Place, sent: Sent, axis: str, operand: str) -> str:
+        """An array that is moved because somebody asks how it is to lie."""
+        self._propose(asking.ask, self._as_it_is(asking, place, made, sent))
+        return {
+            "all_gather": f"{asking.ask}, which takes all of {operand}",
+            "all_to_all": f"{asking.ask}, which cuts {operand} along another dim than now",
+        }.get(sent.op, f"{asking.ask}, which puts {operand} on other ranks than those that have it")
+
+    def _propose(self, ask: Ask, axes: Mapping[int | None, Sequence[str]]) -> None:
+        """Note along which axes each dim is cut before it is moved for somebody who asks."""
+        for dim, names in axes.items():
+            if dim is not None:
+                self.proposed.setdefault(ask, {}).setdefault(dim, []).append(tuple(names))
+
+    def _as_it_is(self, asking: Asking, place: Place, made: Place, sent: Sent) -> dict[int | None, Sequence[str]]:
+        """The axes along which an array is cut already, as far as we know: by the dim of what is asked for."""
+        seen = list[Place]()  # what a loop carries is made of itself
+        while self.flow.slot(made) is None and (step := self.asked.step_of(made.one.origin)) is not None:
+            seen.append(made)
             sources = {self.flow.source(given) for given in self.flow.operands(made)}
             sources = {source for source in sources if source.one.op not in _CONSTANT}
-            if len(sources) != 1 or made in sources:
+            if not self.asked.is_by_element(step) or len(sources) != 1 or not sources.isdisjoint(seen):
                 break
             made = sources.pop()
-        if (slot := self.flow.slot(made)) is not None:
-            if slot.axes is None or len(slot.axes) != ask.num_dims:
-                return None
-            return tuple(tuple(name.split(",")) if "," in name else name or None for name in slot.axes)
-        dim = self._gathered_dim(place, sent)
-        if dim < 0 or len(sent.array.shape) != ask.num_dims:
-            return None
-        return ask.with_axis(dim, axes_in_order(self.mesh, self.module.groups(place.one)))
+        if (slot := self.flow.slot(made)) is not None and slot.axes is not None:
+            dims = self.asked.dims_of(self._arrays(made), asking.ask)
+            return {dim: tuple(filter(None, names.split(","))) for dim, names in zip(dims, slot.axes, strict=False)}
+        if sent.op != "all_gather":
+            return {}
+        order = axes_in_order(self.mesh, self.module.groups(place.one))
+        return {self._gathered_as_asked(asking, place, sent): order}
 
     def _gathered_dim(self, place: Place, sent: Sent) -> int:
         """The dim of an array whose pieces are gathered; -1 if there is none, or several."""
         dims = place.one.dims("dimensions") if sent.op == "all_gather" else ()
         return dims[0] if len(dims) == 1 else -1
 
-    def _argument(self, place: Place) -> int | None:
-        """The number of the argument that an array is."""
-        return None if self.flow.slot(place) is None else self.asked.argument(place.one.origin)
+    def _arrays(self, place: Place) -> tuple[int, ...]:
+        """An array, as `Asked` knows it."""
+        if self.flow.slot(place) is not None:
+            argument = self.asked.argument(place.one.origin)
+            return () if argument is None else (argument,)
+        step = self.asked.step_of(place.one.origin)
+        return () if step is None else step.makes
 
-    def _in_program(self, place: Place) -> tuple[str, str, bool]:
-        """An operation, as `Asked` knows it: its name, its line, and whether it is of the backward pass."""
-        return self._name_in_program(place), self._line(place), place.one.phase == "backward"
-
-    def _name_in_program(self, place: Place) -> str:
-        """The program's name of an operation."""
-        name = _operation(place.one) or place.one.op
-        if name == "reduce" or name.startswith("reduce_window"):
-            names = self.asked.names_at(self._line(place)) & _NAMES
-            return names.pop() if len(names) == 1 else name
-        names = self.asked.names_at(self._line(place))
-        if name == "dynamic_slice" and "/while/body/" in place.one.origin and "scan" in names and name not in names:
-            return "scan"  # takes a row of what it goes along
-        return name
+    def _name(self, place: Place) -> str:
+        """What one calls an operation. XLA puts transposes into products, and may keep only their names."""
+        step = self.asked.step_of(place.one.origin)
+        name = step.name if step is not None and step.eqn is not None else place.one.primitive or place.one.op
+        name = "dot_general" if place.one.op == "dot" and "dot" not in name else name
+        return _WORDS.get(name, name.replace("-", "_"))
 
     def _user(self, place: Place) -> Place | None:
         """What computes with an array, in the program: before, XLA may pad or cut it, under the name of an argument, or
@@ -356,27 +387,37 @@ class _Why:
                 if key in seen or source.one.op in _CONSTANT:
                     continue
                 seen.add(key)
-                is_part = source.one.op != "parameter" and source.one.origin in ("", made.one.origin)
+                is_part = source.one.op != "parameter" and (
+                    source.one.origin in ("", made.one.origin) or self._is_place(source, made)
+                )
                 if is_part and not is_product(source.one):
                     pending.append(source)
                 else:
                     found[self._text(source, where)] = None
         return tuple(found)
 
+    def _is_place(self, source: Place, made: Place) -> bool:
+        """Whether JAX works out here which elements are read: a negative index counts from the end."""
+        step, used = (self.asked.step_of(each.one.origin) for each in (source, made))
+        if step is None or used is None or not used.name.startswith(("gather", "dynamic", "scatter")):
+            return False
+        return step.line == used.line and source.one.arrays[0].dtype.removeprefix("u").startswith(("int", "bool"))
+
     def _text(self, place: Place, where: str) -> str:
         """An array, in the reader's terms."""
         if (slot := self.flow.slot(place)) is not None:
             return str(slot)
-        name = _operation(place.one)
-        if not name:
-            return "a constant" if place.one.op in ("constant", "iota", "broadcast") else f"what {place.one.op} made"
+        given, step = self.flow.operands(place), self.asked.step_of(place.one.origin)
+        if place.one.op in _CONSTANT or (step is not None and step.name in COPIES and len(given) == 1):
+            return self._text(self.flow.source(given[0]), where) if given else "a constant"
+        name = self._name(place)
         line = self._line(place)
         return f"the result of {name}{f' ({line})' * (line not in ('', where))}"
 
     def _line(self, place: Place) -> str:
-        return self.module.where(place.one)
+        step = self.asked.step_of(place.one.origin)
+        return (step.line if step is not None else "") or self.module.where(place.one)
 
 
-def _operation(one: Instruction) -> str:
-    """JAX's name for what an instruction does. XLA puts transposes into products, and may keep only their names."""
-    return "dot_general" if one.op == "dot" and "dot" not in one.primitive else one.primitive
+_WORDS = {"select_n": "where", "add_any": "a sum of gradients", "broadcast_in_dim": "broadcasting"}
+"""What one calls operations that JAX puts in."""

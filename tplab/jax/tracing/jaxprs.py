@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,21 @@ def line_of(eqn: Any, jaxpr: Any) -> str | None:
     return line_text(*frames[0]) if frames else None
 
 
+def line_outside(eqn: Any, jaxpr: Any, helpers: Collection[tuple[str, int]] = ()) -> str | None:
+    """The same, outside of installed packages, and of helpers: functions of the user's, each by its file and first
+    line. A helper that JAX itself calls, as it does what is differentiated or mapped, has no line outside."""
+    if not (frames := own_frames(frames_of(eqn, jaxpr))):
+        return None
+    listed = [frame for frame in eqn.source_info.traceback.frames if not frame.file_name.endswith(_TREES)]
+    place = next(n for n, frame in enumerate(listed) if (frame.file_name, frame.line_num) == frames[0])
+    while (listed[place].file_name, listed[place].function_start_line) in helpers:
+        above = listed[place + 1 : place + 2]
+        if not above or (above[0].file_name, above[0].line_num) not in frames:
+            break
+        place += 1
+    return line_text(listed[place].file_name, listed[place].line_num)
+
+
 def frames_of(eqn: Any, jaxpr: Any) -> tuple[tuple[str, int], ...]:
     """The lines of the user's program that an equation of `jaxpr` comes from, each a file and a line, the innermost
     first, up to the function that tplab was given."""
@@ -98,6 +113,8 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]
     return tuple(own or frames)
 
 
+_TREES = tuple(os.path.join("jax", "_src", name) for name in ("tree.py", "tree_util.py", "traceback_util.py"))
+"""Where JAX calls a function on each array, and nothing else."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep

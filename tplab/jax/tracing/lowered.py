@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from jax.tree_util import SequenceKey
 
 from tplab import spare
 from tplab.errors import TraceError
-from tplab.jax.private import out_shardings_of
-from tplab.jax.tracing.asked import Asked
+from tplab.jax.private import as_written, changed, out_shardings_of
+from tplab.jax.tracing.asked import Ask, Asked
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
@@ -28,7 +29,8 @@ from tplab.mesh import Mesh
 class Lowered(NamedTuple):
     """title   the function's name
     names   JAX's names of arguments -> the reader's, where they differ
-    asked   who asks how arrays are to lie
+    asked   who asks how arrays are to lie; of a program that is `numbered`
+    traced  what JAX traced; None where it does not say
     """
 
     title: str
@@ -36,10 +38,18 @@ class Lowered(NamedTuple):
     mesh: Mesh
     names: dict[str, str]
     asked: Asked
+    traced: Any
+
+    def compiled_with(self, specs: Mapping[Ask, Sequence[Any]]) -> Module:
+        """The module of the same program, where it asks for other specs. Raises ValueError where that is impossible."""
+        asked = Asked(self.traced.jaxpr, out_shardings_of(self.traced), specs)
+        with _hushed():
+            return Module(_compiled(_numbered(self.traced, asked).lower()).as_text() or "")
 
 
-def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
-    """What XLA makes of `fn(*args, **kwargs)`. Raises TraceError inside a function that JAX traces."""
+def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, numbered: bool = False) -> Lowered:
+    """What XLA makes of `fn(*args, **kwargs)`. `numbered`: with the number of its equation in the name of each
+    instruction. Raises TraceError inside a function that JAX traces."""
     leaves = jax.tree.leaves((args, kwargs))
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TraceError(
@@ -54,26 +64,51 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowere
         raise TypeError("this function is compiled already, for arguments of its own: trace(compiled), without any")
     if type(fn).__module__.startswith("equinox"):
         fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and uses the rest as it is, as we do
-    jaxpr = traced = None
+    jaxpr, traced, asked = None, None, Asked(None)
     if hasattr(fn, "as_text"):
         compiled = fn
-    elif hasattr(fn, "lower"):
-        traced = fn.trace(*args, **kwargs) if hasattr(fn, "trace") else None
-        jaxpr = getattr(traced, "jaxpr", None)
-        if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could only be lowered
-            jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-        lowered = fn.lower(*args, **kwargs) if traced is None else traced.lower()
-        with spare.returned():
-            compiled = lowered.compile()
     else:
-        traced = _jitted(fn, args, kwargs)
-        with spare.returned():
-            jaxpr, compiled = traced.jaxpr, traced.lower().compile()
+        with as_written() if numbered else nullcontext():
+            if not hasattr(fn, "lower"):
+                traced = _jitted(fn, args, kwargs)
+            elif hasattr(fn, "trace"):
+                traced = fn.trace(*args, **kwargs)
+            traced = getattr(traced, "traced", traced)  # Flax's is wrapped
+            jaxpr = getattr(traced, "jaxpr", None)
+            if type(fn).__name__ == "PmapFunction":  # until JAX 0.7 it could only be lowered
+                jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+            asked = Asked(jaxpr if numbered else None, out_shardings_of(traced))
+            compiled = _compiled(fn.lower(*args, **kwargs) if traced is None else _numbered(traced, asked).lower())
     compiled = getattr(compiled, "compiled", compiled)  # Equinox's is wrapped
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
     title = module.name if hasattr(fn, "as_text") else _title(fn)
-    return Lowered(title, module, mesh, _names(fn, args, kwargs), Asked(jaxpr, out_shardings_of(traced)))
+    return Lowered(title, module, mesh, _names(fn, args, kwargs), asked, traced)
+
+
+def _numbered(traced: Any, asked: Asked) -> Any:
+    """What JAX traced, as `asked` has numbered it, if it has."""
+    if asked.numbered is None:
+        return traced
+    return changed(traced, jaxpr=asked.numbered, out_shardings=asked.results)
+
+
+def _compiled(lowered: Any) -> Any:
+    with spare.returned():
+        return lowered.compile()
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """XLA warns of shardings on standard error, also of those that only tplab tries."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _title(fn: Any) -> str:

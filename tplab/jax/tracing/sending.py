@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tplab.cost import collectives as cost
 from tplab.jax.tracing.flow import Flow, Place
 from tplab.jax.tracing.hlo import Array
 from tplab.jax.tracing.narrow import narrow_after, narrow_before
@@ -46,6 +47,20 @@ def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
         alike = [one for one in listed if (one.op, one.array.dtype, one.array.bits) == key]
         size = sum(one.array.size for one in alike)
         yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,), key[2]))
+
+
+def bytes_by_rank(flow: Flow, place: Place, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
+    """What each rank sends to a collective, under the ring algorithm, for each operation that it is."""
+    groups, found = flow.module.groups(place.one), dict[str, tuple[int, ...]]()
+    sent = sent_by(flow, place, accelerator)
+    for op in dict.fromkeys(op for op, _ in sent):
+        by_rank = [0] * flow.mesh.size
+        for _, array in merged(each for each in sent if each.op == op):
+            for group in groups:
+                for index, rank in enumerate(group[:1] if op == "ppermute" else group):  # of a pair, the first sends
+                    by_rank[rank] += cost.bytes_sent(op, *array.units, len(group), index)
+        found[op] = tuple(by_rank)
+    return found
 
 
 def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:

@@ -20,7 +20,7 @@ _DRAWS = {"randint", "randperm", "randn", "rand", "normal", "multinomial"}
 _SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat", "where", "masked_fill", "shift"}
 _IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
 _SCALES = _IN_PLACE | {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "multiply", "divide"}
-_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
+NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
 """What a script may change by hand, and when."""
 _CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
@@ -50,7 +50,7 @@ class ByHand:
                 kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
                 if kind == _CHANGES[moment]:
                     step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
-        elif moment == "reduction" and (name in _SCALES | _NORMS | _CLAMPS):
+        elif moment == "reduction" and (name in _SCALES | NORMS | _CLAMPS):
             self._reduce(name, args, found, step, inside)
         else:
             self._shift(name, first, found)
@@ -72,7 +72,7 @@ class ByHand:
         many = [x for x in (args[0] if isinstance(args[0], list | tuple) else args[:1]) if isinstance(x, Tensor)]
         if not many:
             return
-        if name in _NORMS:
+        if name in NORMS:
             is_number = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.numel() == 1)
             if is_number and many[0].is_floating_point() and many[0].numel() > 1:
                 self._is_measured()

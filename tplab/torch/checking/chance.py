@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tplab.torch.checking.drawn import AGAIN, draw_again
+from tplab.torch.checking.draws import DRAW_SAMPLES
 from tplab.torch.checking.groups import StandIn
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import graph_task, local_of, python_random
@@ -53,8 +54,8 @@ class Chance:
     def _dropout(self, original: Any) -> Any:
         usual = not original.__name__.endswith("alpha_dropout")
 
-        def watched(x: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
-            rank = self._here()
+        def watched(input: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
+            rank, x = self._here(), input
             if rank is None or not training or original in rank.inside:
                 return original(x, p, training, inplace)
             rank.seen.kinds.add("Dropout")
@@ -72,8 +73,8 @@ class Chance:
     def _torch_dropout(self, original: Any) -> Any:
         """torch.dropout(x, p, train) and its like."""
 
-        def watched(x: Tensor, p: float, train: bool) -> Tensor:
-            rank = self._is_off(original)
+        def watched(input: Tensor, p: float, train: bool) -> Tensor:
+            rank, x = self._is_off(original), input
             if rank is None or not train or not p:
                 return original(x, p, train)
             self._draw(rank, x, local_of(x).shape, p)
@@ -104,16 +105,16 @@ class Chance:
     def _recurrent(self, original: Any) -> Any:
         """Between its layers a recurrent network drops parts of their outputs."""
 
-        def watched(module: nn.RNNBase, x: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.RNNBase, /, input: Any, *args: Any, **kwargs: Any) -> Any:
             rank, p = self._is_off(original), module.dropout
             if rank is None or not p or not module.training:
-                return original(module, x, *args, **kwargs)
-            given = x if isinstance(x, Tensor) else x.data
+                return original(module, input, *args, **kwargs)
+            given = input if isinstance(input, Tensor) else input.data
             width = module.hidden_size * (1 + module.bidirectional)
             self._draw(rank, given, (module.num_layers - 1, *local_of(given).shape[:-1], width), p)
             module.dropout = 0.0
             try:
-                return original(module, x, *args, **kwargs)
+                return original(module, input, *args, **kwargs)
             finally:
                 module.dropout = p
 
@@ -123,9 +124,9 @@ class Chance:
 
     def _rrelu(self, original: Any) -> Any:
         def watched(
-            x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+            input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
         ) -> Any:
-            return original(x, lower, upper, training and self._is_off(original) is None, inplace)
+            return original(input, lower, upper, training and self._is_off(original) is None, inplace)
 
         return watched
 
@@ -147,9 +148,11 @@ class Chance:
         def watched(*args: Any, **kwargs: Any) -> Any:
             rank = self._is_off(original)
             is_weight = bool(args) and isinstance(args[0], nn.Parameter)
-            if rank is None or is_weight or not (rank.depth or graph_task() != -1):
-                return original(*args, **kwargs)
             found, frame = original(*args, **kwargs), sys._getframe(1)
+            if rank is None or is_weight:
+                return found
+            if not rank.depth and graph_task() == -1:
+                return rank.draws_sample(frame.f_code, found) if original.__name__ in DRAW_SAMPLES else found
             rank.seen.random.add((rank.line(), tuple(local_of(found).shape[1:])))
             draw_again(original.__name__, found, args, kwargs, f"{frame.f_code.co_name} {frame.f_lineno}")
             return found

@@ -17,10 +17,15 @@ class NotEnough(Exception):
 
 class Handed:
     """What the models of all ranks were called with and what their losses compare with, in one row per kind of data:
-    microbatch by microbatch, and within each rank by rank. Ranks that saw the same count once."""
+    microbatch by microbatch, and within each rank by rank. Ranks that saw the same count once.
+
+    is_drawn   whether the samples are handed over where the reference draws its own, all ranks' together: it may draw
+               fewer
+    """
 
     def __init__(self, seen: Sequence[Seen]):
         count = min(one.num_steps for one in seen)
+        self.is_drawn = False
         self._steps = [_Queues([one.steps[number] for one in seen]) for number in range(count)]
 
     @property
@@ -31,7 +36,12 @@ class Handed:
     def regroups(self) -> bool:
         """Whether the reference's microbatches may have other samples than those of all ranks, though a step has the
         same: if they are handed over, each of its values can be compared with the ranks'."""
-        return self.fits and all(step.regroups for step in self._steps)
+        return self.fits and not self.is_drawn and all(step.regroups for step in self._steps)
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether the ranks' scripts draw what their models are called with."""
+        return bool(self._steps) and all(step.can_be_drawn for step in self._steps)
 
     def again(self) -> Handed:
         """From the beginning."""
@@ -41,21 +51,28 @@ class Handed:
 
     def data(self, step: int, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """As much as the reference's model is called with, in the place of `asked`."""
-        if step >= len(self._steps):
+        if self.is_drawn or step >= len(self._steps):
             return asked
         return {
             name: self._steps[step].take(self._steps[step].data, slot, x)
             for slot, (name, x) in enumerate(asked.items())
         }
 
+    def drawn(self, step: int, key: tuple[str, int], found: Tensor) -> Tensor:
+        """What all ranks have drawn, in the place of what the reference has."""
+        parts = self._steps[step].draws.get(key) if self.is_drawn and step < len(self._steps) else None
+        if parts is None or any(part.shape[1:] != found.shape[1:] for part in parts):
+            return found
+        return torch.from_numpy(np.concatenate(parts)).to(found)
+
     def target(self, step: int, asked: Tensor) -> Tensor:
-        if step >= len(self._steps):
+        if self.is_drawn or step >= len(self._steps):
             return asked
         return self._steps[step].take(self._steps[step].targets, 0, asked)
 
     def check_end(self) -> None:
         """Raise NotEnough if the reference has left samples out."""
-        for step in self._steps:
+        for step in () if self.is_drawn else self._steps:
             step.check_end()
 
 
@@ -76,6 +93,11 @@ class _Queues:
         ]
         targets = min((len(step.targets) for step in chosen), default=0)
         self.targets = [[step.targets[batch][0] for batch in range(targets) for step in chosen]] if targets else []
+        keys = set.intersection(*(set(step.draws) for step in chosen)) if chosen else ()
+        self.draws = {key: [step.draws[key] for step in chosen] for key in keys}
+        self.can_be_drawn = bool(chosen) and all(
+            any(next(iter(data.values())) is x for x in step.draws.values()) for step in chosen for data in step.samples
+        )
         self._taken: dict[int, int] = {}
 
     def rewind(self) -> None:

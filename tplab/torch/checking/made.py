@@ -22,17 +22,23 @@ class NumbersMade(TorchFunctionMode):
     """Inside it, each node of autograd's graph whose result is a single number is given its line.
 
     line    says which one runs
+    call    calls the function
     others  is called with every other function, its arguments and its result
     """
 
-    def __init__(self, line: Callable[[], str], others: Callable[[Callable[..., Any], Sequence[Any], Any], None]):
+    def __init__(
+        self,
+        line: Callable[[], str],
+        call: Callable[..., Any],
+        others: Callable[[Callable[..., Any], Sequence[Any], Any], None],
+    ):
         super().__init__()
-        self._line, self._others = line, others
+        self._line, self._call, self._others = line, call, others
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        found = self._call(func, args, kwargs or {})
         if transform() is not None:
             return found  # inside a function that torch.func transforms, tensors have no values to look at
         if isinstance(found, Tensor) and found.requires_grad:
@@ -46,6 +52,9 @@ class NumbersMade(TorchFunctionMode):
 
 _MULTIPLIES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "_foreach_mul_"}
 _DIVIDES = {"div", "div_", "__truediv__", "true_divide", "divide", "__idiv__", "__itruediv__", "_foreach_div_"}
+
+
+MULTIPLIES = _MULTIPLIES | _DIVIDES
 
 
 def times(name: str, args: Sequence[Any]) -> float | None:

@@ -48,6 +48,14 @@ def piece_of(x: Tensor, once: Callable[[Tensor], np.ndarray]) -> Piece:
     return Piece(once(x), dtype_name(x.dtype), shape, start)
 
 
+def put_piece(x: Tensor, whole: Tensor) -> None:
+    """Fill this rank's part of a tensor from the whole, where the script says its place, as a DTensor does."""
+    mine, (_, start) = local_of(x), _place(x)
+    for dim, first in enumerate(start or ()):
+        whole = whole.narrow(dim, first, mine.shape[dim])
+    mine.copy_(whole)
+
+
 def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """The whole's shape and the place in it, of a DTensor."""
     if not hasattr(x, "_local_tensor") or not hasattr(x, "placements"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from tplab.checking.recording import Arrays
+from tplab.checking.repairs import Repair
 from tplab.torch.checking.handed import Handed
 from tplab.torch.checking.pieces import array_of
 
@@ -27,6 +29,7 @@ class Plan:
     ends     whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
     nudges   whether weights and samples are changed in their last digit
     traced   the step of which every operation is recorded; None for none
+    repairs  changes of the run; board: what ranks tell each other for them
     arrays   all that are kept
     """
 
@@ -36,6 +39,8 @@ class Plan:
     ends: bool = True
     nudges: bool = False
     traced: int | None = None
+    repairs: tuple[Repair, ...] = ()
+    board: Any = None
     arrays: Arrays = field(default_factory=Arrays)
 
     def once(self, x: Tensor) -> np.ndarray:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,19 @@ import torch
 
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
+from tplab.checking.repairs import Repair, proven
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
 from tplab.checking.starts import NeedsWeights
 from tplab.checking.trail import Trails
-from tplab.errors import CrossedOrderWarning, DeadlockError, TplabError
+from tplab.errors import CrossedOrderWarning, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.checking.handed import Handed, NotEnough
 from tplab.torch.checking.names import FLAT
 from tplab.torch.checking.sums import OtherSums
 from tplab.torch.checking.watch import Watch
+from tplab.torch.distributed.process import Processes
 from tplab.torch.run import run
 from tplab.torch.scripts import Cell, Script, run_cell
 
@@ -79,15 +83,20 @@ def same_model(
         raise ValueError(
             f"steps is {steps} and reference is {reference}; both are at least 1, and it has no more ranks"
         )
-    alone = Mesh(**{axis: reference if n == 0 else 1 for n, axis in enumerate(mesh.axis_names)})
-    return doctor.compared(mesh, alone, [*args, *(reference_args or ())])
+    return doctor.compared(mesh, _first_axis(mesh, reference), [*args, *(reference_args or ())])
 
 
 class _NotRun(Exception):
-    """A script that fails, or hangs; the text says why."""
+    """A script that fails, or hangs; the text says why, and `way_out` what may help."""
+
+    way_out = ""
+
+    @property
+    def is_for_want_of_gpus(self) -> bool:
+        return bool(re.search("gpu|cuda|nvidia|accelerator", str(self), re.IGNORECASE))
 
     def report(self, about: str) -> SameModel:
-        return could_not_run(str(self), about=about)
+        return could_not_run(f"{self}{self.way_out}", about=about)
 
 
 class _NothingToTell(_NotRun):
@@ -100,13 +109,14 @@ class _NothingToTell(_NotRun):
 class _Doctor:
     def __init__(self, script: Any, args: Sequence[Any], module: bool, steps: int, seed: int, device: str | None):
         self.script, self.args, self.module, self.steps = script, [*args], module, steps
-        self.options = {"seed": seed, "device": device}
+        self.options: dict[str, Any] = {"seed": seed, "device": device, "num_gpus": None}
+        self.notes: list[str] = []
         self.name = "the cell" if isinstance(script, Cell) else getattr(script, "__name__", "") or Path(script).name
 
     def compared(self, mesh: Mesh, alone: Mesh, reference_args: list[Any]) -> SameModel:
         about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
         try:
-            ours = self.seen(mesh, self.args)
+            ours = self._on_gpus_or_cpu(mesh)
             if mesh.size == 1:
                 raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
             if any(FLAT in one.kinds for one in ours):
@@ -116,7 +126,10 @@ class _Doctor:
                     "DistributedDataParallel in its place"
                 )
             handed = Handed(ours)
-            return self._diagnosed(about, ours, mesh, alone, reference_args, handed if handed.fits else None)
+            with _threads(ours):
+                alone, theirs = self._reference(mesh, alone, reference_args)
+            about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
+            return self._diagnosed(about, ours, theirs, mesh, alone, reference_args, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
         except Exception as error:  # of the doctor itself: what the script raises is a _NotRun by now
@@ -124,16 +137,81 @@ class _Doctor:
             where = f"{Path(at.filename).name}:{at.lineno}"
             return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=about)
 
+    def _proven(
+        self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
+        weights: Any, feed: Any
+    ) -> SameModel:  # fmt: skip
+        """The causes of faults, each of which was repaired in another run."""
+
+        def again(repairs: Sequence[Repair]) -> SameModel | None:
+            ours = [one for one in repairs if not one.of_reference]
+            theirs = [one for one in repairs if one.of_reference]
+            try:
+                traced = next((one.times for one in ours if one.kind == "put"), None)
+                seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
+                whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
+                return diagnosed(seen, whole)
+            except (_NotRun, NeedsWeights, NeedsSamples):
+                return None
+
+        return proven(report, again)
+
+    def _on_gpus_or_cpu(self, mesh: Mesh) -> list[Seen]:
+        """What is seen of the ranks. Where they look for GPUs and this machine has none, cuda means the CPU."""
+        try:
+            return self.seen(mesh, self.args)
+        except _NotRun as error:
+            if not error.is_for_want_of_gpus or self.options["device"] is not None or torch.cuda.is_available():
+                raise
+        self.options["device"] = "cpu"
+        self.notes.append("this machine has no GPU, and the script looks for some: cuda meant the CPU (--device cpu)")
+        return self.seen(mesh, self.args)
+
+    def _reference(self, mesh: Mesh, alone: Mesh, args: list[Any]) -> tuple[Mesh, list[Seen]]:
+        """The ranks of the reference, and what is seen of them. Where it finds too few GPUs, it finds as many as the
+        ranks; where it cannot run on one rank, it has as few as it can run on."""
+        try:
+            return alone, self.seen(alone, args)
+        except _NotRun as error:
+            first = error
+        if first.is_for_want_of_gpus and self.options["device"] == "cpu":
+            self.options["num_gpus"] = mesh.size
+            try:
+                found = alone, self.seen(alone, args)
+                self.notes.append(
+                    f"the reference found {mesh.size} GPUs, as the ranks did: with fewer it does not train"
+                )
+                return found
+            except _NotRun as error:
+                first = error
+        for size in range(2, mesh.size if alone.size == 1 else 0):
+            if mesh.size % size == 0:
+                more = _first_axis(mesh, size)
+                with suppress(_NotRun):
+                    found = more, self.seen(more, args)
+                    self.notes.append(f"the reference has {size} ranks, as {first}")
+                    return found
+        raise first
+
     def _diagnosed(
-        self, about: str, ours: list[Seen], mesh: Mesh, alone: Mesh, args: list[Any], handed: Handed | None
+        self,
+        about: str,
+        ours: list[Seen],
+        first: list[Seen],
+        mesh: Mesh,
+        alone: Mesh,
+        args: list[Any],
+        handed: Handed | None,
     ) -> SameModel:
         weights: Mapping[str, np.ndarray] | None = None
-        notes: list[str] = []
+        notes = self.notes
         is_fed, why = False, ""
         for _ in range(3):
             feed = handed if is_fed else None
-            with _threads(ours):
-                theirs = self.seen(alone, args, weights=weights, handed=feed, why=why)
+            theirs = first
+            if is_fed or weights is not None:
+                with _threads(ours):
+                    theirs = self.seen(alone, args, weights=weights, handed=feed, why=why)
             try:
                 Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).ask()
                 report = Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).report()
@@ -144,20 +222,30 @@ class _Doctor:
                 diagnosis = Diagnosis(ours, theirs, again, about=about, notes=notes, is_fed=is_fed)
                 report = diagnosis.report()
                 if diagnosis.facts.wants_trails and alone.size == 1:
-                    feed = handed if handed is not None and handed.regroups else feed
-                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, feed)
+                    given = handed if handed is not None and handed.regroups else feed
+                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, given)
                     report = Diagnosis(
                         ours, theirs, again, about=about, notes=notes, is_fed=is_fed, trails=trails
                     ).report()
-                return report
+
+                def diagnosed(
+                    seen: list[Seen], whole: list[Seen] | None, theirs: list[Seen] = theirs, again: list[Seen] = again,
+                    is_fed: bool = is_fed,
+                ) -> SameModel:  # fmt: skip
+                    if whole is not None:
+                        theirs = again = whole
+                    return Diagnosis(seen, theirs, again, about=about, notes=notes, is_fed=is_fed).report()
+
+                return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
             except NeedsWeights as needs:
                 weights = needs.weights
                 notes.append("the reference was given the weights that the ranks begin with: they draw others")
             except NeedsSamples as needs:
                 if handed is None:
                     return cannot_tell(str(needs), about=about)
-                is_fed, why = True, str(needs)
-                how = "each of them draws its own" if seeds_by_rank(ours) else "it draws in another order"
+                is_fed, why, handed.is_drawn = True, str(needs), needs.are_drawn and handed.can_be_drawn
+                is_own = handed.is_drawn or seeds_by_rank(ours) is not None
+                how = "each of them draws its own" if is_own else "it draws in another order"
                 notes.append(f"the reference was given the samples that the ranks drew, as {how}")
         return cannot_tell("the reference does not take the weights and samples of the ranks", about=about)
 
@@ -192,13 +280,14 @@ class _Doctor:
         why: str = "",
         parts: int = 0,
         traced: int | None = None,
+        repairs: Sequence[Repair] = (),
     ) -> Watch:
         """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many
         parts, and weights and samples are off in their last digit, if not 0. traced: the step of which every
         operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = self.steps if traced is None else traced + 1
-        watch = Watch(mesh.size, steps, feed=feed, weights=weights, nudges=parts > 0, traced=traced)
+        watch = Watch(mesh.size, steps, feed=feed, weights=weights, nudges=parts > 0, traced=traced, repairs=repairs)
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -206,12 +295,14 @@ class _Doctor:
                 yield
 
         try:
-            with watch, redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore", CrossedOrderWarning)
+            with watch, _in_silence():
                 self._run(mesh, args, around)
             if feed is not None and traced is None:
                 feed.check_end()
         except DeadlockError as error:
+            if watch.stopped and not watch.has_enough:
+                counts = ", ".join(f"rank {rank}: {seen.num_steps}" for rank, seen in enumerate(watch.seen))
+                raise _NothingToTell(f"on {_ranks(mesh)} ranks make different numbers of steps ({counts})") from error
             if not watch.has_enough:
                 raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
         except NotEnough as error:
@@ -219,14 +310,19 @@ class _Doctor:
         except TplabError as error:
             if isinstance(error.__cause__, NotEnough):
                 raise _NothingToTell(f"{why}; {error.__cause__}") from error
-            way_out = "; the reference may need other arguments, or more ranks: --reference-args, --reference"
-            raise _NotRun(f"on {_ranks(mesh)} the script fails: {error}{way_out * (mesh.size == 1)}") from error
+            failure = _NotRun(f"on {_ranks(mesh)} the script fails: {_shortened(error, self.options['device'])}")
+            if mesh.size == 1:
+                failure.way_out = (
+                    "; the reference may need other arguments, or more ranks: --reference-args, --reference"
+                )
+            raise failure from error
         counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
         if not any(counts.values()):
             line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
+            prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise _NothingToTell(
                 f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
-                "torch.optim.Optimizer"
+                f"torch.optim.Optimizer{f'; it ended, and last it printed {prints[-1].strip()!r}' if prints else ''}"
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
         if len(set(counts.values())) > 1:
@@ -249,7 +345,8 @@ class _Doctor:
                 function(*given)
 
         program.__name__ = self.name
-        run(program, mesh, *args, on="simulated", distributed=True, **options)
+        processes = Processes(mesh, options["seed"], num_gpus=options.pop("num_gpus", None))
+        run(program, mesh, *args, on="simulated", distributed=processes, **options)
 
 
 def _is_certain(report: SameModel) -> bool:
@@ -273,6 +370,34 @@ def _threads(ours: Sequence[Seen]) -> Iterator[None]:
 
 SMALL_MODEL = 5_000_000
 """Up to so many parameters a model computes in one thread."""
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """What the script prints, warns of and logs is not shown, and the loggers' handlers stay as they are."""
+    handlers = logging.root.handlers[:]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CrossedOrderWarning)
+        try:
+            yield
+        finally:
+            logging.root.handlers[:] = handlers
+
+
+def _shortened(error: TplabError, device: str | None) -> str:
+    """What a rank raised, with torch's first sentence; the rest repeats its arguments. On the CPU in place of GPUs, no
+    advice about them."""
+    text, cause = str(error), error.__cause__
+    if not isinstance(error, RankError) or cause is None or not (whole := str(cause)):
+        return text
+    first = re.split(r"(?<=[.!?])\s|\n", whole.strip(), maxsplit=1)[0]
+    before, _, after = text.partition(whole)
+    return before + (first if len(first) <= 300 else f"{first[:300]} ...") + (after if device is None else "")
+
+
+def _first_axis(mesh: Mesh, size: int) -> Mesh:
+    """The mesh with as many ranks along its first axis, and one along all others."""
+    return Mesh(**{axis: size if n == 0 else 1 for n, axis in enumerate(mesh.axis_names)})
 
 
 def _ranks(mesh: Mesh) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import update_wrapper
 from types import FrameType
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.torch.checking.chance import Chance, states
-from tplab.torch.checking.groups import Groups
+from tplab.torch.checking.groups import Groups, StandIn
 from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
@@ -38,11 +38,21 @@ class StandIns:
     """
 
     def __init__(self, here: Callable[[], Watched | None]):
-        self._here, self._chance, self._groups = here, Chance(here), Groups(here)
+        self._here, self._chance, self.groups = here, Chance(here), Groups(here)
         self._undo, self._schedules = ExitStack(), set[type]()
 
     def __enter__(self) -> StandIns:
-        for owner, name, make in (
+        for row in self.table():
+            self._replace(*row)
+        for handle in (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)):
+            self._undo.callback(handle.remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def table(self) -> Sequence[StandIn]:
+        return (
             (nn.Module, "__call__", self._module),
             (nn.Module, "named_parameters", self._asked_for_parameters),
             (torch.autograd, "backward", self._backward),
@@ -68,15 +78,8 @@ class StandIns:
             (Optimizer, "load_state_dict", self._load),
             (nn.Module, "load_state_dict", self._load_weights),
             *self._chance.table(),
-            *self._groups.table(),
-        ):
-            self._replace(owner, name, make)
-        for handle in (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)):
-            self._undo.callback(handle.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+            *self.groups.table(),
+        )
 
     def see_functions(self) -> None:
         """See each autograd function that is applied, too."""
@@ -87,10 +90,17 @@ class StandIns:
                 return original.__get__(None, function)(*args, **kwargs)
 
             rank = here()
-            return call() if rank is None else rank.recorder.apply(function, call, args, kwargs)
+            return call() if rank is None else rank.apply(function, call, args, kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         self._undo.callback(setattr, torch.autograd.Function, "apply", original)
+
+    def see_fsdp(self) -> None:
+        """See what FSDP is told from the beginning, and not only once a model is called."""
+        import torch.distributed.fsdp  # noqa: F401  # takes long
+
+        for one in self.groups.of_fsdp():
+            self._replace(*one)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original, is_own = getattr(owner, name), name in vars(owner)
@@ -107,7 +117,7 @@ class StandIns:
                 return call(module, *args, **kwargs)
             seen = Call()
             if not _only_asks_for_shapes():
-                for one in self._groups.of_fsdp():
+                for one in self.groups.of_fsdp():
                     self._replace(*one)
                 args, kwargs, seen = rank.forward(module, args, kwargs)
             rank.depth, before = 1, states()
@@ -117,6 +127,7 @@ class StandIns:
                 return found
             finally:
                 rank.depth = 0
+                rank.mending.after_forward()
                 if torch.is_grad_enabled() and states() != before:
                     rank.seen.random.add((rank.line(), None))
 
@@ -136,7 +147,7 @@ class StandIns:
             if rank is None or graph_task() != -1 or original in rank.inside:  # or what a checkpoint computes again
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
-            rank.begin_backward(tensors, grad_tensors)
+            grad_tensors = rank.begin_backward(tensors, grad_tensors)
             with rank.calls(original):
                 original(tensors, grad_tensors, *args, **kwargs)
             rank.end_backward()
@@ -147,13 +158,17 @@ class StandIns:
         def watched(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if (rank := self._here()) is not None:
+                found = rank.mending.clip(parameters, max_norm, total_norm, rank.line())
+                if found is None:
+                    return None
+                total_norm = found
                 rank.clip(parameters, total_norm)
             return original(parameters, max_norm, total_norm, *args, **kwargs)
 
         return watched
 
     def _autocast(self, original: Any) -> Any:
-        def watched(context: torch.autocast) -> Any:
+        def watched(context: torch.autocast, /) -> Any:
             rank = self._here()
             if rank is not None and context._enabled and torch.is_grad_enabled():
                 rank.seen.kinds.add(dtype_name(context.fast_dtype))
@@ -173,17 +188,17 @@ class StandIns:
         return watched
 
     def _loss(self, original: Any) -> Any:
-        def watched(given: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             rank = self._here()
             if rank is None or graph_task() != -1 or _only_asks_for_shapes() or original in rank.inside:
-                return original(given, target, *args, **kwargs)
+                return original(input, target, *args, **kwargs)
             target, seen = rank.target(target, kwargs.get("ignore_index", -100))
             with rank.calls(original):
-                value = original(given, target, *args, **kwargs)
+                value = original(input, target, *args, **kwargs)
             seen.returns(value)
             is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
             if is_number and not torch.is_grad_enabled():
-                rank.step.evaluated.append(float(local_of(value)))
+                rank.step.evaluated.append((float(local_of(value)), target.numel()))
             return value
 
         return watched
@@ -192,6 +207,8 @@ class StandIns:
         def watched(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             if (rank := self._here()) is not None and rank.step.losses and not rank.step.has_stepped:
                 rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
+                if rank.mending.keeps(rank.line()):
+                    return None
             return original(owner, *args, **kwargs)
 
         return watched
@@ -217,7 +234,7 @@ class StandIns:
         return watched
 
     def _read(self, original: Any) -> Any:
-        def watched(loader: Any) -> Any:
+        def watched(loader: Any, /) -> Any:
             samples = original(loader)
             if (rank := self._here()) is not None:
                 rank.read(loader)
@@ -228,7 +245,7 @@ class StandIns:
     def _schedule(self, original: Any) -> Any:
         """A schedule is made: from now on, the `step` of its class is watched."""
 
-        def watched(schedule: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def watched(schedule: Any, /, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             rank = self._here()
             original(schedule, optimizer, *args, **kwargs)
             if rank is None:
@@ -242,7 +259,7 @@ class StandIns:
         return watched
 
     def _set_rate(self, original: Any) -> Any:
-        def watched(schedule: Any, *args: Any, **kwargs: Any) -> None:
+        def watched(schedule: Any, /, *args: Any, **kwargs: Any) -> None:
             original(schedule, *args, **kwargs)
             optimizer = getattr(schedule, "optimizer", None)
             if isinstance(optimizer, Optimizer) and (rank := self._here()) is not None:
@@ -260,7 +277,7 @@ class StandIns:
         return watched
 
     def _load(self, original: Any) -> Any:
-        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def watched(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if (rank := self._here()) is not None:
                 rank.origins.load(optimizer)
@@ -278,15 +295,19 @@ class StandIns:
     # --- the program's arguments, and its steps ----------------------------------------------------------------------
 
     def _seed(self, original: Any) -> Any:
-        def watched(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seed = next(iter((*args, *kwargs.values())), None)
             if (rank := self._here()) is not None and isinstance(seed, int):
-                rank.seen.seeds.append((seed, rank.line()))
-            return original(seed, *args, **kwargs)
+                other = rank.mending.seed(seed, rank.line())
+                rank.seen.seeds.append((other, rank.line()))
+                if other != seed:
+                    return original(other)
+            return original(*args, **kwargs)
 
         return watched
 
     def _options(self, original: Any) -> Any:
-        def watched(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        def watched(parser: argparse.ArgumentParser, /, *args: Any, **kwargs: Any) -> Any:
             found = original(parser, *args, **kwargs)
             if (rank := self._here()) is not None:
                 rank.seen.options.update(vars(found))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from tplab.checking.source import returned
@@ -27,10 +28,12 @@ class Recorder(TorchFunctionMode):
     """While it is open, and as long as `is_on` says so, it records.
 
     names   of the rank's parameters
+    put     by the key of an operation: what its result is to be
     """
 
-    def __init__(self, names: Names, is_on: Callable[[], bool]):
+    def __init__(self, names: Names, is_on: Callable[[], bool], put: Mapping[Any, Tensor | None] | None = None):
         super().__init__()
+        self._put = put or {}
         self.trail = Trail()
         self._names, self._is_on = names, is_on
         self._made: dict[int, int] = {}
@@ -45,9 +48,19 @@ class Recorder(TorchFunctionMode):
         found, name = func(*args, **kwargs), getattr(func, "__name__", "")
         is_hidden = bool(self._inside) and not self._inside[-1].returned
         if name not in _SILENT and not is_hidden and self._is_on() and graph_task() == -1 and transform() is None:
-            changed = args[0] if name == "__setitem__" else found
-            self._note(self._begin(name, args, kwargs), changed)
+            op = self._begin(name, args, kwargs)
+            found = self._placed(op, found)
+            self._note(op, args[0] if name == "__setitem__" else found)
         return found
+
+    def _placed(self, op: Op, found: Any) -> Any:
+        """The result of an operation, or what it is to be: its gradient stays what it was."""
+        if (value := self._put.get(op.key)) is None:
+            return found
+        if isinstance(found, tuple):
+            return (self._placed(op, found[0]), *found[1:])
+        value = value.to(found)
+        return found + (value - found).detach() if found.is_floating_point() else value
 
     def apply(self, function: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """An autograd function of the program or a library is applied. What the program's own computes inside is
@@ -56,9 +69,7 @@ class Recorder(TorchFunctionMode):
             return call()
         op = self._begin(function.__name__, args, kwargs)
         op.is_function = True
-        backward = inspect.unwrap(function.backward).__code__
-        if is_program(backward.co_filename):
-            op.returned = returned(backward.co_filename, backward.co_firstlineno)
+        op.returned = line_of_return(function)
         self._inside.append(op)
         try:
             found = call()
@@ -66,6 +77,7 @@ class Recorder(TorchFunctionMode):
             self._inside.pop()
         made = (self._made.get(id(x), -1) for x in _tensors((found,)))
         op.inputs += [number for number in made if number >= 0 and number not in op.inputs]
+        found = self._placed(op, found)
         self._note(op, found)
         return found
 
@@ -110,7 +122,8 @@ class Recorder(TorchFunctionMode):
         number = len(self.trail.ops)
         self.trail.ops.append(op)
         for place, x in enumerate(results):
-            op.values.append(array_of(x.detach()))
+            with DisableTorchFunction():
+                op.values.append(array_of(x))
             self._made[id(x)] = number
             self._kept.append(x)
             if x.grad_fn is not None:
@@ -169,6 +182,12 @@ class Recorder(TorchFunctionMode):
 
     def _leaf(self, key: str) -> str:
         return self._names.known(int(key.removeprefix("leaf ")))
+
+
+def line_of_return(function: Any) -> str:
+    """The line at which the backward pass of an autograd function returns, if that is the program's."""
+    backward = inspect.unwrap(function.backward).__code__
+    return returned(backward.co_filename, backward.co_firstlineno) if is_program(backward.co_filename) else ""
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

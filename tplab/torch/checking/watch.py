@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from tplab.checking.recording import Seen
+from tplab.checking.repairs import Repair
 from tplab.checking.trail import Trail
 from tplab.torch.checking.handed import Handed
 from tplab.torch.checking.made import NumbersMade
+from tplab.torch.checking.mending import Board
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.checking.watched import Watched
@@ -24,11 +26,13 @@ class Watch:
 
     steps   after this many steps of its optimizer a rank ends, where the next one would begin
     seen    of each rank
+    stopped the ranks that were ended after these steps
     feed    the samples to use in the place of those that the program draws
     weights the weights to begin with in the place of those that the program draws, by name
     nudges  whether weights at the start, and samples, are changed in their last digit
     traced  the step of which every operation is recorded, in `trails`; None for none
     ends    whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
+    repairs changes of the run
     """
 
     def __init__(
@@ -41,10 +45,14 @@ class Watch:
         ends: bool = True,
         nudges: bool = False,
         traced: int | None = None,
+        repairs: Sequence[Repair] = (),
     ):
-        self._plan = Plan(steps, feed, weights, ends, nudges, traced)
+        self._plan = Plan(
+            steps, feed, weights, ends, traced=traced, repairs=tuple(repairs), board=Board(), nudges=nudges
+        )
         self.seen = [Seen() for _ in range(num_ranks)]
         self.has_ended = [False] * num_ranks
+        self.stopped = set[int]()
         self._ranks: dict[int, Watched] = {}
         self._stand_ins = StandIns(self.here)
         self.trails: dict[int, Trail] = {}
@@ -60,11 +68,11 @@ class Watch:
         self._ranks[rank] = watched = Watched(self._plan, self.seen[rank])
         sys.stdout, stdout = _Noted(sys.stdout, watched.print), sys.stdout  # type: ignore[assignment]
         try:
-            with NumbersMade(watched.line, watched.compute), self._tracing(watched, rank):
+            with NumbersMade(watched.line, watched.call, watched.compute), self._tracing(watched, rank):
                 yield
             self.has_ended[rank] = True
         except Enough:
-            pass
+            self.stopped.add(rank)
         finally:
             sys.stdout = stdout
             watched.settle()
@@ -87,7 +95,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._stand_ins.__enter__()
-        if self._plan.traced is not None:
+        if any(one.kind == "sync" for one in self._plan.repairs):
+            self._stand_ins.see_fsdp()
+        if self._plan.traced is not None or self._plan.repairs:
             self._stand_ins.see_functions()
         return self
 

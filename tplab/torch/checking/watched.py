@@ -14,8 +14,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
-from tplab.torch.checking.by_hand import ByHand
+from tplab.torch.checking.by_hand import NORMS, ByHand
+from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
+from tplab.torch.checking.mending import Back, Mending
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
 from tplab.torch.checking.origins import Origins
 from tplab.torch.checking.pending import Call, Pending
@@ -27,12 +29,13 @@ from tplab.torch.checking.pieces import (
     is_there,
     nudged,
     piece_of,
+    put_piece,
     reduced,
     replaced,
     sampled,
 )
 from tplab.torch.checking.plan import Enough, Plan
-from tplab.torch.checking.trail import Recorder
+from tplab.torch.checking.trail import Recorder, line_of_return
 from tplab.torch.private import graph_task, local_of, transform
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.values import dtype_name
@@ -54,7 +57,9 @@ class Watched:
         self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
         self.origins = Origins(lambda: this_rank().lines.chain())
         self.by_hand = ByHand(self.names, self.origins, self.measure)
-        self.recorder = Recorder(self.names, self._is_traced)
+        self.mending = Mending(plan.repairs, plan.board, self)
+        self.recorder = Recorder(self.names, self._is_traced, self.mending.put)
+        self._draws = Draws(plan)
         self.inside = set[Any]()
         self._called: list[tuple[CodeType, str]] = []
         self._pending = Pending()
@@ -64,7 +69,7 @@ class Watched:
         self._hooked: dict[int, Any] = {}
         self._num_backward = 0
         self._backward_in = set[CodeType]()
-        self._is_measured = self._has_begun = self.has_enough = False
+        self.is_measured = self._has_begun = self.has_enough = False
 
     def line(self) -> str:
         return this_rank().lines.here()
@@ -96,6 +101,22 @@ class Watched:
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1:
             self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
 
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A function of torch is called."""
+        if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
+            self.mending.gradients([p for group in self._groups() for p in group["params"]])
+        return self.mending.function(func, args, kwargs)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers.values():
+            yield from optimizer.param_groups
+
+    def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """An autograd function is applied."""
+        if self.plan.traced is not None or not self.plan.repairs or function is Back:
+            return self.recorder.apply(function, call, args, kwargs)
+        return self.mending.applied(self.line(), line_of_return(function), call())
+
     def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
         """A function of torch was called, and autograd has nothing to do with it."""
         if not self.is_looking:
@@ -124,6 +145,8 @@ class Watched:
             return args, kwargs, call
         if is_whole:
             self._hook()
+        if is_whole and not self._has_begun:
+            self.mending.begin()
         if is_whole and not self.seen.num_steps and not self._has_begun:
             self._begin_with(self.plan.weights or {})
         self._has_begun = True
@@ -138,6 +161,9 @@ class Watched:
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
+            args, kwargs = replaced(args, kwargs, data)
+        if is_whole and self.plan.repairs:
+            data = self.mending.samples(data)
             args, kwargs = replaced(args, kwargs, data)
         if is_whole and self.plan.nudges:
             data = {name: nudged(x) for name, x in data.items()}
@@ -158,13 +184,13 @@ class Watched:
         with torch.no_grad():
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
-                    local_of(parameter).copy_(torch.from_numpy(np.array(values)))
+                    put_piece(parameter, torch.from_numpy(np.array(values)))
                 if self.plan.nudges and is_there(parameter):
                     local_of(parameter).copy_(nudged(local_of(parameter)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
-        with self._looks():
+        with self.looks():
             self.seen.buffers = self._pieces(self.names.buffers()) | self.seen.buffers
 
     def _hook(self) -> None:
@@ -196,20 +222,29 @@ class Watched:
             self.step.lines.setdefault("label", line)
         if self.plan.feed is not None and transform() is None:
             target = self.plan.feed.target(self.seen.num_steps, target)
+        if self.plan.repairs and transform() is None:
+            target = self.mending.target(target, ignored)
         values = array_of(local_of(target))
         count = int((values != ignored).sum()) if values.dtype.kind in "iu" else values.size
         return target, self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
+
+    def draws_sample(self, code: CodeType, found: Tensor) -> Tensor:
+        """A tensor was drawn outside of the model. Returns what the script is to get."""
+        if self.is_looking or not torch.is_grad_enabled():
+            return found
+        return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
         self.seen.kinds.add("Dropout")
 
-    def begin_backward(self, tensors: Any, grads: Any) -> None:
+    def begin_backward(self, tensors: Any, grads: Any) -> Any:
+        """A backward pass begins. Returns the gradients that it begins with."""
         self.settle()
         if not self._goes_on():
-            return
-        self._is_measured = False
+            return grads
+        self.is_measured = False
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -217,10 +252,13 @@ class Watched:
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
         if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
-            self.step.losses.append((float(local_of(first).detach()), line))
+            by = self.mending.loss(len(self.step.losses))
+            grads = torch.full_like(first, by) if by != 1.0 else grads
+            self.step.losses.append((by * float(local_of(first).detach()), line))
             self.step.made = self.step.made or made(first)
         if called := [line for code, line in self._called if code in self._backward_in]:
             self.step.lines.setdefault("call", called[0])
+        return grads
 
     def end_backward(self) -> None:
         self._num_backward += 1
@@ -230,22 +268,22 @@ class Watched:
 
     def clip(self, parameters: list[Tensor], norm: Tensor) -> None:
         line = self.line()
-        with self._looks():
+        with self.looks():
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
             self.step.lines["clip"] = line
             self.step.norms.append((float(value), line))
-            if not self._is_measured:
+            if not self.is_measured:
                 self.step.gradients |= self._gradients(parameters)
-        self._is_measured = True
+        self.is_measured = True
 
     def measure(self) -> None:
         """A norm of the gradients is taken: what changes them from now on, such as a clip, does so by their size."""
         parameters = [p for optimizer in self._made for group in optimizer.param_groups for p in group["params"]]
-        if self._is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
+        if self.is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
             return
-        with self._looks():
+        with self.looks():
             self.step.gradients = self._gradients(parameters)
-        self._is_measured = True
+        self.is_measured = True
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
@@ -255,9 +293,10 @@ class Watched:
         self._inside = optimizer
         self._optimizers[id(optimizer)] = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with self._looks():
+        self.mending.before_step(optimizer)
+        with self.looks():
             finals = self._gradients(parameters)
-            if self._is_measured:
+            if self.is_measured:
                 self.step.finals |= finals
                 finals = {name: piece for name, piece in finals.items() if name not in self.step.gradients}
             self.step.gradients |= finals
@@ -298,8 +337,9 @@ class Watched:
         if not self.step.has_stepped or self._inside is not None:
             return
         step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
+        self.mending.after_step(self.names.parameters())
         self._pending.move(step)
-        with self._looks():
+        with self.looks():
             if is_whole:
                 step.parameters = self._pieces((self.names.of(p), p) for p in self.names.parameters())
                 step.buffers = self._pieces(self.names.buffers())
@@ -312,8 +352,9 @@ class Watched:
                         (key, torch.as_tensor(x)) for key, x in states.items() if isinstance(x, Tensor) or _is_number(x)
                     )
         self.seen.kinds |= self.names.kinds()
+        self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
-        self.step, self._num_backward, self._is_measured = Step(), 0, False
+        self.step, self._num_backward, self.is_measured = Step(), 0, False
 
     def close(self) -> None:
         self.recorder.close()
@@ -336,7 +377,7 @@ class Watched:
             return "forward"
         return "after" if self.step.has_stepped else "reduction" if self._num_backward else "between"
 
-    def send(self, call: Any, x: Tensor | None) -> None:
+    def send(self, call: Any, x: Tensor | None, is_open: bool = False) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
         if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
@@ -344,8 +385,8 @@ class Watched:
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
                 self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
-        if moment == "reduction" and self._is_measured and x is not None and (on == "gradient" or x.numel() > 1):
-            self._is_measured = False  # what was measured, or clipped, is not what is added up over ranks
+        if moment == "reduction" and self.is_measured and x is not None and (on == "gradient" or x.numel() > 1):
+            self.is_measured = False  # what was measured, or clipped, is not what is added up over ranks
             if on == "gradient" and "clip" in self.step.lines:
                 self.step.lines["early clip"] = self.step.lines["clip"]
         if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
@@ -353,7 +394,9 @@ class Watched:
         self.recorder.send(self.line())
         self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
-        self.step.sent.append(Sent(*sent, 0 if x is None else x.numel(), on, names, value))
+        self.step.sent.append(
+            Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
+        )
 
     def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
         return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)
@@ -362,7 +405,7 @@ class Watched:
         return {name: piece_of(x, self.plan.once) for name, x in tensors if is_there(x)}
 
     @contextmanager
-    def _looks(self) -> Iterator[None]:
+    def looks(self) -> Iterator[None]:
         """What is computed and sent meanwhile is not the script's."""
         before, self.is_looking = self.is_looking, True
         try:

@@ -14,6 +14,7 @@ from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.data.cuts import where_gradients_are
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, readable_again, text, trainable
+from tplab.torch.layers.parameters import axes_of_cuts
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank
 
@@ -24,11 +25,12 @@ Specs = Mapping[str, P] | Mapping[int, Mapping[str, P]]
 def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients together, as on one device, the same on every rank.
 
-    parameters   a module, `Stages`, or parameters by name; a parameter without a gradient counts as zeros
+    parameters   a module, `Stages`, or parameters by name, with specs; a parameter without a gradient counts as zeros
     specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; for Stages {stage: {name: P}}, with all
-                 stages. None: every rank holds its parameters whole, but for what is known: the pieces that tplab's
-                 layers make, and what ZeRO has cut (`shard_parameters`, or a sharded optimizer after its
-                 `reduce_gradients`). Of copies of these, and of pieces that you cut, nothing is known
+                 stages. None: the modules know it, whatever tensors they have been given: tplab's layers, what
+                 `parallelize` has sharded, and what ZeRO has cut (`shard_parameters`, or a sharded optimizer after its
+                 `reduce_gradients`). Every rank holds the parameters of other modules whole; of pieces that you cut,
+                 nothing is known
     norm_type    p, above 0, or inf for the largest element
 
     norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
@@ -36,6 +38,7 @@ def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: f
     Gradients of copies must already be equal: average them first.
     cost   an all_reduce of 1 number over the axes that specs (and Stages) name, and those that are known; none where
            there is no such axis
+    Raises ValueError for bare parameters without specs on a mesh of several ranks: nothing says how they are cut.
     """
     p = check_norm_type(norm_type)
     return _norm(_counted(readable_again(parameters), specs), p)
@@ -59,7 +62,7 @@ def clip_gradients(
     most, p = check_max_norm(max_norm), check_norm_type(norm_type)
     parameters = readable_again(parameters)
     norm = _norm(_counted(parameters, specs), p)
-    named = [(key, held) for key, held, _ in where_gradients_are(trainable(parameters))]
+    named = [(key, held) for key, held, _ in where_gradients_are(trainable(parameters), {})]
     if error_if_nonfinite and not norm.is_meta and not bool(norm.isfinite()):
         raise RuntimeError(_not_finite(norm, named))
     scale_to((held for _, held in named), norm, most)
@@ -99,10 +102,11 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
     else:
         all_specs = specs_in(specs)
     named = trainable(model)
-    known = {name for _, _, axes in where_gradients_are(named) for name in axes}
+    cuts = _known_cuts(model, named, is_told=specs is not None)
+    known = {name for _, _, axes in where_gradients_are(named, cuts) for name in axes}
     axes = cut_along(all_specs, mesh, (*more, *known))
     counted = []
-    for key, held, own_axes in where_gradients_are(trainable(model, elsewhere)):
+    for key, held, own_axes in where_gradients_are(trainable(model, elsewhere), cuts):
         if held.grad is None:
             continue
         if isinstance(key, str):
@@ -114,6 +118,20 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
             counted.append(check_dense(key, held.grad))
     like = max((p for _, p in named), key=lambda p: p.element_size(), default=torch.empty(0))
     return counted, axes, like.detach()
+
+
+def _known_cuts(model: Any, named: Named, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
+    """The axes along which the modules of a model know its parameters to be cut. Raises ValueError where nothing says
+    how they are cut."""
+    held, mesh = list(model.values()) if isinstance(model, Mapping) else [model], this_rank().mesh
+    modules = [module for module in held if isinstance(module, nn.Module)]
+    for key, piece, axes in where_gradients_are(() if modules or is_told else named, {}):
+        if piece.grad is not None and any(mesh.axis_size(axis) > 1 for axis in mesh.axis_names if axis not in axes):
+            raise ValueError(
+                f"nothing says how {text(key)} lies on {mesh}: give the module that it belongs to, which knows how it "
+                "is cut, or specs with a P for each parameter by its name, P() for one that every rank holds whole"
+            )
+    return {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told).items()}
 
 
 def _counted_elsewhere(stages: Stages, index: int) -> set[Key]:

@@ -22,7 +22,7 @@ from tplab.torch.data.pieces import (
     reduced_row,
     row_of,
 )
-from tplab.torch.layers.parameters import note_cut
+from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.memory import count_as
@@ -95,9 +95,9 @@ class Group:
             self.dtype = about.compute_dtype
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
-        for places, shard, whole in zip(self.sites, self.shards, parameters):
-            note_cut(shard, about.axis, whole)
+        for places, shard in zip(self.sites, self.shards):
             for module, name in places:
+                note_cuts(module, about.axis, name)
                 module._parameters[name] = shard
 
     def row(self) -> Tensor:

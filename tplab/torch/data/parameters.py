@@ -27,6 +27,10 @@ def trainable(model: Model, but: Collection[Key] = ()) -> Named:
     for key, parameter in _named(model):
         if key in but:
             continue
+        if isinstance(parameter, tuple):
+            raise TypeError(
+                f"{text(key)} is a pair of a name and a parameter; give the module, or dict(model.named_parameters())"
+            )
         if not isinstance(parameter, Tensor):
             raise TypeError(
                 f"{text(key)} is of type {type(parameter).__name__}; give a module, the stages of a pipeline, "

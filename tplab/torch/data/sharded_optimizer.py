@@ -28,7 +28,6 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
-from tplab.torch.layers.parameters import note_cut
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
@@ -181,8 +180,7 @@ class Bucket:
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
         for parameter, shard in zip(parameters, self.shards):
-            note_cut(shard, about.axis, parameter)
-            note_owner(parameter, shard, self)
+            note_owner(parameter, shard, self, about.axis)
         count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None
         self._handle: Handle | None = None

@@ -41,13 +41,13 @@ from tplab.torch.ranks.simulated import SimulatedRank
 class CudaOnCpu:
     """The CPU in place of GPUs, for the time of a run.
 
-    per_node   how many ranks share a node, and so how many GPUs programs find
+    num_gpus   how many GPUs programs find
     lines      the lines of the program that said cuda, in the order in which they ran
     """
 
-    def __init__(self, per_node: int):
+    def __init__(self, num_gpus: int):
         self.lines: dict[str, None] = {}
-        self._devices = Devices(per_node, CPU)
+        self._devices = Devices(num_gpus, CPU)
         self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, its value while ranks run
         self._torchs: list[Any] = []  # the values otherwise
         self._add([*self._answers(), *self._changed()])

@@ -19,13 +19,13 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Devices:
-    """One GPU per rank on a node, each of which is the CPU.
+    """The GPUs of a node, each of which is the CPU; there are as many as ranks, unless the run says another number.
 
     was_asked_for_memory   whether a program has asked how much memory it uses while memory was not counted
     """
 
-    def __init__(self, per_node: int, cpu: torch.device):
-        self.per_node, self._cpu = per_node, cpu
+    def __init__(self, num_gpus: int, cpu: torch.device):
+        self.num_gpus, self._cpu = num_gpus, cpu
         self.was_asked_for_memory = False
         self._current: dict[int, int] = {}  # rank -> its current device
 
@@ -39,7 +39,7 @@ class Devices:
         }
         cuda = {
             **memory, **nothing, **{name: getattr(torch, name) for name in _TENSORS}, "Stream": Stream, "Event": Event,
-            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.per_node,
+            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.num_gpus,
             "is_bf16_supported": lambda *_, **__: True, "is_tf32_supported": lambda: False,
             "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: True,
             "set_device": self._set, "current_device": self._get, "device": _Context, "device_of": _Context,
@@ -55,7 +55,7 @@ class Devices:
             "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
         }  # fmt: skip
         accelerator = {
-            **memory, **nothing, "is_available": lambda: True, "device_count": lambda: self.per_node,
+            **memory, **nothing, "is_available": lambda: True, "device_count": lambda: self.num_gpus,
             "current_accelerator": lambda check_available=False: self._cpu, "current_stream": Stream,
             "set_device_index": self._set, "set_device_idx": self._set, "current_device_index": self._get,
             "current_device_idx": self._get, "device_index": _Context, "memory_stats": cuda["memory_stats"],
@@ -73,11 +73,11 @@ class Devices:
     def _set(self, device: Any) -> None:
         """torch.cuda.set_device: a number, or a device; devices were mapped, and stand for the rank's own."""
         rank = this_rank().rank
-        index = device if isinstance(device, int) else rank % self.per_node
-        if index >= self.per_node:
+        index = device if isinstance(device, int) else rank % self.num_gpus
+        if index >= self.num_gpus:
             raise ValueError(
-                f"set_device({index}): a node has {self.per_node} ranks here, and so the devices 0 to "
-                f"{self.per_node - 1}; LOCAL_RANK is this rank's"
+                f"set_device({index}): a node has {self.num_gpus} devices here, from 0 to {self.num_gpus - 1}; "
+                "LOCAL_RANK is this rank's"
             )
         self._current[rank] = max(index, 0)
 

@@ -77,6 +77,7 @@ class Processes:
     argv          what programs find in sys.argv; None: the notebook's
     is_fresh      whether each rank imports the user's modules again, even those that the notebook has imported
     per_node      how many ranks share a node, for LOCAL_RANK
+    num_gpus      how many GPUs programs find if cuda is mapped to the CPU; None: one for each rank of the node
     prints_live   whether what ranks print appears at once, and not rank by rank at the end
     """
 
@@ -89,11 +90,13 @@ class Processes:
         argv: Sequence[str] | None = None,
         is_fresh: bool = False,
         per_node: int | None = None,
+        num_gpus: int | None = None,
         prints_live: bool = False,
     ):
         self.prints_live = prints_live
         self.mesh, self.seed, self.is_joined, self.is_fresh = mesh, seed, is_joined, is_fresh
         self.per_node = per_node or mesh.size
+        self._num_gpus = num_gpus or self.per_node
         self._argv = argv
         self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
         self._hooks, self._kernels, self._settings = Hooks(), Kernels(), Settings()
@@ -110,7 +113,7 @@ class Processes:
 
     def map_cuda(self) -> None:
         """From the beginning of the run, every mention of cuda in the program means the CPU."""
-        self._cuda = CudaOnCpu(self.per_node)
+        self._cuda = CudaOnCpu(self._num_gpus)
         self._kernels.note = self._cuda.note
 
     @property

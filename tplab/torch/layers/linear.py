@@ -31,7 +31,7 @@ from tplab.models.checks import (
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tplab.torch.comm.regions import copy_to, gather_from, scatter_to
-from tplab.torch.layers.parameters import cut_parameter, drawn_uniform
+from tplab.torch.layers.parameters import drawn_uniform, note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -62,8 +62,9 @@ class ColumnParallelLinear(nn.Module):
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
         self.gather_output, self.sequence_dim = gather_output, sequence_dim
         num_here = share(out_features, axis, "out_features")
-        self.weight = cut_parameter(drawn_uniform((out_features, in_features), P(axis), in_features**-0.5), axis)
-        self.bias = cut_parameter(torch.zeros(num_here), axis) if bias else None
+        self.weight = nn.Parameter(drawn_uniform((out_features, in_features), P(axis), in_features**-0.5))
+        self.bias = nn.Parameter(torch.zeros(num_here)) if bias else None
+        note_cuts(self, axis, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.features(enter(x, self.axis, self.sequence_dim))
@@ -113,9 +114,9 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features, self.axis = in_features, out_features, axis
         self.input_is_parallel, self.sequence_dim, self.reduce_output = input_is_parallel, sequence_dim, reduce_output
         self.num_here = share(in_features, axis, "in_features")
-        weight = drawn_uniform((out_features, in_features), P(None, axis), in_features**-0.5)
-        self.weight = cut_parameter(weight, axis)
+        self.weight = nn.Parameter(drawn_uniform((out_features, in_features), P(None, axis), in_features**-0.5))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        note_cuts(self, axis, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         expected = self.num_here if self.input_is_parallel else self.in_features

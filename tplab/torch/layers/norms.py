@@ -19,7 +19,7 @@ from tplab.models.checks import check_norm_input
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
 from tplab.torch.layers.linear import share
-from tplab.torch.layers.parameters import cut_parameter
+from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -78,7 +78,8 @@ class ParallelLayerNorm(nn.Module):
         super().__init__()
         self.width, self.axis, self.eps = width, axis, eps
         num_here = share(width, axis, "width")
-        self.weight, self.bias = (cut_parameter(make(num_here), axis) for make in (torch.ones, torch.zeros))
+        self.weight, self.bias = nn.Parameter(torch.ones(num_here)), nn.Parameter(torch.zeros(num_here))
+        note_cuts(self, axis, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelLayerNorm", x.shape, self.weight.shape[0], self.width)
@@ -101,7 +102,8 @@ class ParallelRMSNorm(nn.Module):
     def __init__(self, width: int, axis: Axis, *, eps: float = 1e-6):
         super().__init__()
         self.width, self.axis, self.eps = width, axis, eps
-        self.weight = cut_parameter(torch.ones(share(width, axis, "width")), axis)
+        self.weight = nn.Parameter(torch.ones(share(width, axis, "width")))
+        note_cuts(self, axis, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelRMSNorm", x.shape, self.weight.shape[0], self.width)

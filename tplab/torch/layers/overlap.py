@@ -24,7 +24,7 @@ from tplab.rings import DIRECTIONS, Direction, async_weight
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, axis_index, axis_size, reduce_scatter
 from tplab.torch.layers.linear import share
-from tplab.torch.layers.parameters import cut_parameter, drawn_piece, drawn_uniform
+from tplab.torch.layers.parameters import drawn_piece, drawn_uniform, note_cuts
 from tplab.torch.layers.ring_matmul import AllGatherMatmul, MatmulReduceScatter, Ring, applied, ring_of
 
 Mode = Literal["gather", "scatter", "none"]
@@ -104,8 +104,9 @@ class AsyncLinear(nn.Module):
                 return (stacked[index] * (2 * bound) - bound).contiguous()
 
             weight = drawn_piece((out_features, in_features), pieces, torch.rand)
-        self.weight = cut_parameter(weight, axis)
-        self.bias = cut_parameter(torch.zeros(outputs), axis) if bias else None
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        note_cuts(self, axis, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         check_sharded_input("AsyncLinear", x.shape, self.weight.shape[-1], self.in_features)
@@ -140,8 +141,9 @@ class BlockingLinear(nn.Module):
         self.inputs, outputs = share(in_features, axis, "in_features"), share(out_features, axis, "out_features")
         fan_in = self.inputs if mode == "none" else in_features
         spec = P(None, axis) if mode == "scatter" else P(axis)
-        self.weight = cut_parameter(drawn_uniform((out_features, fan_in), spec, fan_in**-0.5), axis)
-        self.bias = cut_parameter(torch.zeros(outputs), axis) if bias else None
+        self.weight = nn.Parameter(drawn_uniform((out_features, fan_in), spec, fan_in**-0.5))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        note_cuts(self, axis, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         check_sharded_input("BlockingLinear", x.shape, self.inputs, self.in_features)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tplab.mesh import Axis
 from tplab.sharding import P, cut
@@ -55,22 +54,31 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
     return piece.clone(memory_format=torch.contiguous_format)
 
 
-def cut_parameter(piece: Tensor, axis: Axis, requires_grad: bool = True) -> nn.Parameter:
-    """A parameter of which the other ranks of `axis` hold the other pieces: `clip_gradients` has to know."""
-    parameter = nn.Parameter(piece, requires_grad)
-    note_cut(parameter, axis)
-    return parameter
+def note_cuts(module: nn.Module, axis: Axis, *names: str) -> None:
+    """Note in a module that the ranks of `axis` hold the other pieces of these parameters of its own, which may be
+    pieces already. A copy of the module knows it too, whatever tensors it is given."""
+    cuts: dict[str, tuple[Axis, ...]] = vars(module).setdefault("cuts", {})
+    for name in names:
+        cuts[name] = (*cuts.get(name, ()), axis)
 
 
-def note_cut(piece: Tensor, axis: Axis, of: Tensor | None = None) -> None:
-    """Note that the ranks of `axis` hold the other pieces of a parameter, which may itself be a piece of another."""
-    before = None if of is None else _cuts.get(of)
-    _cuts[piece] = (*(before or ()), axis)
+def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
+    """The axes along which ranks hold other pieces of a model's parameters, as far as its modules know.
 
-
-def axes_of_cuts(parameter: Tensor) -> tuple[str, ...]:
-    """The axes along which ranks hold other pieces of a parameter, as far as noted. A copy of it is another one."""
-    return tuple(name for axis in _cuts.get(parameter) or () for name in this_rank().mesh.names(axis))
-
-
-_cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    Raises ValueError if a module has its piece no more, as where torch.nn.utils.parametrize makes it of others, unless
+    `is_told`: there are specs that say more.
+    """
+    found: dict[Tensor, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        cuts: dict[str, tuple[Axis, ...]] = vars(module).get("cuts", {})
+        for name, axes in cuts.items():
+            piece = module._parameters.get(name)
+            if piece is None and not is_told and getattr(module, name, None) is not None:
+                raise ValueError(
+                    f"{name!r} of {type(module).__name__} {path!r} is a piece of a parameter, and is made of other "
+                    "parameters now, of which nothing says how they are cut: give specs, {name: P}"
+                )
+            if piece is not None:
+                names = (name for axis in axes for name in this_rank().mesh.names(axis))
+                found[piece] = tuple(dict.fromkeys((*found.get(piece, ()), *names)))
+    return found

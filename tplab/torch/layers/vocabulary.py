@@ -15,7 +15,7 @@ from tplab.models.checks import check_entries, check_loss, check_vocabulary
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.layers.linear import enter, leave
-from tplab.torch.layers.parameters import cut_parameter, drawn_normal
+from tplab.torch.layers.parameters import drawn_normal, note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -37,7 +37,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab_size, self.width, self.axis, self.sequence_dim = vocab_size, width, axis, sequence_dim
         check_vocabulary(vocab_size)
-        self.weight = cut_parameter(drawn_normal((vocab_size, width), P(axis), 1.0), axis)
+        self.weight = nn.Parameter(drawn_normal((vocab_size, width), P(axis), 1.0))
+        note_cuts(self, axis, "weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         begin, num_entries = entries_here(self.vocab_size, self.axis)

@@ -22,7 +22,7 @@ from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, all_reduce
 from tplab.torch.comm.regions import copy_to, gather_from
 from tplab.torch.layers.dropout import dropout
-from tplab.torch.layers.parameters import cut_parameter
+from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.plans import Plan, Planned, bind, features_of, heads_in, is_conv1d
 from tplab.torch.ranks.rank import prepares, this_rank
@@ -64,7 +64,7 @@ def parallelize(
         if id(whole) not in shards:  # a tied weight stays one parameter
             piece = take(whole.detach(), layout, this_rank().mesh, this_rank().rank)
             piece = piece.clone(memory_format=torch.contiguous_format)
-            shards[id(whole)] = cut_parameter(piece, layout.spec.axis_names, whole.requires_grad)
+            shards[id(whole)] = nn.Parameter(piece, whole.requires_grad)
         return shards[id(whole)]
 
     keep = [one.module for one in planned]  # so the tensors whose ids are in `shards` stay alive
@@ -72,6 +72,10 @@ def parallelize(
     for parent in dict.fromkeys(one.parent for one in planned):
         inside = [one for one in planned if one.parent == parent]
         _shard_children(model.get_submodule(parent), inside, axis, cut, gather_logits, heads)
+    for module in model.modules():
+        layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
+        for name, layout in layouts().items() if callable(layouts) else ():
+            note_cuts(module, layout.spec.axis_names, name)
     _share_dropout(model, {one.name for one in planned if one.kind == "local"}, data_axis)
     if not gather_logits:
         for head in heads:

@@ -1,0 +1,164 @@
+"""Changes of a run that may repair a fault, and the proof: a cause is stated if the run is right with its repair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from tplab.checking.same_model import Finding, SameModel, What
+
+MOST_TRIED = 6
+"""So many repairs of one fault are tried."""
+
+MOST_FAULTS = 3
+
+Kind = Literal[
+    "mean", "sum", "skip", "wait", "last",  # of the collective at `line`
+    "factor", "numbers", "keep", "late", "sync", "dual", "seed",  # of another operation at `line`
+    "loss", "norm", "gradients", "samples", "targets",
+    "weights", "settings", "states", "parameters", "buffers", "statistics", "put",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One change of every rank's run.
+
+    kind      "mean", "sum": the collective at `line` combines so. "skip": it is left out. "wait": it is waited for at
+              once. "last": its first `times` calls in a step are left out
+              "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
+              multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": it clips when
+              gradients are averaged. "sync": gradients are synchronised whatever it says. "dual": gradients that come
+              back from `line` are added up over `groups`, times `by`. "seed": `line` sets rank 0's
+              "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
+              "norm": gradients are clipped by `values[step]`
+              "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
+              `by`; with `line`, the collective there is left out
+              "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
+              microbatches; `values` of each step. "targets": of each step, cut along the sequence
+              "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
+              `combine` "mean" their mean. "settings", "states": `values` of names and keys, in each step
+              "statistics": batch norm's are of the samples of all ranks. "put": the result of each operation of
+              `values`, by its key and rank, is that one, in the step `times`
+    words     the same for a reader: "the mean in place of the sum at train.py:31"
+    of_reference   whether it is the reference's run that is changed
+    """
+
+    kind: Kind
+    words: str
+    line: str = ""
+    names: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    combine: str = ""
+    was: float = 1.0
+    by: float = 1.0
+    times: int = 1
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    of_reference: bool = False
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The one of the groups that has the rank; of this rank alone if none has it."""
+        return next((group for group in self.groups if rank in group), (rank,))
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What may be the cause of a fault: in words, at which line, and the repair that would prove it. also: what must be
+    changed with it."""
+
+    repair: Repair
+    cause: str
+    where: str = ""
+    thread: str = ""
+    also: tuple[Repair, ...] = ()
+
+
+def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | None]) -> SameModel:
+    """The report with the causes of its faults, each of them found by repairing it in a new run.
+
+    again   the report of another run with all of these repairs; None if that run failed
+
+    A second fault is looked for where the first one is repaired. A fault that no repair mends keeps no cause.
+    """
+    done: list[Finding] = []
+    mended: list[Repair] = []
+    findings = list(report.findings)
+    while findings and len(done) < MOST_FAULTS:
+        first, *rest = findings
+        if first.proof:
+            done.append(first)
+            findings = rest
+            continue
+        tried: list[str] = []
+        for one in first.hypotheses[:MOST_TRIED]:
+            found = again([*mended, one.repair, *one.also])
+            if found is not None and is_mended(first, found, report.findings):
+                where = one.where or first.where
+                lines = tuple(dict.fromkeys(line for line in (where, *first.lines) if line))
+                done.append(
+                    replace(
+                        first,
+                        cause=one.cause,
+                        where=where,
+                        thread=one.thread,
+                        lines=lines,
+                        proof=f"it is right in a run with this change: {one.repair.words}",
+                    )
+                )
+                mended += [one.repair, *one.also]
+                findings = [  # what is logged follows from the mended fault, or may
+                    other for other in found.findings
+                    if not _is_known(other, done) and not _is_logged(other, found)
+                ]  # fmt: skip
+                break
+            tried.append(one.repair.words)
+        else:
+            done += [replace(first, cause=first.seen, tried=tuple(tried), thread=""), *map(_unknown, rest)]
+            break
+    return report.with_findings(done)
+
+
+def is_mended(fault: Finding, found: SameModel, before: Sequence[Finding] = ()) -> bool:
+    """Whether a fault is gone from a new report, and nothing is wrong now that comes before it, or that is beside it
+    and was right."""
+    place = _place(fault)
+    for other in (other for other in found.findings if not _is_logged(other, found)):
+        is_new = not any(_overlap(one, other) for one in before if _place(one) == place)
+        if _place(other) < place or (_place(other) == place and (is_new or _overlap(fault, other))):
+            return False
+    is_right = any(row.ok and row.step == fault.step and row.what in (fault.what, "gradient") for row in found.rows)
+    return found.verdict in ("same", "different") or is_right
+
+
+def _is_logged(finding: Finding, report: SameModel) -> bool:
+    """Whether training is right in this step, and only what is logged is not."""
+    is_right = any(row.what == "gradient" and row.ok and row.step == finding.step for row in report.rows)
+    return finding.what in ("log", "evaluation") or (finding.what == "loss" and is_right)
+
+
+def _overlap(a: Finding, b: Finding) -> bool:
+    return not a.name or not b.name or bool({a.name, *a.others} & {b.name, *b.others})
+
+
+def _place(finding: Finding) -> tuple[int, int]:
+    order = get_args(What)
+    what = "gradient" if finding.what == "loss" else finding.what
+    return finding.step, order.index(what)
+
+
+def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
+    return any(finding.what == one.what and _overlap(finding, one) for one in done)
+
+
+def _unknown(finding: Finding) -> Finding:
+    return replace(finding, cause=finding.seen, thread="")
+
+
+def close(a: np.ndarray | float, b: np.ndarray | float, tolerance: float = 2e-3) -> bool:
+    """Equal but for a small part of the second's largest element."""
+    size = float(np.abs(b).max(initial=0)) if isinstance(b, np.ndarray) else abs(b)
+    gap = np.abs(np.asarray(a, np.float64) - b)
+    return bool(np.isfinite(gap).all() and (gap <= tolerance * size).all())
