@@ -484,3 +484,33 @@ def test_all_numbers_of_a_line_are_compared(tmp_path: Path):
     )
     first = report_of(text, tmp_path).first
     assert first is not None and (first.what, first.name, first.factor) == ("log", "aux", 2.0), str(first)
+
+
+SCALED = """
+model = DDP(nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+for step in range(5):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    loss = F.mse_loss(model(x), y)
+    if step == 1 and {when}:
+        loss = loss * 3e38 * 3e38
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_an_update_that_is_skipped_on_both_sides_is_left_out(tmp_path: Path):
+    report = report_of(SCALED.format(when="True"), tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+    assert any("skipped" in row.words and row.step == 1 and row.ok is None for row in report.rows)
+    never = report_of(SCALED.format(when="True").replace("step == 1", "step < 9"), tmp_path)
+    assert never.verdict == "cannot tell" and "skipped" in never.reason and "NaN" in never.reason
+
+
+def test_an_update_that_only_ranks_skip_is_another_model(tmp_path: Path):
+    first = report_of(SCALED.format(when="world > 1"), tmp_path).first
+    assert first is not None and (first.what, first.step) == ("optimizer", 1), str(first)
+    assert "skipped" in first.text_of_factor

@@ -24,7 +24,9 @@ def loss_and_gradients(facts: Facts) -> Found:
     yield from _loss(facts, is_right=not wrong)
     if not wrong:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
-        words = f"{total}{of} gradients are the reference's" if total else "no gradients were seen"
+        noise = facts.reference.noise_of_gradients(facts.number) if facts.reference.again else 0.0
+        rounding = f"; rounding changes them by {noise:.1g} of their largest element" * bool(noise)
+        words = f"{total}{of} gradients are the reference's{rounding}" if total else "no gradients were seen"
         yield facts.row("gradient", True if total else None, words, count=total)
         return
     groups = grouped(wrong)

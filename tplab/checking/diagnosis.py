@@ -22,7 +22,7 @@ from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
-from tplab.checking.updates import buffers, parameters, settings, states
+from tplab.checking.updates import buffers, parameters, settings, skipped, states
 
 _AFTER = {
     "dropout": (targets, dropout),
@@ -132,7 +132,9 @@ class Diagnosis:
         )
 
     def _compare_step(self) -> None:
-        self._collect(finite(self.facts))
+        for compare in (skipped, finite):
+            if not self.findings:
+                self._collect(compare(self.facts))
         if self.facts.number == 0 and not self.findings:
             self._collect(weights(self.facts, may_ask=False))
         if self.findings:

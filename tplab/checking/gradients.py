@@ -105,7 +105,8 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
         return Wrong(name, "own", "of the rank's own part alone", **facts)
     wrong = _ranks([h for h, _, _ in bad])
     ranks = wrong if len(wrong) < len(holders) else ()
-    return Wrong(name, "other", f"off by {facts['error']:.2g} of its largest element", ranks=ranks, **facts)
+    words = f"off by {facts['error']:.2g} of its largest element, and rounding by less than {slack / size:.2g}"
+    return Wrong(name, "other", words, ranks=ranks, **facts)
 
 
 def _scale(g: np.ndarray, w: np.ndarray, slack: float) -> float | None:

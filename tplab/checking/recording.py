@@ -85,6 +85,7 @@ class Step:
                 itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
+    skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
     evaluated   losses that were computed without gradients, and of how many targets
     """
 
@@ -107,6 +108,7 @@ class Step:
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
     evaluated: list[tuple[float, int]] = field(default_factory=list)
+    skipped: int = 0
 
     @property
     def has_stepped(self) -> bool:

@@ -14,6 +14,19 @@ from tplab.checking.same_model import named
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
 
 
+def skipped(facts: Facts) -> Found:
+    """Updates that were left out, as gradients were not finite."""
+    should = facts.theirs[0].skipped
+    wrong = {rank: step.skipped for rank, step in enumerate(facts.mine) if step.skipped != should}
+    if wrong:
+        rank, got = next(iter(wrong.items()))
+        words = f"{got} updates were skipped before this step on rank {rank}, and {should} in the reference"
+        line = facts.line_of_script("skipped") or facts.reference.seen[0].lines["skipped"]
+        yield facts.fault("optimizer", "skipped updates", words, None, line, "", ranks=list(wrong))
+    elif should:
+        yield facts.row("optimizer", None, f"{should} skipped before this step on both sides, which are not compared")
+
+
 def settings(facts: Facts) -> Found:
     """The optimizer's settings, as it had them in the step."""
     wrong: dict[str, tuple[float, float, set[int]]] = {}

@@ -372,10 +372,12 @@ class _Doctor:
             raise failure from error
         counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
         if not any(counts.values()):
+            line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise _NothingToTell(
                 f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
                 f"torch.optim.Optimizer{f'; it ended, and last it printed {prints[-1].strip()!r}' if prints else ''}"
+                + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())

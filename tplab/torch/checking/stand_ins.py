@@ -74,6 +74,7 @@ class StandIns:
             *((kind, "__init__", self._make) for kind in (Optimizer, DataLoader, DistributedSampler, *OF_A_BATCH)),
             (DataLoader, "__iter__", self._read),
             (LRScheduler, "__init__", self._schedule),
+            (torch.amp.GradScaler, "step", self._scaled_step),
             (Optimizer, "load_state_dict", self._load),
             (nn.Module, "load_state_dict", self._load_weights),
             (nn.Module, "to_empty", self._to_empty),
@@ -264,6 +265,15 @@ class StandIns:
             optimizer = getattr(schedule, "optimizer", None)
             if isinstance(optimizer, Optimizer) and (rank := self._here()) is not None:
                 rank.origins.set(optimizer, rank.line())
+
+        return watched
+
+    def _scaled_step(self, original: Any) -> Any:
+        def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(scaler, *args, **kwargs)
+            if (rank := self._here()) is not None:
+                rank.skip()
+            return found
 
         return watched
 

@@ -47,7 +47,9 @@ class Watch:
         traced: int | None = None,
         repairs: Sequence[Repair] = (),
     ):
-        self._plan = Plan(steps, feed, weights, ends, nudges, traced, tuple(repairs), Board())
+        self._plan = Plan(
+            steps, feed, weights, ends, traced=traced, repairs=tuple(repairs), board=Board(), nudges=nudges
+        )
         self.seen = [Seen() for _ in range(num_ranks)]
         self.has_ended = [False] * num_ranks
         self.stopped = set[int]()

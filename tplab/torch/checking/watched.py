@@ -145,8 +145,9 @@ class Watched:
             return args, kwargs, call
         if is_whole:
             self._hook()
-        if is_whole and not self.seen.num_steps and not self._has_begun:
+        if is_whole and not self._has_begun:
             self.mending.begin()
+        if is_whole and not self.seen.num_steps and not self._has_begun:
             if "empty" in self.seen.lines:
                 unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
                 self.seen.unfilled = [self.names.of(p) for p in unfilled]
@@ -333,6 +334,16 @@ class Watched:
         if self._inside is optimizer:
             self._inside = None
             self.step.lines["step"] = self.line()
+
+    def skip(self) -> None:
+        """An update was left out, as gradients were not finite: the step begins again."""
+        if self.step.has_stepped or not self._num_backward:
+            return
+        step, line = self.step, self.line()
+        self._pending.move(step)
+        self.step = Step(prints=step.prints, skipped=step.skipped + 1, lines={"skipped": line})
+        self._num_backward, self._is_measured = 0, False
+        self.seen.lines["skipped"] = line
 
     def settle(self) -> None:
         """Close the step that the optimizer has made: other ranks' updates have arrived by now."""
