@@ -171,9 +171,11 @@ class Comparison:
         if layout is None:
             layout = (None if whole is None else self._layout_of(whole, pieces)) or Layout()
         verdict = judge(pieces, whole, layout, self.mesh, rounding, what=kind)
-        if kind == "loss" and self.split and verdict.mistake in ("partial", "mean"):
+        if kind == "loss" and self.split and verdict.mistake in ("partial", "mean", "disagree"):
             self.mean_over = set(verdict.axes) if verdict.mistake == "mean" else set()
             words = "each rank's part of it, as it has its part of the inputs"
+            if verdict.mistake == "disagree":
+                words += "; neither their sum nor their mean is the reference's"
             verdict = verdict._replace(ok=True, words=words, mistake="")
         here = self.in_specs[name].axis_names if kind == "gradient" and name in self.in_specs else ()
         if verdict.mistake == "scaled" and verdict.axes and set(verdict.axes) <= self.mean_over.intersection(here):

@@ -58,12 +58,15 @@ _WORDS = {
 MOST_TRIALS = 8
 
 
-def of_reductions(found: Sequence[Reduction], *more: str) -> list[Trial]:
-    """What to try on the all_reduces that a program calls, the first ones first. more: on sums, besides."""
-    trials = []
+def of_reductions(found: Sequence[Reduction], observed: str, is_backward: bool = False) -> list[Trial]:
+    """What to try on the all_reduces that a program calls, the first ones first.
+
+    observed   what is wrong, in words: none is taken for divided where nothing is 1/R of the reference
+    """
+    trials, left_aside = [], {UNDIVIDED} if " 1/" not in f" {observed}" else set[str]()
     for how, (words, short) in _WORDS.items():
         those = [one for one in dict.fromkeys(found) if (one.op != "sum") == (how == SUMMED)]
-        if how != AVERAGED or how in more:
+        if how not in left_aside and (how != AVERAGED or is_backward):
             trials += [Trial(words.format(one), short, {"reductions": {one: how}}) for one in those[:MOST_TRIALS]]
     return trials
 

@@ -13,7 +13,7 @@ import numpy as np
 from tplab.checking.comparison import each_input, noise_for, nudged
 from tplab.checking.proofs import FACTS, Check
 from tplab.checking.report import ParallelReport, Row, perturbed
-from tplab.checking.tried import AVERAGED, Reduction, Trial, of_reductions
+from tplab.checking.tried import Reduction, Trial, of_reductions
 from tplab.checking.verdict import EPSILON, Rounding, label
 from tplab.errors import SpecError
 from tplab.jax.checking.reading import backward_order, reductions, softmaxes, with_changes
@@ -87,7 +87,7 @@ def check_parallel(
         theirs,
         ours,
         (_again(theirs, seed) for seed in (0, 1)),
-        lambda row, answer: _trials(ours, mesh),
+        lambda row, answer: _trials(row, ours, mesh),
         has_loss=loss is not None or not any(x.ndim for x in theirs.outputs()[0].values()),
         share_copies=True,
         optimizer=optimizer,
@@ -213,12 +213,12 @@ class _Side:
         return [jax.tree.map(np.asarray, result) for result in results]
 
 
-def _trials(ours: _Side, mesh: Mesh) -> Iterator[Trial]:
+def _trials(row: Row, ours: _Side, mesh: Mesh) -> Iterator[Trial]:
     """What to try where a gradient is wrong and all outputs are right."""
     if axes := tuple(name for name in mesh.axis_names if name in ours.loss_varies and mesh.axis_size(name) > 1):
         words = f"with all_reduce(loss, {label(axes)}, 'mean'): it may differ along it as far as JAX's types know, and "
         yield Trial(f"{words}jax.grad adds up the gradients of all", "a mean of the loss", {"loss": axes})
-    yield from of_reductions(ours.reductions, AVERAGED)
+    yield from of_reductions(ours.reductions, row.words, is_backward=True)
 
 
 def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Check) -> None:
@@ -233,7 +233,7 @@ def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Chec
 
     trials = [
         *comparison.additions(first, comparison.added.get(first.name), first.name),
-        *of_reductions(ours.reductions),
+        *of_reductions(ours.reductions, first.words),
     ]
     trials += comparison.scores(theirs.softmaxes()[0], ours.softmaxes())
     if unknown := comparison.prove(first, trials, makes_right):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tplab.checking.comparison import each_input, noise_for, nudged
 from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
-from tplab.checking.tried import AVERAGED, MOST_TRIALS, Trial, of_reductions
+from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
 from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, layout_of
@@ -225,7 +225,7 @@ class _Check:
                 f"with {other} in place of {op} ({list(shape)}): ranks use what it returns {how}, and {other} {does}"
             )
             yield Trial(words, "the other kind of gather", {"gathers": ()}, "gather")
-        yield from of_reductions(reductions, AVERAGED)
+        yield from of_reductions(reductions, row.words, is_backward=True)
         if row.mistake not in ("partial", "other", "disagree"):
             return
         place = order.index(row.name) if row.name in order else len(order)
@@ -285,7 +285,7 @@ class _Check:
         addend = culprit.addend if culprit.row else self.comparison.added.get(first.name)
         kind = "given" if culprit.is_given else "exit"
         yield from self.comparison.additions(first, addend, culprit.name, kind)
-        yield from of_reductions(told[0].reductions.get(culprit.inside, ()))
+        yield from of_reductions(told[0].reductions.get(culprit.inside, ()), first.words)
         yield from self.comparison.scores(reference.scores, [rank.scores for rank in told])
 
     def _makes_right(self, trial: Trial, culprit: Culprit, search: Search) -> str:
