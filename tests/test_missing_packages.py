@@ -1,16 +1,20 @@
 """Without torch, or without JAX, the half of tplab that needs it says what to install; the other half works."""
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tplab
 from tplab.__main__ import main
 
+RECORD = "torchrun --nproc-per-node 8 -m tplab.record train.py"
 COMMANDS = ("torchrun", "doctor", "record", "merge", "forecast", "measure")
 
 
@@ -64,12 +68,50 @@ def test_a_mistyped_command_is_an_error(capsys: pytest.CaptureFixture[str]):
     for arguments, said in [
         (["torchrn", "train.py"], "there is no command 'torchrn'; did you mean torchrun?"),
         (["xyz"], "there is no command 'xyz'; there are torchrun, doctor, record, merge, forecast, measure"),
-        (["tplab.doctor"], "tplab.doctor is started as python -m tplab.doctor"),
+        (["record", "train.py"], f"record runs on ranks that torchrun starts: {RECORD}"),
         (["--hlp"], "unrecognized arguments: --hlp; did you mean --help? (--help lists the flags)"),
     ]:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert (ended.value.code, capsys.readouterr().err) == (2, f"tplab: {said}\n")
+
+
+def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
+def test_tplab_runs_the_command_that_it_is_given(tmp_path: Path):
+    done = ran("-m", "tplab", "merge", str(tmp_path / "nowhere"))
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tplab.merge: there is no folder")
+    done = ran("-m", "tplab", "forecast", "--version")
+    assert (done.returncode, done.stdout) == (0, f"tplab {tplab.__version__}\n")
+
+
+def test_tplab_is_a_command():
+    project = tomllib.loads((Path(tplab.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    module, _, function = project["scripts"]["tplab"].partition(":")
+    done = ran(
+        "-c", f"import sys; sys.argv = ['tplab', 'xyz']; from {module} import {function} as run; sys.exit(run())"
+    )
+    assert done.returncode == 2 and done.stderr.startswith("tplab: there is no command 'xyz'")
+
+
+def test_a_module_that_is_not_there_is_one_sentence(tmp_path: Path):
+    for command in ("torchrun", "doctor"):
+        done = ran("-m", f"tplab.{command}", "--nproc-per-node", "2", "-m", "nope.train", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (2, f"tplab.{command}: No module named 'nope'\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["tplab"], ["tplab.forecast", "llama3-8b", "--cluster", "h100", "--gpus", "8", "--batch", "8"]]
+)
+def test_a_reader_that_leaves_is_no_mistake(arguments: list[str]):
+    """As `| head` does: the pipe is closed before the report is written."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        done = subprocess.run([sys.executable, "-m", *arguments], stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

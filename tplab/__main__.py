@@ -1,14 +1,16 @@
-"""`python -m tplab`: which commands there are."""
+"""`tplab`, or `python -m tplab`: which commands there are, and `tplab doctor ...` for `python -m tplab.doctor ...`."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import runpy
+import sys
 from collections.abc import Sequence
 
 from tplab import __version__
 from tplab.errors import near
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 
 COMMANDS = {
     "python -m tplab.torchrun --nproc-per-node 8 train.py": "run a script for torchrun, unchanged, on simulated ranks",
@@ -21,7 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List the commands. With a command's name, say how it is started, and end with exit code 2."""
+    """List the commands, or run one. For one that torchrun starts, say so, and end with exit code 2."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {command:<{width}}   {what}" for command, what in COMMANDS.items())
     listed += "\n\nIn Python: from tplab.torch import run, or from tplab.jax import run"
@@ -35,9 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     modules = {match[1]: match[0] for command in COMMANDS if (match := re.search(r"-m tplab\.(\w+)", command))}
     name = given[0].removeprefix("tplab.")
     if name in modules:
-        parser.refuse(f"{given[0]} is started as python {modules[name]}")
+        how = next(command for command in COMMANDS if modules[name] in command)
+        if not how.startswith("python"):
+            parser.refuse(f"{given[0]} runs on ranks that torchrun starts: {how}")
+        sys.argv[1:] = given[1:]
+        runpy.run_module(f"tplab.{name}", run_name="__main__", alter_sys=True)
     parser.refuse(f"there is no command {given[0]!r}{near(name, modules)}")
 
 
+def command() -> None:
+    """What the command `tplab` runs."""
+    ended(main)
+
+
 if __name__ == "__main__":
-    main()
+    command()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out, mesh_of, whole
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,4 +93,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

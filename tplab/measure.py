@@ -14,7 +14,7 @@ from tplab.cost import NAMED, THIS_LAPTOP, Cluster, find
 from tplab.cost.own import Row, fit_cluster, read_tables, save
 from tplab.cost.own.fit import Own
 from tplab.errors import TplabError
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,4 +99,4 @@ def report(rows: Sequence[Row], own: Own) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tplab.commands import add_flags, check_files, mesh_from, write_files
 from tplab.errors import TplabError
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 from tplab.trace import merge, summary
 
 
@@ -37,4 +37,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

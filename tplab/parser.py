@@ -1,8 +1,11 @@
-"""The parser of every command: `--version`, and one line for a mistake."""
+"""The parser of every command: `--version`, and one line for a mistake; and how a command ends."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -31,3 +34,15 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, why: object) -> NoReturn:
         """End the command with exit code 2 and this sentence."""
         self.exit(2, f"{self.name}: {why}\n")
+
+
+def ended(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command as a process, and end it. It is no mistake if nobody reads on, as after `| head`: then it ends as
+    one that the system's SIGPIPE ends."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        code = 128 + 13
+    sys.exit(code)

@@ -24,7 +24,7 @@ from tplab.forecast.clusters import add_flags as add_cluster_flags
 from tplab.forecast.plan import AXES
 from tplab.forecast.rows import forecast_row, unread
 from tplab.mesh import Mesh
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 from tplab.trace import summary
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count_memory=True,
                 print_live=True,
                 around=watch.around if watch else nullcontext,
-                types=given.types,
+                types=given.types or given.spmd_types,
             )
     except KeyboardInterrupt:
         print("tplab.torchrun: interrupted", file=sys.stderr)
@@ -103,12 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, ImportError) as error:
         return _refuse(error)
-    print("\n" + summary(out.trace, out.peaks))
-    if planned is not None:
-        print("\n" + beside(out.trace, planned))
-    if given.types:
+    if out.mesh == mesh:  # it is smaller if it ran for types only
+        print("\n" + summary(out.trace, out.peaks))
+        if planned is not None:
+            print("\n" + beside(out.trace, planned))
+    if given.types or given.spmd_types:
         out.types.results.clear()  # a script returns nothing
         print(f"\n{out.types}")
+        if given.spmd_types:
+            print(f"\n{out.types.as_spmd_types()}")
     if out.mapped:
         print("\n" + out.mapped)
     write_files(out.trace, given)
@@ -149,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", metavar="cpu", help="cpu: run a script that asks for GPUs on the CPU")
     add("--check-copies", action="store_true", help="compare gradients and parameters on ranks that hold copies")
     add("--types", action="store_true", help="print what each tensor is along each axis: R, I, V or P, line by line")
+    add("--spmd-types", action="store_true", help="print them as annotations of spmd_types, too")
     add_flags(parser)
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
@@ -203,4 +207,4 @@ def _explain(error: TplabError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

@@ -9,8 +9,8 @@
 #
 # ![Three numbers per token on each of four ranks, the combined numbers, and the loss that follows from them.](images/06_vocabulary.png)
 #
-# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the vocabulary, and computes three numbers
-# per token from them. The ranks combine these with one maximum and two sums. Then every rank knows the loss.*
+# *The loss of four tokens, one per row. Each rank has the logits of a quarter of the vocabulary, and computes three
+# numbers per token from them. The ranks combine these with one maximum and two sums.*
 
 # %%
 import subprocess
@@ -32,9 +32,9 @@ from tplab.widgets import animate, matrices, timeline
 # %% [markdown]
 # ## By hand: a vocabulary of ten on four ranks
 #
-# A model knows each entry of its vocabulary by a number, the **id**. The **embedding** is a table with one row per entry.
-# In GPT-2 it has 39 of the 124 million parameters, in Llama 3 8B 525 million. No rank should have to hold all of that, so
-# each rank gets the rows of some entries. Here are ten entries on four ranks:
+# A model knows each entry of its vocabulary by a number, the **id**. The **embedding** is a table with one row per
+# entry. In GPT-2 it has 39 of the 124 million parameters, in Llama 3 8B 525 million. So each rank gets the rows of some
+# entries. Here are ten entries on four ranks:
 
 # %%
 V = 10
@@ -45,7 +45,7 @@ by_rank = {f"rank {rank}": piece for rank, piece in enumerate(pieces)}
 matrices(by_rank, "The rows of ten entries, on four ranks")
 
 # %% [markdown]
-# Every rank reads the same tokens. It looks up those whose rows it has, and writes zeros for all others.
+# Every rank reads the same tokens. It looks up those whose rows it has, and writes zeros for the others.
 
 # %%
 ids = np.array([7, 2, 9, 4])
@@ -75,8 +75,8 @@ matrices({**panels, "the sum": sum(found)}, "The rows of entries 7, 2, 9 and 4")
 #
 # ## Build the embedding
 #
-# Four ranks cannot share ten entries equally. You can pad the table with unused rows, as Megatron-LM does, or the last
-# ranks can have fewer entries, as above and in tplab's torch layers. So each rank has to know where its entries begin:
+# Four ranks cannot share ten entries equally. You can pad the table, as Megatron-LM does, or the last ranks can have
+# fewer entries, as above and in tplab's torch layers. So each rank has to know where its entries begin:
 
 # %%
 def own_ids(vocab_size):  # this rank's first id, and how many it has
@@ -106,13 +106,13 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
 #
 # ## By hand: a loss without the logits
 #
-# At the other end, the model predicts the *next* token of a text. It computes a **logit** $z_v$ for each entry $v$ of the
-# vocabulary. If the correct next token is entry $t$, the loss is
+# At the other end, the model predicts the *next* token. It computes a **logit** $z_v$ for each entry $v$. If the
+# correct next token is entry $t$, the loss is
 #
 # $$-\log \frac{e^{z_t}}{\sum_v e^{z_v}} = \log \sum_v e^{z_v} - z_t$$
 #
-# A rank has the logits of its own entries. Here they are logarithms of small integers, so you can add up the exponentials
-# in your head. The correct entry is number 3, the first one of rank 1.
+# A rank has the logits of its own entries. Here they are logarithms of small integers. The correct entry is number 3,
+# the first one of rank 1.
 
 # %%
 exps = [np.array(piece, float) for piece in ([1, 2, 1], [4, 1, 1], [2, 1, 2], [1])]
@@ -174,8 +174,8 @@ animate(out.trace)
 
 # %% [markdown]
 # Each of the three collectives combines one number per token. (In the picture, a is $m$, b is $s$ and c is $z_t - m$.)
-# Here are the numbers of this run, on each rank and combined. A row is a token, and the columns are $m$, $s$ and $z_t -
-# m$. The vocabulary now has twelve entries, three on each rank, and the correct ones are 7, 2, 9 and 4.
+# Below are these numbers, on each rank and combined. A row is a token, and the columns are $m$, $s$ and $z_t - m$. The
+# vocabulary now has twelve entries, three on each rank, and the correct ones are 7, 2, 9 and 4.
 
 # %% tags=["opening-picture"]
 losses, put_in = zip(*out.per_rank)
@@ -187,9 +187,9 @@ title = "Largest logit m, sum of exponentials s, correct entry's logit minus m"
 matrices(panels, title)
 
 # %% [markdown]
-# Now we compare the loss and its gradient with torch's own loss on all the logits, even for logits as large as ten
-# thousand. The backward pass sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct
-# entry, and each rank already has these numbers.
+# Now we compare the loss and its gradient with torch's own, even for logits as large as ten thousand. The backward pass
+# sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct entry, and each rank already
+# has these numbers.
 
 # %%
 def own_columns(logits):
@@ -215,15 +215,14 @@ for ranks, scale in ((2, 1), (3, 1), (4, 1), (5, 1), (4, 1e4)):
     print(f"{ranks} ranks, logits of size {scale:,.0f}: {said}")
 
 # %% [markdown]
-# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the bytes are the same, with
-# fewer hops.
+# tplab's `vocab_parallel_cross_entropy` does the same. It puts both sums into one message: the same bytes, with fewer
+# hops.
 #
 # ## One table, used twice
 #
-# Where do logits come from? Each token has a vector $x$, and the head multiplies it with one row per entry:
-# $z = x W^\top$. In GPT-2 $W$ is the table of the embedding: its head is **tied** to the embedding. The rank that has an
-# entry's row also computes its logit. So the head is a column-parallel layer, with $f$ before it and nothing gathered
-# after it.
+# Each token has a vector $x$, and the head multiplies it with one row per entry: $z = x W^\top$. In GPT-2 $W$ is the
+# table of the embedding: its head is **tied** to it. The rank that has an entry's row also computes its logit. So the
+# head is a column-parallel layer, with $f$ before it and nothing gathered after it.
 #
 # **Predict.** A table that is used twice receives a gradient from each use. What has to be sent to add the two up?
 #
@@ -257,11 +256,11 @@ for event in out.trace.select(rank=0, kind="collective").events:
     print(event.op, list(event.shape))
 
 # %% [markdown]
-# There are four all_reduces: one for the embedding, two for the loss (the maximum, then both sums in one), and the one
-# of $f$ in the backward pass. None of them is for the table.
+# There are four all_reduces: one for the embedding, two for the loss (the maximum, then both sums), and that of $f$ in
+# the backward pass. None is for the table.
 #
 # Now break the tie on one rank, as happens when loading a checkpoint gives the head its own copy. No error is raised,
-# and the first loss is still exactly right. But rank 2 loses the part of its gradient that comes from the head:
+# and the first loss is right. But rank 2 loses the part of its gradient that comes from the head:
 
 # %%
 broken_losses, broken = zip(*tt.run(step, Mesh(tp=4), W, ids, targets, 2).per_rank)
@@ -273,7 +272,7 @@ matrices(panels, "Rank 2: the gradient of the rows of entries 6, 7 and 8")
 # ## The same in JAX
 #
 # `detach` becomes `stop_gradient`, and `gather` becomes `take_along_axis`. JAX compiles one program for all ranks, so
-# all pieces must have the same width, and ten entries on four ranks have to be padded.
+# all pieces have the same width, and ten entries on four ranks are padded.
 
 # %%
 import jax
@@ -320,7 +319,7 @@ for loss_of in (loss_in_jax, masked):
 # ## See it run
 #
 # Here is the end of GPT-2, head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The times are
-# **forecast** (`h100-measured`). (On torch's `meta` device, tensors have shapes but no numbers.) First with gathered logits:
+# **forecast** (`h100-measured`). First with gathered logits:
 
 # %%
 SIZES = {"GPT-2": (50_260, 768), "Llama 3 8B": (128_256, 4096)}  # vocabulary, width
@@ -349,7 +348,7 @@ timeline(traced(in_place, 2048))
 
 # %% [markdown]
 # The long message is gone. But computing takes longer, although each rank now works on a quarter of the logits: torch's
-# loss is two operations, and ours is more than twenty. Several of these read and write all of the rank's logits.
+# loss is two operations, and ours is more than twenty.
 #
 # Now turn the knob. The vocabulary of **Llama 3 8B** has 128,256 entries. (GPT-2's has 50,257; here it is padded so that 4
 # divides it.) With fewer tokens, which way is faster, and why?
@@ -385,11 +384,10 @@ knob("The loss of a model's logits", "tokens", options, start=2048, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Up to 128 tokens gathering is faster for GPT-2, and up to 64 for Llama 3 8B, because each of our many operations has to be
-# launched. The forecast charges 2.4 µs per launch. Take the launches off the bars, and the three numbers always win.
-# A compiler or a hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most
-# launches. A fused linear cross-entropy goes further. It computes head and loss together, a few tokens at a time, and never
-# keeps the logits. A server that generates text has few tokens at a time, and there
+# Up to 128 tokens gathering is faster for GPT-2, and up to 64 for Llama 3 8B, because each of our many operations has
+# to be launched. The forecast charges 2.4 µs per launch. Without launches, the three numbers always win. A compiler or
+# a hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most of them. A
+# server that generates text has few tokens at a time, and there
 # [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather.
 #
 # </details>
@@ -419,9 +417,9 @@ for ranks in (1, 4, 8):
     print(f"Llama 3 8B in Megatron, {ranks} rank(s): {bytes_text(nbytes)} for the loss")
 
 # %% [markdown]
-# The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes. In the last lines,
-# Megatron keeps the logits in float32, and their gradient. On one rank, the loss of a sequence takes as much memory as five
-# or six blocks ([lab 05](05_block_memory.ipynb)).
+# The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes. In the last
+# lines, Megatron keeps the logits and their gradient in float32. On one rank, the loss of a sequence takes as much
+# memory as five or six blocks ([lab 05](05_block_memory.ipynb)).
 #
 # ## A bug to repair: one maximum too few
 #
@@ -445,7 +443,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
     print(f"{mesh}: exp(loss) = {one.exp().item():.3g}")
 
 # %% [markdown]
-# Fix `token_loss` and run its cell; it should print 4 twice. Then run the check, which also compares gradients.
+# Fix `token_loss` until its cell prints 4 twice. Then run the check, which also compares gradients.
 
 # %%
 from tplab.exercises.vocabulary import check_token_loss
@@ -457,13 +455,12 @@ check_token_loss(token_loss)
 #
 # To generate text, a model needs the entry with the largest logit. Find its id for each token, without gathering the
 # logits: what you send must not grow with the vocabulary. If several entries are equally likely, take the lowest id.
-# The check also uses 400,000 entries, and logits in bfloat16. (It takes a torch function, or with `framework="jax"` a JAX
-# function.)
+# The check also uses 400,000 entries, and logits in bfloat16. (With `framework="jax"` it takes a JAX function.)
 #
 # <details><summary>A hint</summary>
 #
-# First find out how large the largest logit is, and then which rank has it. `all_reduce` can also take the `"min"`.
-# What should a rank without the largest logit contribute?
+# First find the largest logit, and then which rank has it. `all_reduce` can also take the `"min"`. What should a rank
+# without the largest logit contribute?
 #
 # </details>
 
@@ -498,7 +495,7 @@ check_most_likely(most_likely)
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).
 # [vLLM 440](https://github.com/vllm-project/vllm/issues/440) (a vocabulary of 250,682 on 8 ranks).
 #
-# Next: [07 Dropout](07_dropout.ipynb). Ranks that draw random numbers have to agree on some of them.
+# Next: [07 Dropout](07_dropout.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

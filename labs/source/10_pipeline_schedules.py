@@ -7,7 +7,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/10_pipeline_schedules.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/10_pipeline_schedules.ipynb)
 #
-# ![Two schedules of four ranks and eight microbatches. The lower one, whose backward is split into two parts, ends sooner.](images/10_pipeline_schedules.png)
+# ![Two schedules of four ranks. The lower one, whose backward is split into two parts, ends sooner.](images/10_pipeline_schedules.png)
 #
 # *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward pass and B its backward
 # pass, which the lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The
@@ -36,7 +36,7 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 # ## By hand: one rank at a time
 #
 # Cut a model into four **stages**, one per rank. Each stage needs the output of the one before it. So the ranks take
-# turns: forwards go down the ranks, and backwards come up again. (A row is a rank, and a column is a time step.)
+# turns. (A row is a rank, and a column is a time step.)
 
 # %%
 print(naive(ranks=4))
@@ -67,11 +67,11 @@ all_f_then_all_b = simulate(gpipe(ranks=p, microbatches=m))  # F = 1, B = I + W 
 gantt(all_f_then_all_b)
 
 # %% [markdown]
-# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. As a fraction, that is
+# Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. That is
 #
 # $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\text{or}\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
 #
-# **Predict.** With 16 ranks, how many microbatches does it take to make the bubble less than a tenth of the makespan?
+# **Predict.** With 16 ranks, how many microbatches make the bubble less than a tenth of the makespan?
 #
 # <details><summary>Answer</summary>
 #
@@ -88,15 +88,15 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # %% [markdown]
 # ## One forward, one backward
 #
-# The last rank can run its first backward right after its first forward, and then free that microbatch. In **1F1B** (or
+# The last rank can run its first backward right after its first forward, and free that microbatch. In **1F1B** (or
 # PipeDream-Flush), rank $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
 #
 # **Predict.** With the same $m$, how much smaller is 1F1B's bubble than GPipe's?
 #
 # <details><summary>Answer</summary>
 #
-# It is not smaller at all. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. So you can choose a larger
-# $m$, and *that* makes the bubble smaller.
+# It is the same. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. So you can choose a larger $m$, which
+# makes the bubble smaller.
 #
 # </details>
 
@@ -107,7 +107,7 @@ for run in (all_f_then_all_b, one):
 assert one.makespan == all_f_then_all_b.makespan
 
 # %% [markdown]
-# Build it. This function writes the row of one rank, as text:
+# This function writes the row of one rank:
 
 # %%
 def row(rank, ranks, microbatches):
@@ -125,7 +125,7 @@ for rank in range(p):
 
 # %% [markdown]
 # With one stage per rank, equal stages and free messages, **no order of F and B does better**. The last rank waits for
-# $p - 1$ forwards. Then it has $m(F+B)$ to do. After that its last gradient needs $p - 1$ backwards to reach rank 0:
+# $p - 1$ forwards and has $m(F+B)$ to do, and its last gradient needs $p - 1$ backwards to reach rank 0:
 #
 # $$(p-1)F + m(F+B) + (p-1)B = (m+p-1)(F+B)$$
 #
@@ -140,14 +140,13 @@ for name, costs in [("equal stages, free messages", Costs()),
     print(f"{name:29} GPipe {steps[0]:g}, 1F1B {steps[1]:g}")
 
 # %% [markdown]
-# So no other order of F and B can fill this bubble. Only a change of the work itself can, and there are two such changes:
-# smaller stages, and a split backward.
+# So only a change of the work itself can fill this bubble: smaller stages, or a split backward.
 #
 # ## Smaller stages: interleaving
 #
 # Give each rank $v$ stages, each $1/v$ as large. With $v = 2$, rank 0 of four has stages 0 and 4. The first forward
-# reaches the last rank in $1/v$ of the time, so the bubble is $1/v$ as long. (One of a rank's $v$ stages counts as
-# $1/v$ of a microbatch kept.)
+# reaches the last rank in $1/v$ of the time, so the bubble is $1/v$ as long. (Each of these stages counts as $1/v$ of a
+# microbatch kept.)
 
 # %%
 def figures(schedule):
@@ -169,10 +168,10 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 #
 # A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the
 # gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's
-# activations are kept until its W. (Qi et al., who had this idea, write B for our I.)
+# activations are kept until its W. (Qi et al. write B for our I.)
 #
 # **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end each rank adds only $I$ to the
-# gradient's path, instead of $I + W$, and the waiting passes fill the bubble.
+# gradient's path, and W fills the bubble.
 #
 # **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Its authors write that it has no bubble.
 #
@@ -182,7 +181,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 #
 # Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
 # action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
-# finish this one. Clipping by the norm of all gradients rules that out, unless a step can be rolled back, as in Qi et al.
+# finish this one. Clipping by the norm of all gradients rules that out, unless steps can be rolled back.
 #
 # </details>
 
@@ -209,14 +208,13 @@ print("V-Half:", times(half))
 gantt(down_and_up, half)
 
 # %% [markdown]
-# The price is twice as many messages. (DeepSeek's [DualPipe](https://github.com/deepseek-ai/DualPipe) puts stages in a V,
-# too, but with another aim: to hide messages *inside* layers. tplab has it as `dualpipe_v`.)
+# The price is twice as many messages.
 
 # %% [markdown]
 # ## Turn the knobs
 #
-# Set `transfer` to 1. Then add 4 microbatches, and 4 more. How many steps does 1F1B lose each time, and why? Hover over
-# a bubble to see what the rank waits for.
+# Set `transfer` to 1. Then add 4 microbatches, twice. How many steps does 1F1B lose each time, and why? Hover over a
+# bubble to see what the rank waits for.
 
 # %%
 pipeline_lab("one_f_one_b", compare="zb_h1")
@@ -225,9 +223,9 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # <details><summary>What there is to discover</summary>
 #
 # With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs $p = 4$ forwards and
-# then waits for the gradient of the first. That microbatch crosses $p - 1 = 3$ cuts, down and up again: 6 messages for
-# every $p$ microbatches. A schedule that runs more forwards ahead pays only once: GPipe loses 6, and ZB-H2 loses 3,
-# with any number of microbatches. So with such messages, GPipe is faster than 1F1B and ZB-H1.
+# then waits for the gradient of the first. The microbatch crosses $p - 1 = 3$ cuts, down and up again: 6 messages for
+# every $p$ microbatches. A schedule that runs more forwards ahead pays for them only once: GPipe loses 6, and ZB-H2
+# loses 3, with any number of microbatches. So with such messages, GPipe is faster than 1F1B and ZB-H1.
 #
 # </details>
 
@@ -269,20 +267,20 @@ for name, schedule in rules.items():
           f" keeps {kept:4.1f} microbatches")
 
 # %% [markdown]
-# The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs nothing: no
-# real pipeline is like that. What the paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to
-# 31% in more. Those are gains of schedules that a search found for each model (ZB-1p and ZB-2p).
+# The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs
+# nothing. What the paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in
+# more, with schedules that a search found for each model.
 #
-# So which one should you choose? GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. Begin with 1F1B, and
-# as many microbatches as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step
-# most, and send at least twice as many messages. ZB-H1 sends no more, and gains less. With a split backward, a microbatch is more
+# GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. So begin with 1F1B, and as many microbatches
+# as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most, and send
+# at least twice as many messages. ZB-H1 sends no more, and gains less. With a split backward, a microbatch is more
 # *bytes*: between I and W, a rank also keeps gradients of outputs ([lab 13](13_pipeline_memory.ipynb)).
 
 # %% [markdown]
 # ## A bug to repair
 #
-# Here is 1F1B again, written as a rule: run the next forward if the rank may keep one more microbatch, and the next
-# backward otherwise. It has a mistake. Run the check, read what it says, and repair `my_row`.
+# Here is 1F1B as a rule with a mistake: run the next forward if the rank may keep one more microbatch, and the next
+# backward otherwise. Run the check, and repair `my_row`.
 
 # %%
 def my_row(rank, ranks, microbatches):
@@ -305,8 +303,8 @@ check_one_f_one_b(my_row)
 # %% [markdown]
 # ## Your turn: six puzzles
 #
-# In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return the order in which each rank runs its actions, as
-# text with one row per rank. (Write I0 and W0 where B0 is split.) Every action then runs as soon as it can.
+# In each puzzle F = I = W = 1, so a whole B takes 2 steps. Return each rank's actions in order, as text with one row
+# per rank. (Write I0 and W0 where B0 is split.) Every action runs as soon as it can.
 
 # %%
 from tplab.exercises.pipeline_schedules import PUZZLES, check_puzzle
@@ -315,8 +313,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard. The time
-# at the top leaves them out.)
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (The time at the top leaves
+# out 5 and 6, which are hard.)
 
 # %%
 def puzzle_1():
@@ -342,8 +340,8 @@ check_puzzle(5, puzzle_5)
 # %% [markdown]
 # <details><summary>How far can a program get?</summary>
 #
-# tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after
-# `pip install ortools`) it finds 31. The check does not accept a copy of its answer.
+# tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after `pip install
+# ortools`) it finds 31.
 #
 # </details>
 #
@@ -356,19 +354,20 @@ check_puzzle(5, puzzle_5)
 # | interleaved 1F1B | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
 #
-# `Schedule.from_torch` reads torch's schedules, and `to_csv` writes a file that torch loads. JAX has none of its own: see [lab 12](12_pipeline_in_jax.ipynb).
+# `Schedule.from_torch` reads torch's schedules, and `to_csv` writes a file that torch loads. JAX has none: see [lab
+# 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #
-# - Microbatches fill a pipeline. With one equal stage per rank and free messages, no order of F and B has a smaller
-#   bubble than $(p-1)(F+B)$. 1F1B saves memory, not time.
+# - With one equal stage per rank and free messages, no order of F and B has a smaller bubble than $(p-1)(F+B)$. 1F1B
+#   saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
-# - Ask of every "zero bubble": span or makespan, at which costs, and with how much memory?
+# - Ask of every "zero bubble": span or makespan, at which costs, in how much memory?
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,
-# [Megatron-LM](https://arxiv.org/abs/2104.04473), for 1F1B and interleaving. Qi et al. 2024, [Zero
-# bubble](https://arxiv.org/abs/2401.10241) and [controllable memory](https://arxiv.org/abs/2405.15362).
+# [Megatron-LM](https://arxiv.org/abs/2104.04473). Qi et al. 2024, [Zero bubble](https://arxiv.org/abs/2401.10241) and
+# [controllable memory](https://arxiv.org/abs/2405.15362).
 #
 # Next: [11 Run a pipeline](11_run_a_pipeline.ipynb).
 

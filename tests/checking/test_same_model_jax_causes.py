@@ -89,21 +89,21 @@ def ring_too_short(mesh, repaired):
     "make, axis, words",
     [
         (summed_by_jax, "dp", "jax.grad itself adds up"),
-        (norm_of_parts, "dp", "it is not linear"),
-        (rate_by_devices, "dp", "the learning rate"),
-        (own_masks, "dp", "random numbers are drawn inside"),
-        (ring_too_short, "tp", "each of R pieces is used once"),
+        (norm_of_parts, "dp", "a pmean over 'dp' is missing"),
+        (rate_by_devices, "dp", "divided by 4, which is the number of devices along 'dp'"),
+        (own_masks, "dp", "random numbers are drawn there on each device"),
+        (ring_too_short, "tp", "something else there than on one device"),
     ],
 )
 def test_the_line_and_the_cause(make, axis, words):
     data, mesh = mlp_data(), Mesh(**{axis: 4})
     first = lab.same_model(lambda mesh: make(mesh, False), data, mesh=mesh).first
     assert first is not None and words in first.cause
-    file, _, line = first.where.rpartition(":")
-    assert file == "test_same_model_jax_causes.py"
+    lines = [int(line.rpartition(":")[2]) for line in first.lines]
+    assert first.where == first.lines[0] and first.where.startswith("test_same_model_jax_causes.py:")
     start = inspect.getsourcelines(make)[1]
     blamed = next(at for at in range(start, len(SOURCE)) if SOURCE[at].endswith("# blamed")) + 1
-    assert int(line) == blamed, SOURCE[int(line) - 1]
+    assert blamed in lines, first
     assert lab.same_model(lambda mesh: make(mesh, True), data, mesh=mesh).verdict == "same"
 
 

@@ -330,3 +330,86 @@ def test_a_script_whose_gradients_nobody_adds_up(tmp_path, wraps, sums):
         (fault,) = types.faults
         step = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if "optimizer.step" in text)
         assert fault.where == f"train.py:{step}" and "nothing has added them up" in fault.words
+
+
+LARGE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+tp = {tp}
+mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+assert world < 16, "it ran on all of them"
+torch.manual_seed(0)
+w = torch.randn(8, 8).chunk(tp, 0)[mesh["tp"].get_local_rank()]
+x = torch.randn(world // tp, 8)[mesh["dp"].get_local_rank()].chunk(tp)[mesh["tp"].get_local_rank()]
+y = x @ w
+dist.all_reduce(y, group=mesh["tp"].get_group())
+"""
+
+
+def test_a_script_is_typed_for_256_ranks_on_four(tmp_path, capsys):
+    from tplab.torch import launch
+    from tplab.torchrun import main
+
+    path = tmp_path / "train.py"
+    path.write_text(LARGE.format(tp="world // 2"), encoding="utf8")
+    small, large = (launch(path, mesh=Mesh(dp=dp, tp=tp), types=True).types for dp, tp in ((2, 2), (32, 8)))
+    assert large.lines == small.lines and large.casts == small.casts
+    assert "typed on Mesh(dp=2, tp=2) in place of Mesh(dp=32, tp=8)" in large.note and "in place of" not in small.note
+    flags = ["--nnodes", "32", "--nproc-per-node", "8", "--mesh", "dp=32,tp=8", "--spmd-types", str(path)]
+    assert main(flags) == 0
+    said = capsys.readouterr().out
+    assert "each rank sent" not in said and 'all_reduce(..., "tp", src=' in said
+    path.write_text(LARGE.format(tp=8), encoding="utf8")
+    assert main(flags) == 1
+    assert "If the script has sizes of its own, give those of Mesh(dp=2, tp=2)" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- spmd_types
+
+
+def annotations(fw, build):
+    program, mesh, shapes, specs = build(fw)
+    said = types_of(fw, program, mesh, shapes, specs).as_spmd_types().splitlines()[1:]
+    column = max(line.index("assert_type") for line in said if "assert_type" in line)
+    return [" ".join(line[column:].split()) for line in said if line[column:].strip()]
+
+
+def test_types_are_annotations_of_spmd_types(fw):
+    """Its own checker accepts them: tried with spmd_types 0.3.1 on torch's fake process group."""
+    assert annotations(fw, column_and_row) == [
+        'assert_type(x, {"tp": I})',
+        'assert_type(a, {"tp": S(1)})',
+        'assert_type(b, {"tp": S(0)})',
+        'assert_type(bias, {"tp": I})',
+        'convert(..., "tp", src=I, dst=R) # I -> R, backward P -> I',
+        'assert_type(h, {"tp": S(1)})',
+        'assert_type(y, {"tp": P})',
+        'all_reduce(..., "tp", src=P, dst=I) # P -> I, backward I -> R',
+        'assert_type(z, {"tp": I})',
+        'assert_type(..., {"tp": I})',
+    ]
+    found = annotations(fw, sequence)
+    assert [one for one in found if not one.startswith("assert_type")] == [
+        'all_gather(..., "tp", src=S(1), dst=R) # S(1) -> R, backward P -> S(1)',
+        'reduce_scatter(..., "tp", src=P, dst=S(1)) # P -> S(1), backward S(1) -> R',
+        'all_gather(..., "tp", src=S(1), dst=I) # S(1) -> I, backward I -> S(1)',
+    ]
+
+
+def test_what_spmd_types_has_no_word_for(fw):
+    """A dim that two axes cut has an order there; a mean over part of a batch, and a hop, have no function."""
+
+    def program(x):
+        mean = x.mean(0)
+        hop = fw.lab.ring_shift(x, "tp")
+        return mean, hop
+
+    types = types_of(fw, program, Mesh(dp=2, tp=2), [(8, 4)], (P(("dp", "tp")),))
+    said = types.as_spmd_types()
+    assert 'assert_type(x, {"dp": V, "tp": V})' in said
+    assert str(types.of("mean").types["dp"]) == "P(mean)" and 'assert_type(mean, {"dp": V, "tp": V})' in said
+    assert "# ring_shift: S(0) -> V, backward V -> S(0)" in said

@@ -77,6 +77,27 @@ def test_many_in_flight_and_along_any_axis():
 
 
 @ON
+@pytest.mark.parametrize("axes", [("a", "b"), ["a", "b"]], ids=["tuple", "list"])
+def test_two_ranks_have_one_order_whatever_the_axis(on, axes):
+    """Receives over one axis that are only started come before those over another one that the same two ranks share."""
+
+    def program():
+        a, b = axis_index("a"), axis_index("b")
+        if (a, b) == (1, 0):
+            for value in (1, 2, 3):
+                send(torch.tensor(float(value)), axes, 3)
+            for value in (10, 20):
+                send(torch.tensor(float(value)), "b", 1)
+        if (a, b) == (1, 1):
+            started = [start(receive, axes, 2) for _ in range(3)]
+            later = [cast(torch.Tensor, receive("b", 0)).item() for _ in range(2)]
+            return [cast(torch.Tensor, handle.wait()).item() for handle in started], later
+        return None
+
+    assert run(program, Mesh(a=2, b=2), on=on).per_rank[3] == ([1, 2, 3], [10, 20])
+
+
+@ON
 def test_what_nobody_sends_or_takes_is_found(on):
     def waits():
         return receive("pp", 1 - axis_index("pp"))

@@ -173,6 +173,27 @@ def of_an_ever_longer_list(model):
     return finish
 
 
+def registered_again(model):
+    """Its hooks are registered again in each step, so step n sends every gradient n times."""
+    flights = {}
+
+    def leave(p):
+        flights[p] = start(all_reduce, p.grad, "dp", "mean")
+
+    def register():
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(leave)
+
+    def finish():
+        for p, flight in flights.items():
+            p.grad = flight.wait()
+        flights.clear()
+        register()
+
+    register()
+    return finish
+
+
 def sends_everything(model):
     """Every rank gets the gradients of all ranks, to take their mean itself."""
     flights = {}
@@ -244,6 +265,7 @@ def test_right_replicas(fn):
         (of_tplab, "`data_parallel` does the work"),
         (by_grad_hooks, "what the first\nhas left in p.grad is lost"),
         (of_an_ever_longer_list, "is there a list that only grows?"),
+        (registered_again, "are hooks registered again in each step?"),
         (late, "0% of the communication is hidden.\nBelow is one step"),
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (sends_everything, "One all_reduce per gradient is enough"),

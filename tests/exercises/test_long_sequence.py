@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tplab.torch as tt
 from labs.source import build
@@ -106,6 +107,11 @@ def traced_by_autograd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return IN_LAB["ring"](q, k, v)
 
 
+def computed_again_at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keeps only its arguments, and every tile of a row while the backward pass runs."""
+    return checkpoint(IN_LAB["ring"], q, k, v, use_reentrant=False)
+
+
 def test_damage_in_the_backward_pass():
     reseeds = RETURN, "    torch.manual_seed(0)\n    " + RETURN
     assert "global generator" in check_gradients(repaired(reseeds)).text
@@ -118,6 +124,8 @@ def test_other_ways_to_the_gradients():
     assert "`ring_attention` does the work" in check_gradients(libraries).text
     kept = check_gradients(traced_by_autograd)  # autograd sends the gradients home by itself, and keeps every tile
     assert kept.passed is False and "times as much as its q" in kept.text, kept
+    again = check_gradients(computed_again_at_once)
+    assert again.passed is False and "27 times as much as its q on 4 ranks, and 52 times on 8" in again.text, again
 
 
 def test_keys_of_all_ranks_are_not_kept():

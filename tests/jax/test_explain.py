@@ -294,6 +294,11 @@ def forgetful(x, up, down, *spec):
     return h @ down
 
 
+def forgetful_twice(x, *spec):
+    y = constrained(jnp.exp(x), *spec)
+    return constrained(y, "dp", None)  # it would be sent here
+
+
 ASK = f"test_explain.py:{forgetful.__code__.co_firstlineno + 1}"
 WEIGHTS = placed((3, 16, 32), None, None, "tp"), placed((3, 32, 16), None, "tp")
 PROGRAMS = {  # a program, which takes a spec last; its arguments; the spec that it asks for; the proposed one
@@ -319,10 +324,24 @@ PROGRAMS = {  # a program, which takes a spec last; its arguments; the spec that
     "a result of an inner jit": (
         lambda x, *spec: jax.jit(jnp.cos, out_shardings=on(*spec))(x) * 2, (X,), (None, "dp"), ("dp", "tp"),
     ),
-    "nothing is better": (
-        lambda x, w, *spec: constrained(jax.nn.softmax(constrained(x @ w, *spec)), None, None),
-        (COLUMNS, DOWN), (None, None), None,
+    "a batch along an axis": (
+        lambda x, *spec: jax.vmap(lambda x: constrained(jnp.exp(x), *spec), 1, 1, spmd_axis_name="dp")(x),
+        (placed((8, 4, 16), None, "dp", "tp"),), (None, None), (None, "tp"),
     ),
+    "a loop that does nothing else": (
+        lambda x, *spec: lax.fori_loop(0, 3, lambda _, x: constrained(constrained(x, *spec), "dp", "tp"), x),
+        (X,), ("dp", None), ("dp", "tp"),
+    ),
+    "a branch": (
+        lambda x, *spec: lax.cond(True, lambda x: constrained(jnp.exp(x), *spec), jnp.sin, x),
+        (X,), ("dp", None), ("dp", "tp"),
+    ),
+    "rows": (lambda x, *spec: lax.map(lambda x: constrained(jnp.sin(x), *spec), x), (COLUMNS,), (None,), ("tp",)),
+    "a transpose": (lambda x, *spec: constrained(x.T, *spec), (X,), ("dp", None), ("tp", "dp")),
+    "two of one line": (
+        lambda x, *spec: constrained(constrained(jnp.exp(x), *spec), *spec), (X,), ("dp", None), ("dp", "tp"),
+    ),
+    "nothing is better": (forgetful_twice, (X,), ("dp", None), None),
 }  # fmt: skip
 
 
@@ -408,8 +427,9 @@ def test_operations_that_jax_puts_in_are_not_named():
     ids = jax.ShapeDtypeStruct((8,), np.int32, sharding=on("dp"))
     (total,) = explain(lambda table, ids: table[ids], placed((32, 16), "tp"), ids)
     assert total.causes[0].operands == ("table float32[32, 16] P('tp')", "ids int32[8] P('dp')")
-    found = explain(jax.grad(lambda w, x: (x @ w).mean() + (x @ w * 2).sum()), placed((16, 4)), ROWS)
-    said = repr(found)
+    loss = lambda w, x: jax.nn.relu(x @ jax.nn.relu(x @ w).T @ x).mean() + (x @ w * 2).sum()  # noqa: E731
+    said = repr(explain(jax.grad(loss), placed((16, 16)), ROWS))
+    assert "the result of where" in said
     assert not any(word in said for word in ("add_any", "broadcast_in_dim", "select_n", " made"))
 
 

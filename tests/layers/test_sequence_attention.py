@@ -265,6 +265,15 @@ def test_dropout_is_refused(fw: Framework):
         failing(fw, Mesh(ring=1, heads=2), "head_ring", [(1, 2, 4, 2)] * 3, dropout=0.1)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "gather", "head", "head_ring"])
+@pytest.mark.parametrize("scale", [0, -0.5, float("nan"), float("inf")])
+def test_a_scale_that_is_not_above_0_is_refused(fw: Framework, scheme: str, scale: float):
+    """torch's kernel for the CPU gives NaN, or finite numbers that are wrong."""
+    mesh = Mesh(ring=1, heads=1) if scheme == "head_ring" else Mesh(cp=1)
+    with pytest.raises((ValueError, RankError), match=rf"{scheme}_attention: scale is {scale}, and must be .* above 0"):
+        failing(fw, mesh, scheme, [(1, 2, 4, 2)] * 3, scale=scale)
+
+
 def test_shapes_that_are_no_attention(fw: Framework):
     with pytest.raises(ShapeError, match=r"takes q \[batch, heads, tokens, width\].*\[4, 2\]"):
         failing(fw, Mesh(cp=1), "ring", [(4, 2)] * 3)

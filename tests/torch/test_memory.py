@@ -172,6 +172,17 @@ def trained():
     return model, optimizer
 
 
+def test_tensors_on_meta_that_are_not_counted_are_said():
+    def partly() -> torch.Tensor:
+        own_model_on_meta()
+        return torch.ones(2)
+
+    with pytest.warns(UserWarning, match="0 B, for tensors on the device meta have no memory; give device='meta'"):
+        out = lab.run(own_model_on_meta, Mesh(tp=2), count_memory=True)
+    assert out.memory.peaks == [0, 0]
+    assert lab.run(partly, Mesh(tp=2), count_memory=True).memory.peaks == [8, 8]
+
+
 @pytest.mark.parametrize("program", [own_model, own_model_on_meta, trained])
 def test_on_meta_what_the_program_makes_itself_counts_too(program: Any):
     """Wherever the program makes it: device="meta" only says where its arguments are."""

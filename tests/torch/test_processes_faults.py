@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +20,11 @@ import torch
 
 from tplab import Mesh, P
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, ReplicationError, ShapeError, SpecError
-from tplab.torch import all_gather, all_reduce, axis_index, ppermute, ring_shift, run
+from tplab.torch import all_gather, all_reduce, axis_index, barrier, ppermute, receive, ring_shift, run
 from tplab.torch.processes import shut_down
 
 ROOT = Path(__file__).parents[2]
+HERE = "test_processes_faults.py"
 LARGE = 5000  # float32 elements: more than fits into one frame
 
 
@@ -171,6 +174,60 @@ def test_a_message_that_nobody_takes():
 def by_value(fn):
     """The function as if it came from a notebook, so that new processes need not import this file."""
     return types.FunctionType(fn.__code__, {**fn.__globals__, "__name__": "__main__"}, fn.__name__)
+
+
+def checked(step: int) -> None:
+    if axis_index("tp") == 1 and step == 1:
+        raise ValueError(f"loss is nan in step {step}")
+
+
+def cleans_up_with_another_collective() -> None:
+    try:
+        for step in range(3):
+            checked(step)
+            all_reduce(torch.ones(7), "tp")
+    finally:
+        barrier()
+
+
+def handles_it_while_another_rank_waits() -> None:
+    for step in range(3):
+        try:
+            checked(step)
+            if axis_index("tp") == 0 and step == 1:
+                receive("tp", 1)
+        except ValueError:
+            all_reduce(torch.ones(2), "tp")
+
+
+@pytest.mark.parametrize("on", ["simulated", "processes"])
+@pytest.mark.parametrize("program", [cleans_up_with_another_collective, handles_it_while_another_rank_waits])
+def test_what_a_rank_was_about_to_say_is_said_first(program: Callable[[], None], on: str):
+    with pytest.raises(RankError) as caught:
+        run(program, Mesh(tp=2), on=on)
+    first, rest = str(caught.value).split("\n", 1)
+    assert re.match(
+        r"rank 1 raised ValueError at test_processes_faults.py:\d+: loss is nan in step 1, and calls \w+\(", first
+    )
+    assert (
+        first.endswith("while handling it;") and caught.value.rank == 1 and rest.count("test_processes_faults.py:") == 2
+    )
+    if on == "simulated":
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("on", ["simulated", "processes"])
+def test_a_rank_that_raises_after_a_collective_in_its_finally_says_it_itself(on: str):
+    """All of its ranks come to it, so nothing is wrong with the collective."""
+
+    def program() -> None:
+        try:
+            checked(1)
+        finally:
+            barrier()
+
+    with pytest.raises(RankError, match=rf"^rank 1 raised ValueError at {HERE}:\d+: loss is nan in step 1$"):
+        run(program, Mesh(tp=2), on=on)
 
 
 def test_slow_ranks_are_no_deadlock():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from tplab.checking.facts import Facts, Found
 from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.hypotheses import hypotheses
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, named
 from tplab.checking.sends import mixing
 from tplab.units import plain
@@ -40,14 +41,14 @@ def _finding(case: Case) -> Finding:
     facts, first = case.facts, case.first
     kind, factor, where = first.kind, first.factor, case.where
     words, values = first.words, (f"{first.got:.6g}", f"{first.want:.6g}")
-    options = {"others": case.names[1:], "lines": case.lines, "hypotheses": hypotheses(case)}
     ranks = first.ranks if kind in ("none", "shape", "other") else ()
     if "BatchNorm" in facts.ours[0].kinds and kind in ("other", "means", "weights"):
         name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
-        return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=options["hypotheses"])
+        return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=hypotheses(case))
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
+    factor = factor or 1.0
     is_loss = is_scaled and case.is_all and times is not None and abs(times / factor - 1) < 5e-3
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
@@ -58,7 +59,7 @@ def _finding(case: Case) -> Finding:
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault(
             "loss", "", words, factor, where, "", values=values, lines=lines,
-            hypotheses=[*facts.in_its_place("" if is_loss else where), *options["hypotheses"]],
+            hypotheses=[*([] if is_loss else _forward(facts, where)), *hypotheses(case)],
         )  # fmt: skip
     if is_scaled:
         words = facts.sizes.words(factor)
@@ -71,7 +72,22 @@ def _finding(case: Case) -> Finding:
     if mixing(facts, case.names):
         what = "experts" if any("expert" in name for name in case.names) else "shards"
         words, where = f"mixed with the gradients of other {what}", mixing(facts, case.names)
-    return facts.fault("gradient", case.names[0], words, factor, where, "", values=values, ranks=ranks, **options)
+    return facts.fault(
+        "gradient", case.names[0], words, first.factor, where, "", values=values, ranks=ranks,
+        others=case.names[1:], lines=case.lines, hypotheses=hypotheses(case),
+    )  # fmt: skip
+
+
+def _forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
+    """What may be wrong at the line where the forward pass goes wrong."""
+    for sent in facts.sent("forward"):
+        if sent.where == line and sent.reduction in ("sum", "mean") and sent.size > 1:
+            other = "mean" if sent.reduction == "sum" else "sum"
+            cause = f"the {sent.reduction} over ranks is taken here, where the {other} is meant"
+            repair = Repair(other, f"the {other} in place of the {sent.reduction} at {line}", line)
+            yield Hypothesis(repair, cause, line)
+            break
+    yield from facts.in_its_place(line)
 
 
 def _number(factor: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tplab.checking.facts import Facts
 from tplab.checking.gradients import Wrong
-from tplab.checking.sends import lines_of_reduction
+from tplab.checking.sends import given_to, lines_of_reduction
 
 _CLOSE = 2e-3
 
@@ -45,6 +45,12 @@ class Case:
         """Where the script decides that gradients are not to be added up over ranks."""
         line = self.facts.line_of_script("no sync")
         return (self.facts.source.decision(line) or line) if line else ""
+
+    @property
+    def is_added_up(self) -> bool:
+        """Whether collectives add these gradients up, and average others."""
+        mine, others = ({sent.reduction for sent in given_to(self.facts, names)} for names in (self.names, self.others))
+        return mine == {"sum"} and others == {"mean"}
 
     @property
     def others(self) -> list[str]:

@@ -172,7 +172,8 @@ class Diagnosis:
         )
         if reference.again:
             text += (
-                f", as are those off by up to {TIMES} times what another order of summation changes in the reference "
-                f"itself (here {reference.most_seen:.2g})"
+                f", as are those off by up to {TIMES} times what another order of summation, and another last digit of "
+                "weights and samples, change in the reference itself (here "
+                f"{max(map(reference.noise_of_gradients, range(self.facts.number + 1))):.2g})"
             )
         return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,8 @@ class Facts:
         for words, values in self.trails.wanted_at(line) if self.trails and line else ():
             repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
                             times=self.number)  # fmt: skip
-            cause = f"what goes into this line is right, and what it computes is not: {words}{self._too_much(values)}"
+            wrong = f"{words}{self._too_much(values)}"
+            cause = f"in the forward pass what goes into this line is right, and what it computes is not: {wrong}"
             found.append(Hypothesis(repair, cause, line))
         return found
 
@@ -110,9 +111,11 @@ class Facts:
         """Of which parameter a value has something too much."""
         key, rank = next(iter(values)), self.num_ranks - 1
         got = self.trails.value(rank, key) if self.trails else None
-        more = None if got is None else got.astype(np.float64) - values[key][rank]
+        if got is None:
+            return ""
+        more = got.astype(np.float64) - values[key][rank]
         for name, x in self.reference.parameters(self.number - 1).items():
-            if more is None or x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
+            if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
                 continue
             times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
             if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
@@ -141,14 +144,12 @@ class Facts:
         return [sent.where for sent in reversed(self.sent("reduction")) if sent.size == 1]
 
     def line_of_norm(self) -> str:
-        """The line that makes the norm of gradients wrong: where a sum over ranks adds up nothing but copies, that one;
-        otherwise where the rank's own part is computed. "" if neither was seen."""
-        sums, ranks = self.sums_of_numbers(), range(self.num_ranks)
-        held = [{place.index for _, _, place in self.holders(name)} for name in self.reference.weights]
-        count = [len({rank for rank, _, _ in self.holders(name)}) for name in self.reference.weights]
-        are_copies = all(len(places) == 1 for places in held) and all(n == len(ranks) for n in count)
-        own = self.line("norm")
-        return (sums[0] if sums and (are_copies or not own) else own) or ""
+        """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that
+        of the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
+        held = [[place.index for _, _, place in self.holders(name)] for name in self.reference.weights]
+        counts = {len(places) / len(set(places)) for places in held if places}
+        sums, own = self.sums_of_numbers(), self.line("norm")
+        return (sums[0] if sums and ((len(counts) == 1 and counts != {1.0}) or not own) else own) or ""
 
     @property
     def scaled(self) -> list[tuple[str, float]]:
@@ -190,7 +191,7 @@ class Facts:
         lines: Sequence[str] = (),
         seen: str = "",
         proof: str = "",
-        hypotheses: Sequence[Hypothesis] = (),
+        hypotheses: Iterable[Hypothesis] = (),
     ) -> Finding:
         """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()

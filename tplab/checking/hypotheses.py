@@ -92,7 +92,10 @@ class _Hypotheses:
             )
             yield self._loss(1 / factor, cause, case.made.last, "microbatches")
         if case.is_all:
-            yield from self._numbers_of_loss(factor, _FACTOR_OF_ALL[factor > 1])
+            yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
+            for sent in self._reductions() if factor < 1 else ():
+                words = f"times {plain(1 / factor)} after {sent.where}"
+                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
             if not case.reduction and not case.is_split and facts.sizes.named(factor):
                 yield self._loss(1 / factor, _FACTOR_OF_ALL[factor > 1], case.made.last, "loss")
         else:
@@ -128,7 +131,7 @@ class _Hypotheses:
         if not self.facts.sizes.named(factor):
             return
         for line, by in self.case.made.numbers:
-            if not _is(by, factor):
+            if not any(_is(by, x) for x in (factor, 1.0, self.batches, 1 / self.batches)):
                 yield self._factor(line, by, by / factor, cause, "loss")
 
     def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
@@ -143,13 +146,12 @@ class _Hypotheses:
                         "these gradients are added up over ranks, and others are averaged: average all of them, as "
                         "each rank's loss is a mean"
                     )
-                yield Hypothesis(self._mean(sent.where), cause, sent.where, thread("loss"))
+                names = () if case.is_all or not sent.on else self._mine
+                repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
+                yield Hypothesis(repair, cause, sent.where, thread("loss"))
             if sent.reduction == "mean" and _is(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
                 yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
-            if sent.reduction == "sum" and case.is_all and factor < 1:
-                words = f"times {plain(1 / factor)} after {sent.where}"
-                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
         """The backward pass of one operation multiplies."""
@@ -175,6 +177,15 @@ class _Hypotheses:
         if _is(factor, 2) and shared & set(self.names):
             cause = "the parameter is used in two places, and its gradient is added up for each of them"
             yield Hypothesis(repair, cause, case.where, thread("twice"))
+        if case.is_added_up or (
+            _is(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
+                                                                if sent.reduction == "sum"} and not case.is_split
+        ):  # fmt: skip
+            cause = (
+                "these gradients are added up over ranks, and others are averaged: average all of them, as each rank's "
+                "loss is a mean"
+            )
+            yield Hypothesis(repair, cause, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
         if (some_hold or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
@@ -191,7 +202,8 @@ class _Hypotheses:
         """The reference's gradient is a sum, or a mean, of those of ranks: nothing adds them up."""
         facts, case = self.facts, self.case
         line = "" if case.is_all or case.left_out else case.in_backward
-        for way in partitions(facts) if line else ():
+        together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
+        for way in together if line else ():
             words = f"a sum over ranks{self._of_ranks(way)} in the backward pass of {line}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self._mine, way)
@@ -204,6 +216,10 @@ class _Hypotheses:
                 of = f"{self._of_ranks(way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over ranks{of}, before the step"
                 yield Hypothesis(self._gradients(combine, way, 1.0, words), cause, where, thread(key))
+
+    def _are_copies(self, way: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether ranks of one group saw the same samples."""
+        return any(len(set(group) & set(copies)) > 1 for group in way for copies in self.facts.copies)
 
     def _of_ranks(self, way: tuple[tuple[int, ...], ...]) -> str:
         return "" if len(way) == 1 and len(way[0]) == self.facts.num_ranks else f" of {_listed(way)}"
@@ -237,10 +253,11 @@ class _Hypotheses:
             )
             return cause, case.step, "tied"
         if line := self._of_the_others():
+            of_many = next(iter(given_to(self.facts, case.others)), None) is None
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
-                "samples. Those of the others are added up here, many in one collective: look at what keeps these "
-                "away, such as a bucket that is never full"
+                f"samples. Those of the others are added up here{', many in one collective' if of_many else ''}: look "
+                f"at what keeps these away{', such as a bucket that is never full' if of_many else ''}"
             )
             return cause, line, ""
         cause = (
@@ -278,7 +295,8 @@ class _Hypotheses:
         """Where gradients are added up, where every rank saw samples of its own and these gradients are left out."""
         if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
-        return line_of_buckets(self.facts, self.case.others)
+        given = [sent.where for sent in given_to(self.facts, self.case.others)]
+        return given[-1] if given else line_of_buckets(self.facts, self.case.others)
 
     def _unsynchronised(self) -> str:
         """Where the model is called past the DistributedDataParallel that is around it, which then sends nothing."""
@@ -312,7 +330,7 @@ class _Hypotheses:
 
     def _in_place_of(self, line: str, cause: str, where: str) -> Iterator[Hypothesis]:
         undone = float(np.prod([*dict(self.facts.scaled).values()])) or 1.0
-        for way in partitions(self.facts):
+        for way in sorted(partitions(self.facts), key=self._are_copies):
             if any(self.facts.holds_differ(name, group) for name in self.names for group in way):
                 continue
             for combine, by in dict.fromkeys(itertools.product(("mean", "sum"), (1 / undone, 1.0))):
@@ -437,9 +455,6 @@ class _Hypotheses:
         words = f"{plain(by)} times the loss where the backward pass begins"
         return Hypothesis(Repair("loss", words, by=by), cause, where, thread(key))
 
-    def _mean(self, line: str) -> Repair:
-        return Repair("mean", f"the mean in place of the sum at {line}", line)
-
     def _gradients(
         self, combine: str, groups: tuple[tuple[int, ...], ...], by: float, words: str, line: str = ""
     ) -> Repair:
@@ -474,6 +489,12 @@ _AVERAGED = (
     "each rank's gradient is only a part of the whole, as where what ranks gather passes no gradient back"
 )
 _FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
+_OF_COUNTS = {
+    True: "the loss is divided by a number that is too small, such as a count of one rank's samples or tokens, where "
+    "the count of all ranks is meant",
+    False: "the loss is divided by a number that is too large, such as a count to which copies of the same samples or "
+    "tokens contribute several times, or that of all ranks where gradients are averaged once more",
+}
 _OF_RANKS = {
     True: "the loss is added up over ranks, or multiplied by their number, and gradients are averaged or added up "
     "again: let each rank's loss be the mean over its samples, and average the gradients",

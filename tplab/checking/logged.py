@@ -15,7 +15,7 @@ from tplab.checking.sends import line_of_loss
 def log(facts: Facts) -> Found:
     again = facts.reference.again
     twice = again[0].steps[facts.number] if again and facts.number < len(again[0].steps) else None
-    count, wrong = compare_logs(facts.mine, facts.theirs[0], twice, 4 * facts.reference.of_numbers)
+    count, wrong = compare_logs(facts.mine, facts.theirs[0], twice, 32 * facts.reference.floor)
     if count and not wrong:
         words = f"{count} logged number{'s are' if count > 1 else ' is'} the reference's"
         yield facts.row("log", True, words, count=count)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tplab.checking.gaps import gap
 from tplab.checking.recording import Step
+from tplab.checking.reference import TIMES
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)(?![\w]|\.\d)")
 _MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
@@ -21,17 +22,20 @@ class Printed(NamedTuple):
 
     label   the words before it
     slack   half of its last digit
+    is_beside   whether it has decimals, and is in one line with something that says how well the model does
     """
 
     label: str
     value: float
     slack: float
     where: str
+    is_beside: bool = False
 
     @property
     def is_measure(self) -> bool:
         """Whether it says how well the model does, and not how long something took, or how many ranks there are."""
-        return bool(_MEASURES.search(self.label)) and not _TIMES.search(self.label)
+        is_one = self.is_beside or bool(_MEASURES.search(self.label))
+        return is_one and not _TIMES.search(self.label)
 
     @property
     def is_evaluation(self) -> bool:
@@ -66,9 +70,10 @@ def compare_logs(ours: Sequence[Step], theirs: Step, again: Step | None, toleran
             others = twice.get(text, [])
             for place, (got, want) in enumerate(zip(mine[turn], numbers)):
                 same = others[turn][place].value if turn < len(others) else want.value
-                slack = 2 * want.slack + tolerance * abs(want.value)
-                if not want.is_measure or gap(same, want.value) > slack:
+                slack, moved = 2 * want.slack + tolerance * abs(want.value), gap(same, want.value)
+                if not want.is_measure or moved > max(slack, 0.01 * abs(want.value)):
                     continue
+                slack = max(slack, TIMES * moved)
                 count += 1
                 if gap(got.value, want.value) > slack:
                     found.append(Differs(printers[0], got, want))
@@ -104,5 +109,6 @@ def _numbers(text: str, where: str) -> Iterator[Printed]:
         digits = match[0].partition("e")[0].partition("E")[0].partition(".")[2]
         power = float("1e" + match[0].lower().partition("e")[2]) if "e" in match[0].lower() else 1.0
         label = text[end : match.start()].strip(" :=,;|'\"{}[]()->")
-        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where)
+        is_beside = bool(digits and label and _MEASURES.search(text))
+        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where, is_beside)
         end = match.end()

@@ -13,6 +13,7 @@ from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found
 from tplab.checking.gaps import gap
 from tplab.checking.recording import Piece
+from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.units import plain
 
@@ -25,7 +26,8 @@ def norm(facts: Facts) -> Found:
     has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
     if wanted and has:
         want = wanted[-1]
-        wrong = {rank: at for rank, at in has.items() if gap(at[0], want) > facts.reference.of_numbers * want}
+        slack = facts.reference.slack_of_norm(facts.number)
+        wrong = {rank: at for rank, at in has.items() if gap(at[0], want) > slack}
         if wrong:
             line = next(iter(wrong.values()))[1]
             yield from _wrong(facts, {rank: value for rank, (value, _) in wrong.items()}, want, line, list(has))
@@ -39,7 +41,8 @@ def _scaled(facts: Facts) -> Found:
     should, scales = _scales(facts)
     if should is None:
         return
-    wrong = {rank: x for rank, x in scales.items() if gap(x, should) > facts.reference.of_numbers * should}
+    slack = max(8 * facts.reference.floor, TIMES * facts.reference.noise_of_gradients(facts.number)) * should
+    wrong = {rank: x for rank, x in scales.items() if gap(x, should) > slack}
     if not wrong:
         if not any(step.norms for step in facts.mine):
             yield facts.row("norm", True, f"gradients are scaled by {should:.6g} after it, as in the reference")
@@ -82,7 +85,6 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     elif abs(got - every) <= 1e-3 * every:
         cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
         key = "copies in norm"
-        line = line if any(step.norms for step in facts.mine) else next(iter(facts.sums_of_numbers()), line)
     else:
         cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
         key = "copies in norm" if got > want else "norm"

@@ -111,6 +111,9 @@ def _of_rank(
             late.append((name, piece, fitting))
     for name, piece, fitting in late:
         known = _rename(renamed, name)
+        if known not in whole:  # its module holds a tied parameter, by which it seems to be another module
+            ends = [other for other in whole if other.endswith(f".{name}") and list(_fitting(piece, other, whole))]
+            known = ends[0] if len(ends) == 1 else known
         if known != name:
             fitting = list(_fitting(piece, known, whole)) or fitting
         candidates = fitting or [Place(known, index, False) for index in _indices(piece, known, whole)]
@@ -271,12 +274,12 @@ def _learn(renamed: dict[str, str], name: str, other: str) -> None:
     mine, theirs = name.split("."), other.split(".")
     while mine and theirs and mine[-1] == theirs[-1]:
         mine, theirs = mine[:-1], theirs[:-1]
-        renamed.setdefault(".".join(mine), ".".join(theirs)) if mine else None
+        renamed.setdefault(".".join(mine), ".".join(theirs))
 
 
 def _rename(renamed: Mapping[str, str], name: str) -> str:
     parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
+    for count in range(len(parts) - 1, -1, -1):
         before = ".".join(parts[:count])
         if before in renamed:
             return ".".join([*filter(None, [renamed[before]]), *parts[count:]])

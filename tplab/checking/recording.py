@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +117,7 @@ class Step:
 class Seen:
     """What was seen of one rank.
 
-    weights     at the start, and so are `buffers`
+    weights     at the start, and so are `buffers`; late: names of those that an optimizer has got in a later step
     unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
     shared      the first name of a parameter that has several, by its other names
@@ -140,6 +141,7 @@ class Seen:
 
     weights: dict[str, Piece] = field(default_factory=dict)
     buffers: dict[str, Piece] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
     unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
@@ -192,8 +194,12 @@ def lines_of(seen: Sequence[Seen], step: int, key: str) -> Iterator[str]:
     yield from dict.fromkeys(rank.steps[step].lines[key] for rank in seen if key in rank.steps[step].lines)
 
 
+_SETTINGS = re.compile(r"(^|_)(lr|betas?|eps|\w*decay|momentum|dampening|alpha|rho|lambd|etas)(?![a-z])")
+"""What ranks must agree on. Optimizers of a script's own may have other numbers, such as that of a rank's heads."""
+
+
 def settings_that_differ(got: Mapping[str, float], want: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
     """The settings of an optimizer that are not the same."""
     for key, value in want.items():
-        if key in got and not np.isclose(got[key], value, rtol=1e-6, atol=0):
+        if key in got and _SETTINGS.search(key) and not np.isclose(got[key], value, rtol=1e-6, atol=0):
             yield key, got[key], value

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from tplab.checking.gaps import gap
 from tplab.checking.places import whole_of
-from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.recording import Seen, Step
 from tplab.checking.verdict import EPSILON
 
-FLOOR = {"float64": 2.0**-36, "float32": 2.0**-15, "bfloat16": 2.0**-5, "float16": 2.0**-8}
-"""Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^8
-roundings of float32 and 2^2 of bfloat16: networks add up rounding errors from layer to layer."""
+FLOOR = {"float64": 2.0**-48, "float32": 2.0**-19, "bfloat16": 2.0**-5, "float16": 2.0**-8}
+"""Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^4
+roundings of float32 and 2^2 of bfloat16. What else rounding may do is measured."""
 
 TIMES = 8
-"""How many times the difference counts as rounding that another order of summation makes in the reference itself."""
+"""How many times the difference counts as rounding that the reference itself shows in another run. There it adds up in
+another order, and weights and samples are off in their last digit."""
 
 
 class Reference:
     """What the reference computed in each step, as whole tensors by name.
 
     seen    of its ranks
-    again   of another run of it, which added up in another order; None without one
+    again   of another run of it, which added up in another order, from weights that are off in their last digit; None
+            without one
     kinds   of the ranks: among them the dtypes that autocast computes in, or gradients are sent in
     """
 
@@ -36,7 +40,6 @@ class Reference:
         }
         self.dtype = max(dtypes, key=list(EPSILON).index, default="float32")
         self.floor = FLOOR.get(self.dtype, FLOOR["float32"])
-        self.most_seen = 0.0
         self._wholes: dict[tuple[str, int], dict] = {}
         self._largest: dict[int, float] = {}
         self._doubt: dict[str, np.ndarray] = {}
@@ -72,26 +75,40 @@ class Reference:
         return sum(losses) / len(losses) if losses else 0.0
 
     @property
-    def of_numbers(self) -> float:
-        """How far single numbers may be off, such as norms and losses, relative to their size."""
-        return max(8 * self.floor, TIMES * self.most_seen)
+    def epsilon(self) -> float:
+        return EPSILON.get(self.dtype, EPSILON["float32"])
+
+    def slack_of_norm(self, number: int) -> float:
+        """How far a norm of all gradients may be off."""
+        norms, again = (
+            [step.norms[-1][0] for step in steps if step.norms]
+            for steps in (self.steps(number), self._steps_again(number))
+        )
+        return max(8 * self.floor * abs(norms[0]), TIMES * gap(again[:1] or norms[:1], norms[:1])) if norms else 0.0
 
     def slack_of_loss(self, number: int) -> float:
         """How far a loss may be off."""
         want = self.loss(number)
         again = [sum(value for value, _ in step.losses) for step in self._steps_again(number) if step.losses]
         moved = abs(sum(again) / len(again) - want) if again else 0.0
-        return max(4 * self.floor * abs(want), TIMES * moved, self.most_seen * abs(want))
+        return max((8 if self.epsilon < 1e-4 else 2) * self.epsilon * abs(want), TIMES * moved)
 
     def slack_of_gradient(self, name: str, number: int) -> float:
-        """How far any element of a gradient may be off."""
+        """How far any element of a gradient may be off. It may be the difference of numbers that are as large as other
+        gradients, and then is nothing but their rounding."""
         whole = self.gradients(number)
         if number not in self._largest:
             self._largest[number] = max((float(np.abs(x).max(initial=0)) for x in whole.values()), default=0.0)
         size = float(np.abs(whole[name]).max(initial=0))
-        moved = self._moved(whole, [step.gradients for step in self._steps_again(number)], name)
-        self.most_seen = max(self.most_seen, moved / (size or 1))
-        return max(self.floor * size, TIMES * moved, 2 * EPSILON.get(self.dtype, 1e-7) * self._largest[number])
+        of_others = 2 * self.epsilon if self.epsilon < 1e-4 or not self.again else self.epsilon / 4
+        return max(self.floor * size, TIMES * self.moved("gradients", name, number), of_others * self._largest[number])
+
+    def noise_of_gradients(self, number: int) -> float:
+        """How much of a gradient another run has changed, where it has changed the most that is not tiny."""
+        sizes = {name: float(np.abs(x).max(initial=0)) for name, x in self.gradients(number).items()}
+        least = 1e-3 * max(sizes.values(), default=0.0)
+        shares = [self.moved("gradients", name, number) / size for name, size in sizes.items() if size > least]
+        return max(shares, default=0.0)
 
     def slack_of_parameter(self, name: str, number: int) -> np.ndarray:
         """How far each element may be off after a step.
@@ -102,30 +119,29 @@ class Reference:
         key, after = f"{number} {name}", self.parameters(number)[name]
         if key in self._doubt:
             return self._doubt[key]
-        before = self.parameters(number - 1)[name]
+        before = {**self.weights, **self.parameters(number - 1)}[name]
         step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
         gradient = self.gradients(number).get(name)
         share = np.zeros(after.shape)
         if gradient is not None:
             tiny = np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
             share = np.minimum(1.0, self.slack_of_gradient(name, number) / tiny)
-        earlier = self.slack_of_parameter(name, number - 1) if number else np.zeros(after.shape)
-        pieces = [step.parameters for step in self._steps_again(number)]
-        moved = self._moved(self.parameters(number), pieces, name)
+        is_new = not number or name not in self.parameters(number - 1)
+        earlier = np.zeros(after.shape) if is_new else self.slack_of_parameter(name, number - 1)
+        moved = self.moved("parameters", name, number)
         size = float(np.abs(after).max(initial=0))
-        base = max(2 * EPSILON.get(self.dtype, 1e-7) * size, self.floor * step, TIMES * moved)
+        base = max(2 * self.epsilon * size, self.floor * step, TIMES * moved)
         found = self._doubt[key] = earlier + 2 * step * share + base
         return found
 
     def _steps_again(self, number: int) -> list[Step]:
         return [one.steps[number] for one in self.again or () if number < len(one.steps)]
 
-    def _moved(self, whole: Mapping[str, np.ndarray], again: Sequence[Mapping[str, Piece]], name: str) -> float:
-        """How far another order of summation moves a tensor of the reference."""
-        other = whole_of([pieces.get(name) for pieces in again]) if again else None
-        if other is None or other.shape != whole[name].shape:
-            return 0.0
-        return float(np.abs(other.astype(np.float64) - whole[name]).max(initial=0))
+    def moved(self, kind: str, name: Any, number: int) -> float:
+        """How far a tensor of the reference is off in another run of it."""
+        pieces = [getattr(step, kind).get(name) for step in self._steps_again(number)]
+        other, whole = whole_of(pieces), self._whole_of(kind, number).get(name)
+        return 0.0 if other is None or whole is None or other.shape != whole.shape else gap(other, whole)
 
 
 def _whole(pieces: Sequence[Mapping]) -> dict:

@@ -224,10 +224,9 @@ class SameModel:
         ]
         steps = sorted({row.step for row in judged})
         when = f"in steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"in step {steps[0]}" if steps else ""
-        left = dict.fromkeys(row.what for row in self.rows if row.what not in of)
-        unseen = [what for what in TITLES if what not in of and what not in left]
-        parts = [f"compared {when}: {', '.join(compared) or 'nothing'}"]
-        parts += [f"not compared: {', '.join(left)}"] * bool(left) + [f"not seen: {', '.join(unseen)}"] * bool(unseen)
+        parts = [f"compared {when}: {', '.join(compared)}"] * bool(compared)
+        left = [what for what in TITLES if what not in of]
+        parts += [f"not compared: {', '.join(left)}"] * bool(left)
         return "; ".join(parts)
 
     def _table(self) -> Iterator[str]:

@@ -58,6 +58,8 @@ def compare_samples(ours: Sequence[Step], theirs: Sequence[Step]) -> Samples:
             len({x.shape[1:] for found in (*mine.values(), whole) for x in found[slot]}) == 1 for slot in range(slots)
         ]
         results = [padded, *(found for found, is_even in zip(results, even) if is_even)]
+    if results[0].ok and len(_rows(whole[0])) > 1:  # others, such as a mask, may be cut in another way
+        return results[0]
     return next((found for found in results if not found.ok), results[0])
 
 
@@ -88,6 +90,9 @@ def _compare(
     is_cut = num_dims > 1 and not is_like and padded is None
     rows = padded or {rank: _elements(found) if is_cut else _rows(found) for rank, found in mine.items()}
     wanted = _elements(whole) if is_cut else _rows(whole)
+    if is_cut and all(_are_columns(found, whole) for found in mine.values()):
+        words = f"all {len(_rows(whole))} samples, of which each of {len(mine)} ranks has some columns"
+        return Samples("same", words, (tuple(mine),))
     total = sum((rows[group[0]] for group in copies), Counter())
     noun, count = "token" if is_cut else "sample", wanted.total()
     if total == wanted:
@@ -172,6 +177,20 @@ def _part(copies: Collection[tuple[int, ...]], count: int, noun: str) -> str:
         (ranks,) = copies
         return "the one rank" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
     return f"one of {len(copies)} ranks" if all(len(group) == 1 for group in copies) else f"one of {len(copies)} groups"
+
+
+def _are_columns(found: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> bool:
+    """Whether these are some columns of all samples, as a layer is given whose weight is cut along them."""
+    pairs = list(zip(found, whole)) if len(found) == len(whole) else []
+    return bool(pairs) and all(
+        x.dtype.kind == "f"
+        and x.shape[:-1] == w.shape[:-1]
+        and 0 < x.shape[-1] < w.shape[-1]
+        and any(
+            np.array_equal(x, w[..., start : start + x.shape[-1]]) for start in range(w.shape[-1] - x.shape[-1] + 1)
+        )
+        for x, w in pairs
+    )
 
 
 def _rows(arrays: Sequence[np.ndarray]) -> Rows:

@@ -64,7 +64,7 @@ def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
     """The ways in which the ranks make groups: all of them together; those of the script's own process groups; those
     that saw the same samples, and one of each of these."""
     every = tuple(range(facts.num_ranks))
-    ways = [(every,)]
+    ways: list[tuple[tuple[int, ...], ...]] = [(every,)]
     members = sorted({group for seen in facts.ours for group in seen.members if 1 < len(group) < facts.num_ranks})
     for size in dict.fromkeys(len(group) for group in members):
         same, free = list[tuple[int, ...]](), set(every)

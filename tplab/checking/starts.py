@@ -26,8 +26,11 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     """Ranks that hold copies must begin with the same. Raises NeedsWeights where `may_ask`."""
     wrong: dict[str, set[int]] = {}
     whole: dict[str, np.ndarray] = {}
+    late = {name for seen in facts.reference.seen for name in seen.late}
     for name, wanted in facts.reference.weights.items():
         groups: dict = {}
+        if name in late:
+            continue
         for rank, mine, place in facts.holders(name):
             groups.setdefault(place.index, []).append((rank, facts.ours[rank].weights[mine].values, place))
         for group in groups.values():
@@ -66,6 +69,10 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         words = f"drawn {plain(sizes[name])} times as large as the reference's"
         got, want = (f"{np.std(x):.4g} (the standard deviation)" for x in (whole[name], facts.reference.weights[name]))
         yield facts.fault("weights", name, words, sizes[name], where, "", values=(got, want), others=others)
+    elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
+        name, *others = whole
+        words = "not the reference's, though both load weights: here nothing, or something else, is loaded"
+        yield facts.fault("weights", name, words, None, loaded, "", others=others)
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +14,7 @@ from textwrap import fill
 from typing import NamedTuple
 
 from tplab.checking.steps import Forbidden, Frame, Step, typed
-from tplab.checking.types import Type, V
+from tplab.checking.types import DUALS, Type, V
 from tplab.lines import line_text
 
 OnAxes = dict[str, Type]
@@ -46,6 +48,36 @@ class Typed(NamedTuple):
     def __str__(self) -> str:
         types = "  ".join(f"{axis}: {one}" for axis, one in self.types.items())
         return f"{self.name + ' ' if self.name else ''}{list(self.shape)}  {types}"
+
+    def as_spmd_types(self) -> str:
+        """Its annotation: assert_type(h, {"dp": S(0), "tp": R})."""
+        dims = Counter(one.dim for one in self.types.values())
+        known = {axis: one._replace(dim=None if dims[one.dim] > 1 else one.dim) for axis, one in self.types.items()}
+        types = ", ".join(f'"{axis}": {_as_spmd(str(one))}' for axis, one in known.items())
+        return f"assert_type({self.name or '...'}, {{{types}}})"
+
+
+def _as_spmd(text: str) -> str:
+    """A type, as spmd_types writes it."""
+    return re.sub(r"^P\(.*", "V", text.replace("V(", "S("))
+
+
+def _as_spmd_cast(op: str, axis: str, source: str, target: str) -> str:
+    """What a collective is in spmd_types. A comment has both types, and those of its backward pass."""
+    one, other = _as_spmd(source), _as_spmd(target)
+    duals = [text if text[0] == "S" else DUALS[text] for text in (other, one)]  # type: ignore[index]
+    note = f"# {one} -> {other}, backward {duals[0]} -> {duals[1]}"
+    name = _SPMD.get((op, source[0] + target[0]))
+    return f'{name}(..., "{axis}", src={one}, dst={other})  {note}' if name else f"# {op}: {note[2:]}"
+
+
+_SPMD = {
+    ("copy_to", "IR"): "convert", ("scatter_to", "IV"): "convert", ("all_gather", "VR"): "all_gather",
+    ("all_gather", "VI"): "all_gather", ("all_reduce", "PI"): "all_reduce", ("all_reduce", "VI"): "all_reduce",
+    ("reduce_scatter", "PV"): "reduce_scatter", ("reduce_scatter", "VV"): "reduce_scatter",
+    ("all_to_all", "VV"): "all_to_all",
+}  # fmt: skip
+"""(tplab's collective, what it takes and makes) -> the function of spmd_types that does so."""
 
 
 class Typing:
@@ -226,20 +258,44 @@ class Types:
         count = len(self.faults)
         lines += ["", f"{count} fault{'s' * (count > 1)}:"] if count else ["", "no faults"]
         lines += [fill(" ".join(str(fault).split()), 110, subsequent_indent="    ") for fault in self.faults]
-        lines += [f"({self.note})"] if self.note else []
+        lines += [fill(f"({self.note})", 110, subsequent_indent="    ")] if self.note else []
         return "\n".join([f"types of {self.title}", *lines])
+
+    def as_spmd_types(self) -> str:
+        """The program's text with the annotations that say the same in spmd_types (github.com/meta-pytorch/spmd_types):
+        `assert_type(h, {"tp": S(1)})` for what a line makes, and for each collective its call there: `P -> I`.
+
+        A dim that several axes cut is V there, as its order is not known, and so is a mean over part of a batch.
+        """
+        rows = [*self._text(lambda one: one.as_spmd_types(), self._casts_at)]
+        width = min(max((len(text) for text, _ in rows), default=0), _MOST_WIDTH)
+        lines = [f"{text:<{width}}   {one}".rstrip() for text, one in rows]
+        lines += [fill(f"({self.note})", 110, subsequent_indent="    ")] if self.note else []
+        return "\n".join([f"annotations of {self.title} for spmd_types", *lines])
+
+    def _casts_at(self, file: str, number: int) -> list[str]:
+        """The collectives of a statement, in the language of spmd_types."""
+        lines = {line_text(file, line) for line in range(number, number + 20) if statement(file, line)[0] == number}
+        return [
+            _as_spmd_cast(op, *along)
+            for (where, op, phase), texts in self.casts.items()
+            if where in lines and phase == "forward"
+            for along in re.findall(r"(\w+): (\S+) → (\w(?:\(\w+\))?)", texts)
+        ]
 
     def __repr__(self) -> str:
         return f"Types of {self.title}: {len(self.lines)} lines, {len(self.faults)} faults"
 
-    def _text(self) -> Iterable[tuple[str, str]]:
-        """Each line of the program, and what is known about it."""
+    def _text(
+        self, words: Callable[[Typed], str] = str, more: Callable[[str, int], list[str]] = lambda file, number: []
+    ) -> Iterable[tuple[str, str]]:
+        """Each line of the program, and what is known about it: each tensor in `words`, after `more` about the line."""
         for file, numbers in self._shown().items():
             for number in numbers:
                 text = linecache.getline(file, number).rstrip()
-                found = [*dict.fromkeys(map(str, self.lines.get((file, number), ())))]
+                found = [*more(file, number), *dict.fromkeys(map(words, self.lines.get((file, number), ())))]
                 if (file, number) == self.first:
-                    found += [str(one) for one in self.arguments]
+                    found += map(words, self.arguments)
                 for place, one in enumerate(found or [""]):
                     yield (f"{number:>4}  {text}" if not place else "", one)
 

@@ -7,6 +7,7 @@ import numpy as np
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest, gap, gaps
 from tplab.checking.recording import settings_that_differ
+from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 
@@ -65,7 +66,10 @@ def states(facts: Facts) -> Found:
             )
             if piece is None or piece.values.shape != wanted.shape or not wanted.size:
                 continue
-            if gap(piece.values, wanted) > 8 * max(share, facts.reference.floor) * np.abs(wanted).max():
+            slack = 8 * max(share, facts.reference.floor) * np.abs(wanted).max()
+            if gap(piece.values, wanted) > max(
+                slack, TIMES * facts.reference.moved("states", (name, key), facts.number)
+            ):
                 if not wrong:
                     first = rank, *farthest(piece.values, wanted)
                 wrong.setdefault((name, key), set()).add(rank)
@@ -98,7 +102,7 @@ def states(facts: Facts) -> Found:
 def parameters(facts: Facts) -> Found:
     """After the step."""
     reference, number = facts.reference, facts.number
-    whole, before = reference.parameters(number), reference.parameters(number - 1)
+    whole, before = reference.parameters(number), {**reference.weights, **reference.parameters(number - 1)}
     wrong: dict[str, set[int]] = {}
     shares: list[float] = []
     first = (0, 0.0, 0.0)
@@ -137,10 +141,10 @@ def parameters(facts: Facts) -> Found:
     seen = "gradients, settings and states are the same, and the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, though no optimizer updates it"
-        seen = "it is a copy of weights, such as a moving average, that the script updates itself"
+        seen = "no optimizer has it: the script itself writes it, as it does a moving average"
         cause = (
-            "it is a copy of weights, such as a moving average, that the script updates itself: update it when every "
-            "rank has the new parameters, and from the same ones on all ranks"
+            "the script itself writes it, as it does a moving average or a copy in another precision, and ranks write "
+            "different values: write it when every rank has the new parameters, and from the same ones on all ranks"
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
@@ -185,6 +189,7 @@ def buffers(facts: Facts) -> Found:
     for name in moving:
         want = whole[name].values
         slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
+        slack = max(slack, TIMES * facts.reference.moved("buffers", name, facts.number))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
         if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
             got, wanted = farthest(held[ranks[0]], want)

@@ -159,12 +159,15 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
         if verdict is not None:
             return verdict
     try:
-        few, many = (_left_over(my_replicas, steps) for steps in (3, 9))
+        (few, sent), (many, sent_later) = (_left_over(my_replicas, steps) for steps in (3, 9))
     except Exception as error:
         return Verdict(False, raised(error, my_replicas, name, Mesh(dp=2)))
     if many > few:
         text = f"{name}: the gradients are right, but after 3 steps it keeps {few:,} bytes, and after 9 steps {many:,}."
         return Verdict(False, f"{text}\nWhat has arrived should be forgotten: is there a list that only grows?")
+    if sent_later > 3 * sent:
+        text = f"{name}: the gradients are right, but 3 steps send {sent:,} bytes, and 9 steps {sent_later:,}."
+        return Verdict(False, f"{text}\nEvery step should send the same: are hooks registered again in each step?")
     try:
         trace = traced(my_replicas)
     except Exception as error:
@@ -297,8 +300,9 @@ def _alike(got: Sequence[Any], want: Sequence[Any]) -> bool:
     return all(a.shape == b.shape and np.allclose(a.numpy(force=True), b.numpy(force=True)) for a, b in zip(got, want))
 
 
-def _left_over(my_replicas: Replicas, steps: int) -> int:
-    """The bytes that a rank of two has made and still keeps after this many steps, without the gradients."""
+def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int]:
+    """The bytes that a rank of two has made and still keeps after this many steps, without the gradients; and those
+    that all ranks have sent."""
     import torch
 
     from tplab.torch import LiveBytes, run
@@ -316,7 +320,8 @@ def _left_over(my_replicas: Replicas, steps: int) -> int:
                 finish()
             return live.now()
 
-    return max(run(program, Mesh(dp=2)).per_rank)
+    out = run(program, Mesh(dp=2))
+    return max(out.per_rank), out.trace.bytes_sent()
 
 
 def traced(my_replicas: Replicas) -> Trace:

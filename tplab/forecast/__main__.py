@@ -21,7 +21,7 @@ from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
 from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
-from tplab.parser import Parser
+from tplab.parser import Parser, ended
 
 _CHOICES = ("attention", "compiled", "state_dtype")
 _COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", *_CHOICES)
@@ -172,4 +172,4 @@ def _lost(found: Plans) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

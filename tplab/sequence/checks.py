@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from tplab.sharding import share
 Shape = Sequence[int]
 
 
-def check_attention(op: str, q: Any, k: Any, v: Any, dropout: float) -> None:
-    """Raise ShapeError unless q is [B, h, n, d], k and v are [B, g, n, d], none of them empty, and g divides h; and
-    ValueError unless all have one dtype of floating-point numbers. Refuse dropout."""
+def check_attention(op: str, q: Any, k: Any, v: Any, scale: float | None, dropout: float) -> float:
+    """The factor of the scores: `scale`, or 1/sqrt(d) if that is None.
+
+    Raise ShapeError unless q is [B, h, n, d], k and v are [B, g, n, d], none of them empty, and g divides h; and
+    ValueError unless all have one dtype of floating-point numbers and the factor is above 0. Refuse dropout.
+    """
     dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     q, k, v = q.shape, k.shape, v.shape
     if dropout:
@@ -41,6 +45,9 @@ def check_attention(op: str, q: Any, k: Any, v: Any, dropout: float) -> None:
             f"{op}: q is {dtypes[0]}, k {dtypes[1]} and v {dtypes[2]}; give all three one dtype, such as float32 or "
             "bfloat16"
         )
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"{op}: scale is {scale}, and must be a number above 0; leave it out for 1/sqrt({q[3]})")
+    return q[3] ** -0.5 if scale is None else float(scale)
 
 
 def check_heads_to_share(op: str, num_heads: int, num_kv_heads: int, num_ranks: int, axis: Axis) -> None:

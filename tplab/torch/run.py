@@ -220,6 +220,9 @@ def run(
     if known is not None and unit == "s":
         name = f"{known.name}, {known.kind_on(mesh.size)}"
     held = [held.at_times(times(held.times)) for _, held in per_rank]
+    if any(one.leaves_out for one in held) and not any(one.peak for one in held):
+        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
+        warn(f"{text} what real ones would take", stacklevel=2)
     out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
     return out
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tplab.cost.cluster import Cluster
+from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.distributed.process import Processes
 from tplab.torch.ranks.live_bytes import LiveBytes
@@ -57,7 +58,9 @@ def launch(
     count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows the run down
     print_live   whether each line that a rank prints appears at once, also those to stderr. Otherwise what ranks print
                  appears at the end, rank by rank
-    cluster, clock, seed, keep_values, device, types: as of `tplab.torch.run`, but for types the script runs only once
+    cluster, clock, seed, keep_values, device, types: as of `tplab.torch.run`, but for types the script runs only once.
+                 On more than 16 ranks it runs for them on the smallest mesh of the same axes, with 2 ranks along each:
+                 types depend on axes, not on their sizes. All of the result is that of the small mesh
 
     Returns a `Result`: `.trace`, and in `.per_rank` the top-level variables of each rank's script.
     Raises RankError (a rank raised, or exited with a code other than 0), CollectiveMismatchError, DeadlockError.
@@ -108,7 +111,9 @@ class Script:
                 finally:
                     peaks[this_rank().rank] = live.peak
 
-        local = _per_node(mesh.size, num_nodes)
+        is_typed_small = options.get("types") and mesh.size > _MOST_TYPED
+        asked, mesh = mesh, _smallest(mesh) if is_typed_small else mesh
+        local = _per_node(mesh.size, 1 if is_typed_small else num_nodes)
         sys.path.insert(0, self._folder)
         try:
             spec = _found(self._script) if self._is_module else None
@@ -128,9 +133,31 @@ class Script:
             program = _Program(path.stem, code, processes, lambda: names, counted if count_memory else around)
             out = run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
             out.peaks = peaks if count_memory else None
+            if is_typed_small:
+                out.types.note = f"{_assumed(asked, mesh)}; {out.types.note}"
             return out
+        except TplabError as error:
+            if is_typed_small:
+                error.add_note(f"{_assumed(asked, mesh)}. If the script has sizes of its own, give those of {mesh}")
+            raise
         finally:
             sys.path.remove(self._folder)
+
+
+_MOST_TYPED = 16
+"""Ranks that a script runs on for types."""
+
+
+def _smallest(mesh: Mesh) -> Mesh:
+    """The smallest mesh of the same axes, on which types are the same."""
+    return Mesh(**{name: min(size, 2) for name, size in mesh.shape.items()})
+
+
+def _assumed(asked: Mesh, small: Mesh) -> str:
+    return (
+        f"typed on {small} in place of {asked}, assuming that the script takes all sizes from its groups of ranks, and "
+        "that no rank is of a kind which only the larger mesh has, such as a stage in the middle of a pipeline"
+    )
 
 
 class Cell(NamedTuple):

@@ -33,6 +33,7 @@ class RankMemory:
     ops          [n] the operation that caused the change: "mm", "all_gather"
     where        [n] the operation's line in the program
     phases       [n] "forward" or "backward"
+    leaves_out   whether there were tensors that were not counted, because they have shapes and no memory
     """
 
     times: np.ndarray
@@ -41,6 +42,7 @@ class RankMemory:
     ops: Sequence[str]
     where: Sequence[str]
     phases: Sequence[str]
+    leaves_out: bool = False
 
     def __len__(self) -> int:
         return len(self.times)

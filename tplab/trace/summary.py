@@ -28,7 +28,8 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
         least = peaks.index(min(peaks))
         others = f"on rank {most}, the most, and {bytes_text(min(peaks))} on rank {least}, the least"
         whose = "on every rank" if min(peaks) == max(peaks) else others
-        parts.append(f"peak memory of tensors: {bytes_text(max(peaks))} {whose}")
+        none = "" if max(peaks) else "; tensors on the device meta have no memory"
+        parts.append(f"peak memory of tensors: {bytes_text(max(peaks))} {whose}{none}")
     parts += [f"warning: {text}" for text in trace.warnings]
     return "\n\n".join(parts)
 

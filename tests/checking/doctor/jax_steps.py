@@ -30,7 +30,7 @@ class WrongStep:
     what      what is wrong first: "loss", "gradient", "norm", "parameters"
     output    which of the returned values shows it: (name, path in its tree)
     factor    that value over the right one, or words
-    cause     words, one of which says what was done
+    cause     words, one of which says what was done; () where no change of one equation mends it
     """
 
     name: str
@@ -407,67 +407,67 @@ WRONG_STEPS = (
     WrongStep(
         "gradient_not_reduced", gradient_not_reduced, mlp_data, DP2, ("gradient",), ("grads", "up"),
         "the first device's own part", "loss, grads = jax.value_and_grad(mse)(params, x, y)",
-        ("psum", "pmean", "reduc", "part", "own"), "many",
+        ("a pmean over 'dp' is missing",), "many",
     ),
     WrongStep(
         "gradient_summed", gradient_summed, mlp_data, DP4, ("gradient",), ("grads", "up"), 4.0,
-        'grads = (lax.pmean if repaired else lax.psum)(grads, "dp")', ("sum", "mean", "average"), "Megatron-LM #1124",
+        'grads = (lax.pmean if repaired else lax.psum)(grads, "dp")', ("where a mean is meant",), "Megatron-LM #1124",
     ),
     WrongStep(
         "loss_summed_in_gradient", loss_summed_in_gradient, mlp_data, DP2, ("gradient",), ("grads", "up"), 2.0,
-        'return local if repaired else lax.pmean(local, "dp") * lax.axis_size("dp")', ("sum", "psum", "twice"),
+        'return local if repaired else lax.pmean(local, "dp") * lax.axis_size("dp")', ("of the backward pass",),
         "torchtitan #3280",
     ),
     WrongStep(
         "mean_of_means", mean_of_means, tokens_data, DP2, ("loss", "gradient"), ("loss",), "mean of means",
-        'loss, grads = lax.pmean((loss, grads), "dp")', ("mean", "unequal", "tokens"), "transformers PR #35207",
+        "number = counts.sum()", ("a pmean is missing",), "transformers PR #35207",
     ),
     WrongStep(
         "local_loss_returned", local_loss_returned, mlp_data, DP2, ("loss", "log"), ("loss",),
-        "the first device's own samples", 'return {"loss": loss, "grads": grads, "params": sgd(params, grads)}',
-        ("own", "replicated", "out_specs", "local", "first"), "miles_diffusion PR #35",
+        "the first device's own samples", "loss, grads = jax.value_and_grad(mse)(params, x, y)",
+        ("each device has only its own part",), "miles_diffusion PR #35",
     ),
     WrongStep(
         "dropped_accumulation", dropped_accumulation, mlp_data, DP2, ("gradient",), ("grads", "up"),
-        "the last microbatch only", "return (carry[0] + loss / num, total if repaired or num == 1 else grads), None",
-        ("microbatch", "part"), "Automodel PR #3530",
+        "the last microbatch only", "(loss, grads), _ = lax.scan(micro, (jnp.zeros(()), zeros), parts)",
+        ("what its last round has computed",), "Automodel PR #3530",
     ),
     WrongStep(
         "norm_of_local_gradient", norm_of_local_gradient, mlp_data, DP2, ("norm", "gradient"), ("norm",),
-        "the first device's own gradient", "norm = jnp.sqrt(", ("norm", "clip", "own"), "pytorch #88621",
+        "the first device's own gradient", "norm = jnp.sqrt(", ("a pmean over 'dp' is missing",), "pytorch #88621",
     ),
     WrongStep(
         "row_parallel_averaged", row_parallel_averaged, mlp_data, TP2, ("loss",), ("loss",),
         "half of the matmul", 'return (_reduce(part) if repaired else lax.pmean(part, "tp")) + params["bias"]',
-        ("mean", "sum"), "Megatron-LM #1464",
+        ("a mean where a sum is needed",), "Megatron-LM #1464",
     ),
     WrongStep(
         "psum_transposed", psum_transposed, mlp_data, TP2, ("gradient",), ("grads", "down"), 2.0,
-        'return (_reduce(part) if repaired else lax.psum(part, "tp")) + params["bias"]', ("psum", "sum", "twice"),
+        'return (_reduce(part) if repaired else lax.psum(part, "tp")) + params["bias"]', ("of the backward pass",),
         "transformers #48687",
     ),
     WrongStep(
         "bias_on_each_device", bias_on_each_device, mlp_data, TP2, ("loss",), ("loss",),
         "the bias is added once for each device",
-        'return _reduce(part) + params["bias"] if repaired else _reduce(part + params["bias"])', ("bias", "forward"),
+        'return _reduce(part) + params["bias"] if repaired else _reduce(part + params["bias"])', ("counts 2 times",),
         "Megatron-LM #1464",
     ),
     WrongStep(
         "averaged_over_both_axes", averaged_over_both_axes, mlp_data, (("dp", 2), ("tp", 2)), ("gradient",),
         ("grads", "up"), "mixes the gradients of different shards",
-        'grads = lax.pmean(grads, "dp" if repaired else ("dp", "tp"))', ("axis", "axes", "shard", "tp"),
+        'grads = lax.pmean(grads, "dp" if repaired else ("dp", "tp"))', ("is to be over 'dp'",),
         "pytorch #160285",
     ),
     WrongStep(
         "positions_from_zero", positions_from_zero, sequence_data, CP2, ("loss",), ("loss",),
         "positions of the later part are wrong",
-        'start = lax.axis_index("cp") * x.shape[1] if repaired else 0', ("position", "forward", "loss"),
+        "return attend(params, x, start + jnp.arange(x.shape[1])", ("something else there than on one device",),
         "long-context-attention #53",
     ),
     WrongStep(
         "key_gradient_stays", key_gradient_stays, sequence_data, CP2, ("gradient",), ("grads", "k"),
         "a part of the sum", "return lax.dynamic_update_slice_in_dim(lax.stop_gradient(whole), z, start, axis=1)",
-        ("part", "gather", "gradient"), "diffusers #11941",
+        (), "diffusers #11941",
     ),
 )  # fmt: skip
 RIGHT_STEPS = (

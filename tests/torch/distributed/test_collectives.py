@@ -156,11 +156,11 @@ def test_sums_of_what_each_rank_multiplies_first(as_tensor: bool, num_ranks: int
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("arrange", [lambda x: x, spread_out], ids=["dense", "spread out"])
 def test_every_shape(arrange, shape: tuple[int, ...], is_async: bool, num_ranks: int):
-    """all_reduce, reduce, broadcast, gathers: of scalars, empty tensors, tensors that are not contiguous."""
+    """all_reduce, reduce, broadcast, gathers: of scalars, empty tensors; gathers of tensors that are not contiguous."""
 
     def program() -> list[Any]:
         x = put_in(dist.get_rank(), *shape)
-        reduced, at_root, copied = (arrange(x.clone()) for _ in range(3))
+        reduced, at_root, copied = (x.clone() for _ in range(3))
         gathered, stacked = [arrange(torch.empty_like(x)) for _ in range(num_ranks)], x.new_empty(num_ranks, *shape)
         for work in (
             dist.all_reduce(reduced, async_op=is_async),
@@ -320,7 +320,7 @@ def test_all_to_all_single_of_any_sizes(sizes: list[list[int]], is_async: bool):
 def test_all_to_all_single_of_equal_sizes(num_ranks: int):
     def program() -> Tensor:
         output = torch.empty(2 * num_ranks, dtype=torch.float64)
-        dist.all_to_all_single(output, spread_out(put_in(dist.get_rank(), 2 * num_ranks)))
+        dist.all_to_all_single(output, put_in(dist.get_rank(), 2 * num_ranks))
         return output
 
     cut = [put_in(rank, 2 * num_ranks).chunk(num_ranks) for rank in range(num_ranks)]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,132 @@ def test_a_started_collective_to_which_others_never_come():
 
     with unchanged(), pytest.raises((CollectiveMismatchError, DeadlockError), match=HERE):
         run(program, Mesh(world=2), distributed=True)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def made(ranks: list[int]) -> Any:
+    """A group that is made on a line of this file; torch's type of it has room for ranks outside of it."""
+    return dist.new_group(ranks)
+
+
+def own_groups_only() -> Any:
+    """gloo adds up over ranks 1 and 3 for 1 and 2, and kills the others."""
+    return made([0, 3] if rank_() in (0, 3) else [1, 2])
+
+
+def other_order() -> Any:
+    """gloo adds up wrongly, or fails."""
+    groups = [made(pair) for pair in ([[0, 1], [2, 3]] if rank_() < 2 else [[2, 3], [0, 1]])]
+    return groups[rank_() >= 2]
+
+
+def by_members_then_all() -> Any:
+    """gloo waits for ever: the second group of two ranks is the first one of the others."""
+    if rank_() < 2:
+        made([0, 1])
+    return made([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "make", [own_groups_only, other_order, by_members_then_all], ids=lambda make: getattr(make, "__name__", "")
+)
+def test_groups_that_ranks_make_differently(make: Callable[[], Any]):
+    with unchanged(), pytest.raises(CollectiveMismatchError, match="new_group number 1 is not") as caught:
+        run(lambda: dist.all_reduce(torch.ones(1), group=make()), Mesh(world=4), distributed=True)
+    assert str(caught.value).count("new_group([") == str(caught.value).count(HERE) == 2
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_group_that_only_its_members_make(alone: bool):
+    """The others may leave it out, as on gloo, where no group of theirs has its number or it says that it is local."""
+
+    def program() -> list[float]:
+        sums = []
+        for ranks in [[0, 1], [2, 3]][: 2 - alone]:
+            if rank_() in ranks:
+                x = torch.tensor([float(rank_())])
+                dist.all_reduce(x, group=dist.new_group(ranks, use_local_synchronization=not alone))
+                sums.append(x.item())
+        dist.barrier()
+        return sums
+
+    expected = [[1.0], [1.0], [], []] if alone else [[1.0], [1.0], [5.0], [5.0]]
+    assert run(program, Mesh(world=4), distributed=True).per_rank == expected
+
+
+def test_a_group_that_a_member_never_makes():
+    def program() -> None:
+        if rank_() == 0:
+            dist.new_group([0, 1])
+        dist.barrier()
+
+    with unchanged(), pytest.raises(DeadlockError, match=rf"(?s)waits in new_group\(\[0, 1\]\) at .*{HERE}.*barrier"):
+        run(program, Mesh(world=2), distributed=True)
+
+
+def test_groups_are_counted_anew_after_the_end_of_all_groups():
+    def program() -> list[Any]:
+        sizes = [dist.get_world_size(group_of([0, 1, 2]))]
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        sizes.append(dist.get_world_size(group_of([0, 1])))
+        return sizes
+
+    assert run(program, Mesh(world=3), distributed=True).per_rank == [[3, 2], [3, 2], [3, -1]]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def reduced_loss(y: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(y)
+    return y
+
+
+def sent_to_all(y: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(y, 0)
+    return y
+
+
+def exchanged(y: torch.Tensor) -> torch.Tensor:
+    outputs = [y * 1, y * 2]
+    dist.all_to_all(outputs, [torch.ones(3), torch.ones(3)])
+    return outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("send", "operation"), [(reduced_loss, "allreduce_"), (sent_to_all, "broadcast_"), (exchanged, "alltoall_")]
+)
+def test_a_backward_pass_through_a_collective_warns_as_over_gloo(send: Callable[..., torch.Tensor], operation: str):
+    def program() -> None:
+        for _ in range(2):
+            send(torch.ones(3, requires_grad=True) * 2).sum().backward()
+
+    with pytest.warns(UserWarning, match=f"^c10d::{operation}: an autograd kernel was not registered") as warned:
+        run(program, Mesh(world=2), distributed=True)
+    assert {os.path.basename(one.filename) for one in warned} == {HERE}
+    (line,) = {one.lineno for one in warned}
+    assert "dist." in Path(__file__).read_text(encoding="utf8").splitlines()[line - 1]
+
+
+def test_what_is_only_looked_at_warns_of_nothing():
+    """Warnings are errors here. A reduced loss has no backward pass after it, and a copy has no gradient."""
+
+    def program() -> float:
+        x = torch.ones(3, requires_grad=True)
+        loss = (x * 2).sum()
+        loss.backward()
+        dist.all_reduce(loss)
+        with torch.no_grad():
+            dist.broadcast(x, 0)
+        logged = (x * 3).sum()
+        dist.all_reduce(logged.detach())
+        logged.backward()
+        return loss.item()
+
+    assert run(program, Mesh(world=2), distributed=True).per_rank == [12.0, 12.0]
 
 
 # --- deadlocks -------------------------------------------------------------------------------------------------------

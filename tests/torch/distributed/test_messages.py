@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.torch.distributed.test_collectives import done, each_size, group_of, on, put_in, same, sent, spread_out
+from tests.torch.distributed.test_collectives import done, each_size, group_of, on, put_in, same, sent
 
 
 @each_size
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
 def test_along_a_line(shape: tuple[int, ...], num_ranks: int):
-    """Each rank adds its own to what comes from the rank before; blocking, and into tensors that are not contiguous."""
+    """Each rank adds its own to what comes from the rank before; blocking."""
 
     def program() -> Tensor:
         rank = dist.get_rank()
-        x, total = spread_out(torch.zeros(shape, dtype=torch.float64)), put_in(rank, *shape)
+        x, total = torch.zeros(shape, dtype=torch.float64), put_in(rank, *shape)
         if rank > 0:
             assert dist.recv(x, rank - 1) == rank - 1
             total += x
         if rank < num_ranks - 1:
-            dist.send(spread_out(total), rank + 1)
+            dist.send(total, rank + 1)
         return total
 
     out = on(num_ranks, program)

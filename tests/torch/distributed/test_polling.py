@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -249,18 +250,34 @@ def test_a_loop_without_sleep_that_looks_for_ever(monkeypatch, tmp_path: Path):
     fails(program, "rank 1 waits in os.path.exists, again and again, at test_polling.py:")
 
 
-def test_a_rank_that_keeps_its_turn_is_named(monkeypatch, capsys, tmp_path: Path):
+def busy(seconds: float) -> None:
+    began = time.monotonic()
+    while time.monotonic() < began + seconds:
+        pass
+
+
+def test_a_rank_that_keeps_its_turn_is_named(monkeypatch, capsys):
     """Nothing can be done about such a loop, but it is not silent."""
+    monkeypatch.setattr(watches, "LONG", 0.05)
     monkeypatch.setattr("tplab.torch.ranks.turns.LONG", 0.05)
+    on(2, lambda: busy(0.3 * dist.get_rank()))
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.match(r"tplab: the run has taken \d+ s so far; now rank 1 is at test_polling.py:\d+, and has had", first)
+
+
+def test_a_long_run_says_where_it_is_and_blames_no_rank(monkeypatch, capsys):
+    """Many short turns; what is said is said again after twice as long."""
+    monkeypatch.setattr("tplab.torch.ranks.turns.LONG", 0.15)
 
     def program() -> None:
-        began = time.monotonic()
-        while dist.get_rank() == 1 and time.monotonic() < began + 0.3:
-            pass
+        for _ in range(12):
+            busy(0.03)
+            dist.barrier()
 
     on(2, program)
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("tplab: rank 1 has had the turn for ") and ", now at test_polling.py:" in said
+    said = capsys.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 3
+    assert all(re.fullmatch(r"tplab: the run has taken \d s so far; now rank [01] is at \S+:\d+", one) for one in said)
 
 
 def test_all_ranks_look_for_what_none_does(monkeypatch, tmp_path: Path):

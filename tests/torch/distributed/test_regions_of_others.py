@@ -181,17 +181,3 @@ def test_sizes_divided_by_the_world_in_place_of_the_group():
 
     with pytest.raises(RankError, match=r"rank 0 raised RuntimeError at .*mat1 and mat2 shapes cannot be multiplied"):
         run(program, MESH, distributed=True)
-
-
-def test_a_group_that_only_its_own_ranks_create():
-    """The mistake that hangs under torchrun: every rank has to call new_group for every group."""
-
-    def program() -> float:
-        rank = dist.get_rank()
-        mine = list(range(rank // TENSOR * TENSOR, rank // TENSOR * TENSOR + TENSOR))
-        group = dist.new_group(mine)
-        x = torch.ones(1)
-        dist.all_reduce(x, group=group)
-        return x.item()
-
-    assert run(program, MESH, distributed=True).per_rank == [4.0] * WORLD

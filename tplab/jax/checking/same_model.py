@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.causes import Sizes, thread
-from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run
+from tplab.checking.causes import Sizes
+from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, Rounding
-from tplab.jax.checking.lines import Lines
+from tplab.jax.checking.bench import Bench, Fault
 from tplab.jax.ranks.devices import jax_mesh
+from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
 
 ORDER: tuple[What, ...] = ("loss", "gradient", "norm", "parameters", "optimizer", "log")
@@ -22,6 +23,8 @@ _KINDS: dict[str, What] = {
 }  # fmt: skip
 MOST_OWN = 0.1
 """How far the reference may be off by its own rounding, before a comparison with it says nothing."""
+MOST_ELEMENTS = 2**25
+"""All that is computed on all devices: a larger step is compared, and not looked into."""
 
 
 def same_model(
@@ -58,27 +61,48 @@ def same_model(
     if not isinstance(reference_mesh, jax.sharding.Mesh):
         reference_mesh = jax_mesh(reference_mesh, "simulated")
     about = f"{_text(mesh)}, compared with {_text(reference_mesh)}"
+    if mesh.size == 1:
+        return cannot_tell("the mesh has one device", about=about)
     args = [jax.tree.map(_host, arg) for arg in args]
-    ours = step(mesh)
-    lines = Lines(ours, args, Mesh(**mesh.shape))
-    theirs = step(reference_mesh)
+    ours, theirs = step(mesh), step(reference_mesh)
+    jaxpr = jax.make_jaxpr(ours)(*args).jaxpr
+    computed = [v.aval for eqn, _ in equations_of(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    dtypes = {str(aval.dtype) for aval in computed} & EPSILON.keys()
+    dtype = max(dtypes, key=list(EPSILON).index, default="float32")
+    others = [_nudged(args, EPSILON[dtype], seed) for seed in range(2)]
     try:
-        lines.compare(theirs, args)
-        others = _nudged(args, EPSILON.get(lines.dtype, 2.0**-23))
-        want, again = _results(theirs, args), _results(theirs, others)
+        want, *again = [_results(theirs, given) for given in (args, *others)]
     except (TypeError, ValueError) as error:
         first = str(error).partition(chr(10))[0]
         return could_not_run(f"the reference raised {type(error).__name__}: {first}", about=about)
     got = _results(ours, args)
     if [one.path for one in got] != [one.path for one in want]:
         return cannot_tell("the step returns something else on one device", about=about)
-    rounding = Rounding.of(_sizes(args, lines.dtype), [])
-    return _Comparison(args, others, mesh, lines, rounding).report(got, want, again, about)
+    if not got:
+        return cannot_tell("the step returns no floating-point numbers", about=about)
+    if lost := [_name(one.path) or "the result" for one in want if not _is_finite(one.whole)]:
+        return cannot_tell(f"{named(lost)} is not finite on one device", about=about)
+
+    def fault(wrong: set[int]) -> Fault:
+        if sum(aval.size for aval in computed) * mesh.size > MOST_ELEMENTS:
+            return Fault(tried=("nothing: the step is too large to be evaluated equation by equation",))
+        try:
+            return Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack).fault(wrong)
+        except Exception as error:  # what JAX cannot do in a vmap is many things: the comparison stands without a cause
+            first = str(error).partition(chr(10))[0]
+            return Fault(tried=(f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}",))
+
+    rounding = Rounding.of(_sizes(args, dtype), [])
+    comparison = _Comparison(args, others, mesh, rounding, fault)
+    has_ranks = any(eqn.primitive.name == "shard_map" for eqn, _ in equations_of(jaxpr))
+    return comparison.report(got, want, again, has_ranks, about)
 
 
 class _Result(NamedTuple):
-    """One array that a step returned: its path, its values, and each device's copy or piece, with its place in all."""
+    """One array that a step returned: its place among all, its path, its values, and each device's copy or piece, with
+    its index in the whole."""
 
+    place: int
     path: str
     whole: np.ndarray
     pieces: list[tuple[int, Any, np.ndarray]]
@@ -86,65 +110,79 @@ class _Result(NamedTuple):
 
 class _Wrong(NamedTuple):
     place: int
+    path: str
     what: What
-    name: str
     factor: float | None
     text: str
     ranks: tuple[int, ...]
     got: str
     want: str
-    kind: str
 
 
 class _Comparison:
     """The results of both, one by one.
 
-    others   the arguments of the second run of the reference, each number off by a rounding
+    others   the arguments of further runs of the reference, each number off by a rounding
+    fault    what makes results wrong, given their places
     """
 
     def __init__(
-        self, args: Sequence[Any], others: Sequence[Any], mesh: jax.sharding.Mesh, lines: Lines, rounding: Rounding
+        self,
+        args: Sequence[Any],
+        others: Sequence[Sequence[Any]],
+        mesh: jax.sharding.Mesh,
+        rounding: Rounding,
+        fault: Callable[[set[int]], Fault],
     ):
-        self.params = dict(_named(args[0])) if args else {}
-        self.others = dict(_named(others[0])) if others else {}
-        self.mesh, self.lines, self.rounding = mesh, lines, rounding
+        self.params, *self.others = [dict(_named(given[0])) if given else {} for given in (args, *others)]
+        self.rounding, self.fault = rounding, fault
         sixteen = rounding.dtype in ("bfloat16", "float16")
         self.slack = 4 * EPSILON[rounding.dtype] if sixteen else rounding.tolerance
-        groups = [mesh.shape[name] for name in mesh.axis_names]
-        self.sizes = Sizes(mesh.size, groups)
+        self.sizes = Sizes(mesh.size, [mesh.shape[name] for name in mesh.axis_names])
 
     def report(
-        self, got: Sequence[_Result], want: Sequence[_Result], again: Sequence[_Result], about: str
+        self,
+        got: Sequence[_Result],
+        want: Sequence[_Result],
+        again: Sequence[Sequence[_Result]],
+        has_ranks: bool,
+        about: str,
     ) -> SameModel:
         wrong: list[_Wrong] = []
-        seen: dict[What, list[float]] = {}
-        for place, (ours, theirs, other) in enumerate(zip(got, want, again, strict=True)):
+        seen: dict[What, list[tuple[float, float]]] = {}
+        noisy: list[str] = []
+        for ours, theirs, *nudged in zip(got, want, *again, strict=True):
             what, before = self._what(ours, theirs)
             base = self.params[before] if before else 0.0
-            values, nudged = theirs.whole - base, other.whole - (self.others[before] if before else 0.0)
-            size = float(np.abs(values).max(initial=0)) or 1.0
-            own = float(np.abs(nudged - values).max(initial=0)) / size
+            values = theirs.whole - base
+            size = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(initial=0)) or 1.0
+            bases = [given[before] if before else 0.0 for given in self.others]
+            own = max(_gap(one.whole - at, values) for one, at in zip(nudged, bases, strict=True)) / size
             tolerance = max(self.slack, 8 * own)
             if own > MOST_OWN:
+                noisy.append(_name(ours.path))
                 continue
             pieces = [(piece - _at(base, index), _at(values, index)) for _, index, piece in ours.pieces]
-            gap = max((_gap(piece, right) for piece, right in pieces), default=0.0)
-            seen.setdefault(what, []).append(gap / size)
-            if gap > tolerance * size:
-                wrong.append(self._judged(place, what, ours, values, base, tolerance * size))
-        first = self._first(wrong)
+            gap = max((_gap(piece, right) for piece, right in pieces), default=0.0) / size
+            seen.setdefault(what, []).append((gap, tolerance))
+            if gap > tolerance:
+                wrong.append(self._judged(what, ours, values, base, tolerance * size))
+        first = min(wrong, key=lambda one: (one.text != NOT_FINITE, ORDER.index(one.what)), default=None)
         findings = [self._finding(first, [one for one in wrong if one.what == first.what])] if first else []
         rows = [Row(what, 0, None, _WHOLE) for what in ("weights", "samples")]
         for what in ORDER:
             if what in seen:
                 rows.append(self._row(what, seen[what], first, any(one.what == what for one in wrong)))
         notes = [
-            f"{self.lines.dtype}: up to {self.slack:.2g} of the largest element is rounding, as is up to 8 times what "
-            "one rounding of the arguments changes in the reference"
+            f"{self.rounding.dtype}: up to {self.slack:.2g} of the largest element is rounding, as is up to 8 times "
+            "what one rounding of the arguments changes in the same result of the reference"
         ]
-        if not self.lines.has_ranks:
+        if noisy:
+            notes.append(f"not compared: one rounding of the arguments changes {named(noisy)} by over {MOST_OWN:.0%}")
+        if not has_ranks:
             notes.append("no shard_map: XLA divides one program, and its results can differ by rounding only")
-        return SameModel(rows, findings, notes=notes, about=about)
+        reason = "" if seen else "rounding alone changes everything that the step returns"
+        return SameModel(rows, findings, notes=notes, about=about, reason=reason)
 
     def _what(self, ours: _Result, theirs: _Result) -> tuple[What, str]:
         """What a result is, and of a parameter after the step its name before; "" otherwise."""
@@ -155,7 +193,7 @@ class _Comparison:
             what = "parameters" if before else "log" if theirs.whole.shape else "loss"
         return what, before if what == "parameters" else ""
 
-    def _judged(self, place: int, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> _Wrong:
+    def _judged(self, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> _Wrong:
         """What a wrong result is to the right one."""
         pieces = [(rank, piece - _at(base, index), _at(want, index)) for rank, index, piece in ours.pieces]
         bad = tuple(rank for rank, piece, right in pieces if _gap(piece, right) > slack)
@@ -164,72 +202,62 @@ class _Comparison:
         factor = factors[0]
         if factor is not None and not all(one is not None and abs(one / factor - 1) < 1e-2 for one in factors):
             factor = None
-        kind, text = "other", "neither a multiple of the reference nor parts of it"
+        text = "neither a multiple of the reference nor parts of it"
         copies: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}  # by their place in the whole
         for (_, piece, right), (_, index, _) in zip(pieces, ours.pieces):
             copies.setdefault(str(index), []).append((piece, right))
-        if any(_gap(piece, same[0][0]) > slack for same in copies.values() for piece, _ in same):
-            kind, text, factor = "own", "its own part on each device", None
+        if not all(np.isfinite(piece).all() or not np.isfinite(right).all() for _, piece, right in pieces):
+            text, factor = NOT_FINITE, None
+        elif any(_gap(piece, same[0][0]) > slack for same in copies.values() for piece, _ in same):
+            text, factor = "its own part on each device", None
             sums = [(np.sum([piece for piece, _ in same], 0), same[0][1], len(same)) for same in copies.values()]
             if all(_gap(total, right) <= slack for total, right, _ in sums):
                 text += "; their sum is the reference's"
             elif all(_gap(total / count, right) <= slack for total, right, count in sums):
                 text += "; their mean is the reference's"
         elif factor is not None:
-            kind, text = "factor", self.sizes.words(factor)
+            text = self.sizes.words(factor)
         whose = () if len(bad) == len(pieces) else bad
-        return _Wrong(
-            place, what, _name(ours.path), factor, text, whose, _about(pieces[0][1]), _about(pieces[0][2]), kind
-        )
-
-    def _first(self, wrong: Sequence[_Wrong]) -> _Wrong | None:
-        """The first of those that none of the others is computed from."""
-        ordered = sorted(wrong, key=lambda one: ORDER.index(one.what))
-        places = [one.place for one in wrong]
-        free = [one for one in ordered if not self.lines.needs(one.place, [at for at in places if at != one.place])]
-        return next(iter(free or ordered), None)
+        found, expected = _about(pieces[0][1]), _about(pieces[0][2])
+        return _Wrong(ours.place, ours.path, what, factor, text, whose, found, expected)
 
     def _finding(self, first: _Wrong, alike: Sequence[_Wrong]) -> Finding:
-        where, cause, key = self.lines.blamed(first.place, first.what, first.kind, first.factor)
-        others = tuple(one.name for one in alike if one.place != first.place and one.text == first.text)
+        fault = self.fault({one.place for one in alike})
+        name = "" if first.what in ("loss", "norm") else _name(first.path)
+        others = tuple(_name(one.path) for one in alike if one.place != first.place and one.text == first.text)
+        text = first.text
+        if fault.first:
+            text += f"; first wrong here: what {fault.first} is given is right, and what it returns is not"
         return Finding(
-            first.what,
-            "" if first.what in ("loss", "norm") else first.name,
-            0,
-            first.text,
-            first.factor,
-            where,
-            cause,
-            thread(key),
-            first.got,
-            first.want,
-            first.ranks,
-            others,
-            (where,) if where else (),
-        )
+            first.what, name, 0, text, first.factor, fault.where, fault.cause, "", first.got, first.want, first.ranks,
+            others, fault.lines, fault.proof, fault.tried,
+        )  # fmt: skip
 
-    def _row(self, what: What, gaps: Sequence[float], first: _Wrong | None, is_wrong: bool) -> Row:
+    def _row(self, what: What, gaps: Sequence[tuple[float, float]], first: _Wrong | None, is_wrong: bool) -> Row:
+        gap, tolerance = max(gaps, key=lambda one: one[0] / one[1])
+        measured = f"off by {gap:.2g}, where {tolerance:.2g} is rounding"
         if first is not None and what == first.what:
-            return Row(what, 0, False, first.text, first.name, first.factor)
+            return Row(what, 0, False, f"{first.text}; {measured}", _name(first.path), first.factor)
         if is_wrong:
-            return Row(what, 0, None, "not judged: it may follow")
-        return Row(what, 0, True, f"within rounding ({max(gaps):.2g}), {len(gaps)} compared")
+            return Row(what, 0, None, f"not judged: it may follow; {measured}")
+        return Row(what, 0, True, f"{measured}; {len(gaps)} compared")
 
 
+NOT_FINITE = "not finite on the mesh, as it is on one device"
 _WHOLE = "not tested: arguments are whole arrays, of which XLA gives each device its piece"
 
 
 def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
     """All arrays that a step returns, with what each device has of them."""
     found = []
-    for path, leaf in jax.tree.flatten_with_path(step(*args))[0]:
+    for place, (path, leaf) in enumerate(jax.tree.flatten_with_path(step(*args))[0]):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             continue
         leaf = jnp.asarray(leaf)
         shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
         ranks = {shard.device: rank for rank, shard in enumerate(shards)}
         pieces = [(ranks[shard.device], shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
-        found.append(_Result(jax.tree_util.keystr(path), np.asarray(leaf, np.float64), pieces))
+        found.append(_Result(place, jax.tree_util.keystr(path), np.asarray(leaf, np.float64), pieces))
     return found
 
 
@@ -240,9 +268,9 @@ def _host(leaf: Any) -> Any:
     return leaf
 
 
-def _nudged(args: Sequence[Any], epsilon: float) -> list[Any]:
+def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
     """The arguments, each number off by one rounding, up or down."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
 
     def nudged(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -274,9 +302,15 @@ def _at(x: Any, index: Any) -> Any:
 
 
 def _gap(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference; infinite where one of them is not a number."""
-    gap = np.abs(got - want)
+    """The largest difference; infinite where one of them is not finite and the other is not the same."""
+    with np.errstate(invalid="ignore"):
+        gap = np.where(got == want, 0.0, np.abs(got - want))
     return float(np.where(np.isnan(gap), np.inf, gap).max(initial=0))
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    """Whether it has no NaN, and something that is finite: a mask of infinities is no accident."""
+    return not np.isnan(x).any() and (not x.size or bool(np.isfinite(x).any()))
 
 
 def _factor(got: np.ndarray, want: np.ndarray, slack: float) -> float | None:

@@ -61,7 +61,7 @@ def ring_attention(
 
     forward    p-1 hops of k and v, stacked
     backward   p-1 hops of k and v again, and p of dk and dv, in float32 at least: the last one takes them home
-    scale      of the scores; None: 1/sqrt(d)
+    scale      of the scores, above 0; None: 1/sqrt(d)
     return_lse    return (o, lse [B, h, n]): the logarithm of each query's sum of exponentials, without a gradient
     Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
     Liu et al. 2023, "Ring attention with blockwise transformers".
@@ -156,9 +156,8 @@ def _about(
     op: str, q: Array, k: Array, v: Array, axis: Axis, layout: Layout, mask: AttentionMask, scale: Any, dropout: float
 ) -> About:
     """What the call of a function computes with a ring of `axis`, checked."""
-    check_attention(op, q, k, v, dropout)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return About(axis, layout_of(layout, q.shape[2], axis_size(axis)), mask, scale)
+    factor = check_attention(op, q, k, v, scale, dropout)
+    return About(axis, layout_of(layout, q.shape[2], axis_size(axis)), mask, factor)
 
 
 def _exchanged(about: About, op: str, q: Array, k: Array, v: Array, axis: Axis, return_lse: bool) -> Any:

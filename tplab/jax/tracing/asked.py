@@ -267,6 +267,8 @@ class Asked:
             num_consts, num_carry = scan_sizes(params)
             first, carried, row_dims = num_consts + num_carry, range(num_consts, num_consts + num_carry), 1
             given = [*reads[:first], *map(self._new, inputs[first:])]
+            for whole, row in zip(reads[first:], given[first:], strict=True):
+                self._links.setdefault(whole, []).append((row, -1))
         elif name == "while":
             num_tests, num_consts = params["cond_nconsts"], params["body_nconsts"]
             carried = range(num_tests + num_consts, len(reads))

@@ -208,21 +208,22 @@ class _Why:
         """An array that is not where it is needed."""
         made, user = self.flow.source(given), self._user(place)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
-        array, operand = sent.array, self._text(made, where)
+        operand, operation, primitive = self._text(made, where), place.one.primitive, place.one.primitive
         starts, own = self._arrays(made), self.asked.step_of(place.one.origin)
         used = None if user is None else self.asked.step_of(user.one.origin)
-        shape = self.asked.shape(starts)
+        shape, gathered, is_gather = self.asked.shape(starts), self._gathered_dim(place, sent), sent.op == "all_gather"
         wide = self._as_wide(place, sent, None)
         if not self.asked.is_asked_whole(starts):
             wide = self._as_kept(place, prod(shape)) + wide
-        operation = place.one.primitive
         is_second = self.flow.is_moved(given)
         shards = " after another collective has moved it" if is_second else f", which is sharded over {axis}"
-        if operation in _WRITTEN:
-            why = self._as_written(place, operation, operand)
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        gathered = self._gathered_dim(place, sent)
-        asking, more = self.asked.at(own) if own is not None and operation in _ASKED else None, ""
+
+        def cause(why: str, operands: tuple[str, ...] = ()) -> Cause:
+            return Cause(where, sent.array.dtype, sent.array.shape, operation, operands or (operand,), why + wide)
+
+        if primitive in _WRITTEN:
+            return cause(self._as_written(place, primitive, operand))
+        asking, more = self.asked.at(own) if own is not None and primitive in _ASKED else None, ""
         if asking is None and user is None:
             asking = self.asked.of(starts, sent.op, axis)
         elif asking is None and used is not None:
@@ -232,41 +233,31 @@ class _Why:
                 asking = self.asked.of(starts, sent.op, axis) or after
             elif asking is None and after is not None:
                 more = self._as_asked_after(after, place, made, used, sent, axis)
-        if asking is not None and not self._moves(asking, place, sent, axis):
-            asking = None  # it asks for the pieces that there are
-        if asking is not None:
+        if asking is not None and self._moves(asking, place, sent, axis):  # else it asks for the pieces that there are
             where = asking.ask.line or where
-            operand = self._text(made, where) + shards * (sent.op == "all_gather")
-            why = self._as_asked(asking, place, made, sent, axis, operand)
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        if operation in _ASKED:
-            why = self._as_written(place, operation, operand)
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
+            return cause(self._as_asked(asking, place, made, sent, self._text(made, where) + shards * is_gather))
+        if primitive in _ASKED:
+            return cause(self._as_written(place, primitive, operand))
         operation, who = "", "the function returns"
         if user is not None:
-            operation = self._name(user)
-            line = self._line(user)
+            operation, line = self._name(user), self._line(user)
             who = f"{operation}{f' ({line})' * (line not in ('', where) and not more)} needs"
         num_pieces = prod(self.mesh.axis_size(name) for name in axis.split(","))
         if user is None and 0 <= gathered < len(shape) and shape[gathered] % num_pieces:
             more = f": a result must be in equal pieces, and {num_pieces} does not divide {shape[gathered]}"
-        if user is not None and made.one.op == user.one.op == "reduce" and sent.op == "all_gather":
+        if user is not None and made.one.op == user.one.op == "reduce" and is_gather:
             operands = self._operands(made, where)
-            why = f"{operation} of {' and '.join(operands)} goes over a dim that is sharded over {axis}, so each rank "
-            why += "has only its part"
-            return Cause(where, array.dtype, array.shape, operation, operands, why + wide)
+            over = f"goes over a dim that is sharded over {axis}, so each rank has only its part"
+            return cause(f"{operation} of {' and '.join(operands)} {over}", operands)
         if user is not None and sent.op == "all_to_all" and user.one.origin == made.one.origin:
-            why = f"XLA computes {operation} on pieces that are cut along another dim, and here moves its result back"
-            return Cause(where, array.dtype, array.shape, operation, (operand,), why + wide)
-        if sent.op == "all_gather" and (new_shape := self.asked.reshaped(starts)) is not None:
+            back = "on pieces that are cut along another dim, and here moves its result back"
+            return cause(f"XLA computes {operation} {back}")
+        if is_gather and (new_shape := self.asked.reshaped(starts)) is not None:
             operation, who = "reshape", "reshape needs"
             more = f": its pieces are no pieces of the new shape {list(new_shape)}" + more
             wide = self._as_kept(place) + self._as_wide(place, sent, None)
-        why = {
-            "all_gather": f"{who} all of {operand}{shards}",
-            "all_to_all": f"{who} {operand} cut along another dim than it is",
-        }.get(sent.op, f"{who} {operand} on other ranks than those that have it")
-        return Cause(where, array.dtype, array.shape, operation, (operand,), why + more + wide)
+        moved = {"all_gather": f"all of {operand}{shards}", "all_to_all": f"{operand} cut along another dim than it is"}
+        return cause(f"{who} {moved.get(sent.op, f'{operand} on other ranks than those that have it')}{more}")
 
     def _moves(self, asking: Asking, place: Place, sent: Sent, axis: str) -> bool:
         """Whether an array must be moved to be as it is asked for: what is gathered may not stay in these pieces."""
@@ -291,7 +282,7 @@ class _Why:
         self._propose(ask, {asking.dims[dim]: axes_in_order(self.mesh, self.module.groups(place.one))})
         return f"; {ask} of its result"
 
-    def _as_asked(self, asking: Asking, place: Place, made: Place, sent: Sent, axis: str, operand: str) -> str:
+    def _as_asked(self, asking: Asking, place: Place, made: Place, sent: Sent, operand: str) -> str:
         """An array that is moved because somebody asks how it is to lie."""
         self._propose(asking.ask, self._as_it_is(asking, place, made, sent))
         return {
@@ -409,7 +400,10 @@ class _Why:
             return str(slot)
         given, step = self.flow.operands(place), self.asked.step_of(place.one.origin)
         if place.one.op in _CONSTANT or (step is not None and step.name in COPIES and len(given) == 1):
-            return self._text(self.flow.source(given[0]), where) if given else "a constant"
+            source = self.flow.source(given[0]) if given else place
+            return (
+                "a constant" if not given else self._text(source, where) if source != place else "what a loop carries"
+            )
         name = self._name(place)
         line = self._line(place)
         return f"the result of {name}{f' ({line})' * (line not in ('', where))}"

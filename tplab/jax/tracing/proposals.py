@@ -54,7 +54,7 @@ def proposals(program: Lowered, asks: Mapping[Ask, Axes], accelerator: bool) -> 
                 return
             try:
                 after = busiest(program, program.compiled_with({ask: spec}), accelerator)
-            except ValueError:  # a result of this shape cannot be cut so
+            except (ValueError, RuntimeError):  # such as a result that cannot be cut so
                 continue
             if after < before:
                 yield Proposal(ask, spec, before, after)

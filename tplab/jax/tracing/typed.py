@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from tplab.checking.steps import Dims, How, Step
-from tplab.checking.typed import Fault, OnAxes, Types, Typing, lines_of, statement
+from tplab.checking.typed import OnAxes, Types, Typing, lines_of, statement
 from tplab.checking.types import I, R, Type
 from tplab.jax.private import scan_sizes, varying_axes_of
 from tplab.jax.ranks.program import Compiled
@@ -52,16 +52,6 @@ def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
         first=first,
         casts=typing.casts,
     )
-
-
-def faults_of(eqn: Any, mesh: Mesh) -> list[Fault]:
-    """What types forbid in a shard_map, which is an equation of a jaxpr. Where it does not check varying axes, JAX's
-    types say nothing, and the rules alone do."""
-    is_checked = bool(eqn.params.get("check_vma", True))
-    typist, jaxpr = _Typist(mesh, is_checked), opened(eqn.params["jaxpr"])[0]
-    specs = zip(jaxpr.invars, eqn.params["in_specs"], strict=True)
-    typist.follow(jaxpr, [], [typist.given(v.aval, _of_spec(spec, typist.axes), False) for v, spec in specs])
-    return typist.typing.faults
 
 
 def _of_spec(spec: Any, axes: Sequence[str]) -> OnAxes:

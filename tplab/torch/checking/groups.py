@@ -64,7 +64,7 @@ class Groups:
                 rank.seen.has_sent = True
             if rank is not None and is_seen and call.op not in ("send", "receive"):
                 rank.send(call, x)
-                return rank.mending.of_tplab(call, original(member, call, x, *args, **kwargs))
+                return rank.mending.of_tplab(lambda y: original(member, call, y, *args, **kwargs), call, x)
             return original(member, call, x, *args, **kwargs)
 
         return watched

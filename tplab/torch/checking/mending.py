@@ -49,7 +49,7 @@ class Mending:
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()
-        self._later: list[Callable[[], None]] = []
+        self._later: list[Callable[[], Any]] = []
         self._weights: dict[tuple[int, int], float] = {}
         self._before: dict[str, Tensor] = {}
         self._is_done, self._rows = -1, 1
@@ -61,6 +61,7 @@ class Mending:
 
     def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
         self._turns[key] += 1
+        self._watched.seen.has_sent = True
         with self._watched.looks():
             return self._board.exchanged((key, self._turns[key]), self.rank, value)
 
@@ -76,6 +77,9 @@ class Mending:
             return run(take)
         line = self._watched.line()
         for one in self._of("mean", "sum", "skip", "last", "gradients", "wait", "parameters", line=line):
+            own = put if isinstance(put, Tensor) else put[min(call.place.index, len(put) - 1)]
+            if one.names and not set(self._watched.names.at(address_of(own))[1]) & set(one.names):
+                continue
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
@@ -87,9 +91,6 @@ class Mending:
                 self._turns[line, self._step] += 1
                 if self._turns[line, self._step] > one.times:
                     continue
-            own = put if isinstance(put, Tensor) else put[call.place.index]
-            if one.kind == "gradients" and not set(self._watched.names.at(address_of(own))[1]) & set(one.names):
-                continue
             if call.op in ("all_reduce", "broadcast"):
                 return finished()
             if call.op == "reduce_scatter":
@@ -99,12 +100,16 @@ class Mending:
                 return finished()
         return run(take)
 
-    def of_tplab(self, call: Any, result: Any) -> Any:
-        """The result of one of tplab's own."""
-        for one in self._of("mean", "sum", line=self._watched.line()) if self._repairs else ():
-            if isinstance(result, Tensor):
-                result = result * _scale(one, len(call.place.group))
-        return result
+    def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
+        """One of tplab's own. `run(x)` runs it."""
+        for one in self._of("mean", "sum", "skip", "gradients", line=self._watched.line()) if self._repairs else ():
+            if one.names and not set(self._watched.names.at(address_of(x))[1]) & set(one.names):
+                continue
+            if one.kind in ("mean", "sum"):
+                return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
+            if call.op == "all_reduce":
+                return x.clone()
+        return run(x)
 
     # --- other operations --------------------------------------------------------------------------------------------
 
@@ -297,15 +302,27 @@ class Mending:
         if any(self._of("parameters")):
             every = {id(p): p for p in [*parameters, *self._watched.names.parameters()]}.values()
             self._before |= {self._watched.names.of(p): local_of(p).detach().clone() for p in every}
-        for group in optimizer.param_groups:
-            for one in self._of("settings"):
-                for key in group:
-                    value = one.values.get((self._watched.names.of(group["params"][0]), key, self._step))
-                    if value is not None:
-                        group[key] = type(group[key])(value)
+        for one in self._of("settings"):
+            optimizer.param_groups[:] = [
+                other for group in optimizer.param_groups for other in self._set(one, group)
+            ]  # fmt: skip
         for one in self._of("states"):
             if self._step == one.values["step"]:
                 self._share_states(one, optimizer)
+
+    def _set(self, one: Repair, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """A group of parameters in as many groups as have the same settings."""
+        found: dict[Any, dict[str, Any]] = {}
+        for p in group["params"]:
+            name = self._watched.names.of(p)
+            values = {key: one.values[name, key, self._step] for key in group if (name, key, self._step) in one.values}
+            like = found.setdefault(tuple(values.items()), {**group, "params": []})
+            like |= {key: type(group[key])(value) for key, value in values.items()}
+            like["params"].append(p)
+        if len(found) == 1:
+            group |= {key: value for key, value in next(iter(found.values())).items() if key != "params"}
+            return [group]
+        return [*found.values()]
 
     def _share_states(self, one: Repair, optimizer: Optimizer) -> None:
         names, source = self._watched.names, one.values["from"]

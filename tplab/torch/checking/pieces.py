@@ -81,6 +81,14 @@ def sampled(gradient: Tensor) -> np.ndarray:
     return x[torch.from_numpy(some_of(x.numel())).to(x.device)].double().cpu().numpy()
 
 
+def nudged(x: Tensor) -> Tensor:
+    """The tensor with each element one unit in its last place larger or smaller, by chance."""
+    if not x.is_floating_point() or hasattr(x, "_local_tensor"):
+        return x
+    signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x.device) * 2 - 1
+    return (x.detach().double() * (1 + torch.finfo(x.dtype).eps * signs.double())).to(x.dtype)
+
+
 def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
     """What a model is called with, by place or name: tensors that nothing has computed with gradients."""
     pairs, _ = pytree.tree_flatten_with_path((args, kwargs))

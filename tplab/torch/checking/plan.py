@@ -27,6 +27,7 @@ class Plan:
     feed     the samples to use in the place of those that the program draws
     weights  the weights to begin with in the place of those that the program draws, by name
     ends     whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
+    nudges   whether weights and samples are changed in their last digit
     traced   the step of which every operation is recorded; None for none
     repairs  changes of the run; board: what ranks tell each other for them
     arrays   all that are kept
@@ -36,6 +37,7 @@ class Plan:
     feed: Handed | None = None
     weights: Mapping[str, np.ndarray] | None = None
     ends: bool = True
+    nudges: bool = False
     traced: int | None = None
     repairs: tuple[Repair, ...] = ()
     board: Any = None

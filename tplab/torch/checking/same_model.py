@@ -335,11 +335,12 @@ class _Doctor:
         repairs: Sequence[Repair] = (),
         steps: int | None = None,
     ) -> Watch:
-        """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many parts, if
-        not 0. traced: the step of which every operation is recorded. Raises _NotRun."""
+        """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many
+        parts, and weights and samples are off in their last digit, if not 0. traced: the step of which every
+        operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = steps or (self.steps if traced is None else traced + 1)
-        watch = Watch(mesh.size, steps, feed=feed, weights=weights, traced=traced, repairs=repairs)
+        watch = Watch(mesh.size, steps, feed=feed, weights=weights, nudges=parts > 0, traced=traced, repairs=repairs)
 
         @contextmanager
         def around() -> Iterator[None]:

@@ -29,6 +29,7 @@ class Watch:
     stopped the ranks that were ended after these steps
     feed    the samples to use in the place of those that the program draws
     weights the weights to begin with in the place of those that the program draws, by name
+    nudges  whether weights at the start, and samples, are changed in their last digit
     traced  the step of which every operation is recorded, in `trails`; None for none
     ends    whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
     repairs changes of the run
@@ -42,10 +43,11 @@ class Watch:
         feed: Handed | None = None,
         weights: Mapping[str, np.ndarray] | None = None,
         ends: bool = True,
+        nudges: bool = False,
         traced: int | None = None,
         repairs: Sequence[Repair] = (),
     ):
-        self._plan = Plan(steps, feed, weights, ends, traced, tuple(repairs), Board())
+        self._plan = Plan(steps, feed, weights, ends, nudges, traced, tuple(repairs), Board())
         self.seen = [Seen() for _ in range(num_ranks)]
         self.has_ended = [False] * num_ranks
         self.stopped = set[int]()

@@ -27,6 +27,7 @@ from tplab.torch.checking.pieces import (
     is_loss,
     is_reduced,
     is_there,
+    nudged,
     piece_of,
     put_piece,
     reduced,
@@ -144,13 +145,12 @@ class Watched:
             return args, kwargs, call
         if is_whole:
             self._hook()
-        if is_whole and not self._has_begun:
+        if is_whole and not self.seen.num_steps and not self._has_begun:
             self.mending.begin()
-        if is_whole and not self._has_begun and "empty" in self.seen.lines:
-            unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
-            self.seen.unfilled = [self.names.of(p) for p in unfilled]
-        if is_whole and self.plan.weights is not None and not self.seen.num_steps and not self._has_begun:
-            self._begin_with(self.plan.weights)
+            if "empty" in self.seen.lines:
+                unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
+                self.seen.unfilled = [self.names.of(p) for p in unfilled]
+            self._begin_with(self.plan.weights or {})
         self._has_begun = True
         if is_whole and not self.seen.num_steps:
             self._see_buffers()
@@ -166,6 +166,9 @@ class Watched:
             args, kwargs = replaced(args, kwargs, data)
         if is_whole and self.plan.repairs:
             data = self.mending.samples(data)
+            args, kwargs = replaced(args, kwargs, data)
+        if is_whole and self.plan.nudges:
+            data = {name: nudged(x) for name, x in data.items()}
             args, kwargs = replaced(args, kwargs, data)
         call.samples = {name: self.plan.once(x) for name, x in data.items()}
         return args, kwargs, self._pending.add(call)
@@ -194,6 +197,8 @@ class Watched:
             for parameter in self.names.parameters():
                 if (values := weights.get(self.names.of(parameter))) is not None:
                     put_piece(parameter, torch.from_numpy(np.array(values)))
+                if self.plan.nudges and is_there(parameter):
+                    local_of(parameter).copy_(nudged(local_of(parameter)))
 
     def _see_buffers(self) -> None:
         """As they are before a forward pass changes them."""
@@ -315,8 +320,12 @@ class Watched:
                     self.seen.lines.setdefault("freed", self.origins.of(optimizer))
                 self._see_buffers()
                 self.seen.shared = self.names.shared()
+            elif new := [p for p in parameters if self.names.of(p) not in self.seen.weights]:  # as after a restart
+                weights = self._pieces((self.names.of(p), p) for p in new)
+                self.seen.weights |= weights
+                self.seen.late |= set(weights)
         for group in optimizer.param_groups:
-            settings = {key: float(x) for key, x in group.items() if _is_number(x)}
+            settings = dict(_numbers(group))
             self.step.settings.update((self.names.of(p), settings) for p in group["params"])
         self.step.lines |= self.origins.lines(optimizer)
 
@@ -410,6 +419,15 @@ class Watched:
 
 def _is_nothing(grads: Any) -> bool:
     return grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The settings that are numbers, those in tuples included."""
+    for key, x in group.items():
+        if _is_number(x) or (isinstance(x, Tensor) and x.numel() == 1):
+            yield key, float(x)
+        elif isinstance(x, tuple) and all(map(_is_number, x)):
+            yield from ((f"{key}[{place}]", float(one)) for place, one in enumerate(x))
 
 
 def _is_number(x: Any) -> bool:

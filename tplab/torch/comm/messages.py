@@ -20,7 +20,7 @@ def send(x: Payload, axis: Axis, target: int) -> None:
     """Send x, a tensor or a tuple of them, to the rank at position `target` of `axis`, and go on at once.
 
     What this rank writes to x later is not sent. The k-th send to a rank matches the k-th `receive` there, whatever the
-    shapes are; other ranks take no part. Each tensor is a message of its own.
+    shapes and axes are; other ranks take no part. Each tensor is a message of its own.
     No graph is sent: the gradient is a message in the other direction, which the program sends itself.
     Raises ValueError for a tensor that requires grad, MeshError for a position that the axis does not have.
     """
@@ -52,7 +52,8 @@ def start_receive(axis: Axis, source: int) -> Receipt:
     """What `start(receive, axis, source)` returns."""
     rank, source = this_rank(), _other("receive", axis, source)
     call = rank.message("receive", axis, source)
-    made = rank.receipts[call] = Receipt(call, rank.receipts.get(call))
+    pair = call.place.group
+    made = rank.receipts[pair] = Receipt(call, rank.receipts.get(pair))
     return made
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tplab.errors import ShapeError
+from tplab.torch.distributed.strides import check_contiguous, in_memory
 from tplab.torch.private import no_dispatch, num_modes, premul_factor
 from tplab.torch.ranks.rank import Apart, Call, Place, current_rank_or_none
 
@@ -44,22 +45,22 @@ class Asked:
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
-        (x,) = several(tensors)
+        return self._all_reduce(in_memory("all_reduce", several(tensors)[0], elementwise=True), opts, **given)
+
+    def _all_reduce(self, x: Tensor, opts: Any, **given: Any) -> Any:
         call = self._call("all_reduce", _reduction(opts, x, given))
         return self._run(call, x, opts, lambda y: _write(x, y))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._together([self.allreduce([x], _Started(opts)) for x in tensors], opts)
+        return self._together([self._all_reduce(x, _Started(opts)) for x in tensors], opts)
 
     def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
-        (x,) = several(tensors)
-        root = self._root(opts, given)
+        x, root = in_memory("reduce", several(tensors)[0], elementwise=True), self._root(opts, given)
         call = self._call("reduce", (root, *_reduction(opts, x, given)))
         return self._run(call, x, opts, lambda y: _write(x, y) if root == self.place.index else None)
 
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
-        (x,) = several(tensors)
-        root = self._root(opts, given)
+        x, root = in_memory("broadcast", several(tensors)[0], elementwise=True), self._root(opts, given)
         return self._run(
             self._call("broadcast", (root,)), x, opts, lambda y: _write(x, y) if root != self.place.index else None
         )
@@ -90,6 +91,10 @@ class Asked:
         pieces: Sequence[Tensor] = inputs if isinstance(inputs[0], Tensor) else inputs[0]
         self._check_count("reduce_scatter", pieces)
         self._check_numel("reduce_scatter", "output", output, pieces[self.place.index].numel())
+        if not all(x.is_contiguous() for x in (output, *pieces)):  # gloo adds up what memory has in these:
+            output.data.copy_(pieces[self.place.index])
+            clones = [output if place == self.place.index else piece.clone() for place, piece in enumerate(pieces)]
+            pieces, output = [in_memory("reduce_scatter", x) for x in clones], in_memory("reduce_scatter", output)
         sizes = _sizes(pieces)
         call = self._call("reduce_scatter", (0, *_reduction(opts, output, given), sizes))
         return self._run(call, pieces, opts, lambda y: _write(output, y))
@@ -114,7 +119,8 @@ class Asked:
         opts: Any = None,
         **_: Any,
     ) -> Any:
-        num = len(self.place.group)
+        check_contiguous("all_to_all_single", x)
+        num, output = len(self.place.group), in_memory("all_to_all_single", output)
         for name, splits, tensor in (("input", input_splits, x), ("output", output_splits, output)):
             rows = tensor.shape[0] if tensor.dim() else 0
             if splits and (len(splits) != num or sum(splits) != rows):
@@ -159,10 +165,9 @@ class Asked:
         return self._run(call, flat(x), opts, lambda y: _write(output, y) if is_root else None)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
-        (output,) = several(outputs)
-        root = self._root(opts, given)
+        output, root = in_memory("scatter", several(outputs)[0]), self._root(opts, given)
         if root == self.place.index:
-            pieces = inputs[0] if not isinstance(inputs[0], Tensor) else inputs
+            pieces = [in_memory("scatter", x) for x in (inputs[0] if not isinstance(inputs[0], Tensor) else inputs)]
             self._check_count("scatter", pieces)
             x, sizes = pieces, _sizes(pieces)
         else:

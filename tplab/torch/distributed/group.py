@@ -19,6 +19,7 @@ from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
 from tplab.torch.distributed.rare import all_reduce_sparse, monitored_barrier
 from tplab.torch.distributed.seen import seen_by_modes
 from tplab.torch.distributed.streams import on_one_stream
+from tplab.torch.distributed.strides import check_contiguous, in_memory
 from tplab.torch.distributed.work import Several, Started, Taken, Work
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
@@ -131,21 +132,27 @@ class Group(Asked, dist.ProcessGroup):
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> Work:
         """`dist.send` waits for this at once: until the receiver has said that it will take the message."""
-        (x,) = several(tensors)
+        x = self._to_pass_on("send", tensors)
         call = self._message("send", target, tag)
         return Started(self.member, self._begun(call, _dense(x)), x, None)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        (x,) = several(tensors)
-        return self.receive(x, source, tag)
+        return self.receive(self._to_pass_on("recv", tensors), source, tag)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         call = self._message("receive", source, tag)
         return Started(self.member, self._begun(call, _dense(x)), x, lambda y: self._write_all("recv", x, y), source)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        return AnyMessage(self, self._to_pass_on("recv", tensors), tag)
+
+    def _to_pass_on(self, op: str, tensors: Any) -> Tensor:
+        """The tensor of a message. gloo refuses it if it is not contiguous; nccl takes its memory."""
         (x,) = several(tensors)
-        return AnyMessage(self, x, tag)
+        if "nccl" in self.backend:
+            return in_memory(op, x, elementwise=True)
+        check_contiguous(op, x)
+        return x
 
     # --- how ----------------------------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
-from tplab.errors import MeshError
+from tplab.errors import CollectiveMismatchError, MeshError
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
 from tplab.torch.distributed.signals import Signals
-from tplab.torch.distributed.store import FileStore, PrefixStore, Shared, Store, TCPStore
+from tplab.torch.distributed.store import FileStore, Made, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.live_bytes import resize
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -45,7 +45,7 @@ class Groups:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
-        self.group_count = 0
+        self.group_count = self._num_inits = 0
         self.meshes: dict[str, Any] = {}
         self.default_pg: Group | None = None
         self._registered = threading.local()
@@ -123,6 +123,7 @@ class Groups:
         **_: Any,
     ) -> tuple[Any, Any]:
         """Replaces torch's `_new_process_group_helper`: the group, and its store."""
+        self._meet(str(group_name), list(global_ranks_in_group), str(backend))
         if pg_tag not in (None, ""):
             existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
             if existing:
@@ -132,7 +133,31 @@ class Groups:
         group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag, group_desc or "")
         return group, group.store
 
+    def _meet(self, name: str, ranks: list[int], backend: str) -> None:
+        """Compare this group with what other ranks make under the name: torch joins those. gloo connects its members
+        at once, so they wait for each other. A name is a number, but for groups that only their members make."""
+        member = self.member.here()
+        where = member.world.lines.here()
+        made = self.shared.groups.setdefault((self._num_inits, name), Made(member.rank, ranks, where, set()))
+        if made.ranks != ranks:
+            sides = [(made.rank, made.ranks, made.where), (member.rank, ranks, where)]
+            said = "\n".join(f"  rank {rank}: new_group({its}) at {line}" for rank, its, line in sorted(sides))
+            error = CollectiveMismatchError(
+                f"new_group number {name} is not the same on all ranks:\n{said}\nevery rank must make every group, in "
+                "the same order, also those that it is not in, unless all say use_local_synchronization=True"
+            )
+            member.seat.turns.fail(error)
+            raise error
+        made.came.add(member.rank)
+        if member.rank in ranks and "gloo" in backend:
+            if made.came.issuperset(ranks):
+                member.look()
+                member.give_way()  # ranks go on in the order in which they came
+            else:
+                member.wait_until(lambda: made.came.issuperset(ranks), f"new_group({ranks})")
+
     def _join(self, backend: str) -> None:
+        self._num_inits += 1
         group = self._made(list(self.member.mesh.ranks), str(self.group_count), backend)
         self.group_count += 1
         self.default_pg = group

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tplab.torch.distributed.asked import several
 from tplab.torch.private import DispatchMode, dispatch_modes, no_dispatch, num_modes, pop_mode, push_mode
+from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.simulated import SimulatedRank
 
 _Kind = TypeVar("_Kind", bound=type)
@@ -44,6 +46,8 @@ _OPERATIONS = {
     "recv_anysource": "recv_any_source_",
 }
 """A group's method -> the operation that torch dispatches for it, of `torch.ops.c10d`."""
+_GIVE_TENSORS = {"allreduce_", "broadcast_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"}
+"""Operations whose tensors, as torch returns them, warn in a backward pass."""
 
 
 def seen_by_modes(group: _Kind) -> _Kind:
@@ -63,6 +67,10 @@ def seen_by_modes(group: _Kind) -> _Kind:
 def _seen(method: Callable[..., Any], operation: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if operation in _GIVE_TENSORS and torch.is_grad_enabled():
+            for x in several(args[0]) if args else ():
+                if x.requires_grad:
+                    _warn_in_backward(x, operation, self.member.world.lines)
         if not num_modes():
             return method(self, *args, **kwargs)
         stack = dispatch_modes()
@@ -78,6 +86,19 @@ def _seen(method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         return found.result
 
     return call
+
+
+def _warn_in_backward(x: Tensor, operation: str, lines: Lines) -> None:
+    """Say, as torch does of its own process groups, that the gradient of `x` does not know what the program sends here.
+    Torch's warning is found at the line of the backward pass; this one is found at the collective's."""
+    text = (
+        f"c10d::{operation}: an autograd kernel was not registered, so a backward pass gives the gradient without this "
+        "collective. torch.distributed.nn.functional has collectives with gradients; for a number that is only looked "
+        "at, send x.detach()"
+    )
+    warn = lines.warning(text)
+    vars(warn)["__torch_unserialize__"] = True  # torch's mark for a hook that need not be saved with its tensor
+    x.register_hook(warn)
 
 
 class _Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -13,10 +13,23 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.torch.ranks.simulated import SimulatedRank
 
 
+class Made(NamedTuple):
+    """A group as the first rank made it: that rank, the group's ranks, and the line. `came`: who has made it so far."""
+
+    rank: int
+    ranks: list[int]
+    where: str
+    came: set[int]
+
+
 class Shared:
-    """What all ranks of a run share in one store, and in those that the program makes, by their address."""
+    """What all ranks of a run share in one store, and in those that the program makes, by their address.
+
+    groups   those that ranks have made, by how often they had called init_process_group, and by name
+    """
 
     def __init__(self) -> None:
+        self.groups: dict[tuple[int, str], Made] = {}
         self.values: dict[str, bytes] = {}
         self.queues: defaultdict[str, deque[bytes]] = defaultdict(deque)
         self.others: defaultdict[Any, Shared] = defaultdict(Shared)

@@ -25,7 +25,7 @@ def attend_by_tiles(
     v: Tensor,
     axis: Axis,
     tiles: Sequence[Tile],
-    scale: float | None,
+    scale: float,
     return_lse: bool,
     gathers: bool = False,
 ) -> Any:
@@ -34,7 +34,6 @@ def attend_by_tiles(
     tiles     this rank's, the first of them with its own keys
     gathers   k and v are gathered, instead of passed on
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, lse = _Attention.apply(q, k, v, axis, tiles, scale, gathers and len(tiles) > 1)  # type: ignore
     return (o, lse) if return_lse else o
 

@@ -56,14 +56,15 @@ def ring_attention(
                narrower
     layout     which tokens a rank has: "contiguous", "zigzag", "striped", or a TokenLayout
     causal, window, documents   which keys a query sees, as in AttentionMask; tiles in which it sees none are skipped
-    scale      1/sqrt(d) if None
+    scale      above 0; 1/sqrt(d) if None
     dropout    only 0: any other is refused
     return_lse   (o, lse) instead of o: the log-sum-exp [B, h, n] of each query's scores, without a gradient
-    Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
+    Raises ShapeError where the shapes, the layout or the documents do not fit, ValueError for a scale of 0 or less,
+    NotImplementedError for dropout.
     """
-    check_attention("ring_attention", q, k, v, dropout)
+    factor = check_attention("ring_attention", q, k, v, scale, dropout)
     tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
-    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], scale, return_lse)
+    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], factor, return_lse)
 
 
 def gather_attention(
@@ -87,9 +88,9 @@ def gather_attention(
     backward   all_gather of k and v once more, and reduce_scatter of dk and dv, in the dtype of k
     memory     k and v of all S tokens while one of the passes runs; between them only this rank's
     """
-    check_attention("gather_attention", q, k, v, dropout)
+    factor = check_attention("gather_attention", q, k, v, scale, dropout)
     tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
-    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], scale, return_lse, gathers=True)
+    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], factor, return_lse, gathers=True)
 
 
 def head_attention(
@@ -161,7 +162,7 @@ def _by_heads(
     dropout: float,
     return_lse: bool,
 ) -> Any:
-    check_attention(op, q, k, v, dropout)
+    factor = check_attention(op, q, k, v, scale, dropout)
     num_ranks = axis_size(axis)
     index, around = (0, 1) if ring_axis is None else (axis_index(ring_axis), axis_size(ring_axis))
     check_heads_to_share(op, q.shape[1], k.shape[1], num_ranks, axis)
@@ -178,7 +179,7 @@ def _by_heads(
         return all_to_all(_ordered(x, order_back), axis, -2, -3)
 
     k, v = exchange(torch.stack([k, v]))
-    o, lse = attend_by_tiles(exchange(q), k, v, ring_axis or axis, tiles, scale, return_lse=True)
+    o, lse = attend_by_tiles(exchange(q), k, v, ring_axis or axis, tiles, factor, return_lse=True)
     return (back(o), back(lse[..., None])[..., 0]) if return_lse else back(o)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tplab.errors import ShapeError, TplabError
+from tplab.torch.ranks import texts
 from tplab.torch.ranks.outcomes import signature
-from tplab.torch.ranks.rank import MESSAGES, Call
+from tplab.torch.ranks.rank import MESSAGES, Call, Lines
 from tplab.torch.ranks.values import dtype_name
 from tplab.trace.label import Label
 
@@ -21,6 +23,9 @@ SIZE = 1 << 14
 INLINE_UP_TO = 1 << 13
 """Bytes of a tensor that travels inside a frame; a larger one follows behind it."""
 
+_HELD_UP_TO = 1000
+"""Characters of an error that travel in a frame."""
+
 _LENGTH = struct.Struct("<H")
 
 
@@ -28,6 +33,7 @@ class Side(NamedTuple):
     """A collective as one rank called it: enough to see whether another rank's call is the same, and to name both.
 
     key, dtype, fixed_shape must be the same on every rank of the group; fixed_shape is None where shapes may differ.
+    held is what the rank was about to say when it called it, as `texts.while_handling` has it; "" if nothing.
     """
 
     rank: int
@@ -36,6 +42,7 @@ class Side(NamedTuple):
     fixed_shape: tuple[int, ...] | None
     shape: tuple[int, ...]
     where: str
+    held: str = ""
 
     def agrees(self, other: Side) -> bool:
         return self.key[0] in MESSAGES or self._signature == other._signature
@@ -45,10 +52,15 @@ class Side(NamedTuple):
         return self.key, self.dtype, self.fixed_shape
 
 
-def side_of(call: Call, x: Tensor, rank: int, where: str) -> Side:
-    """How `rank` calls the collective on `x`."""
+def side_of(call: Call, x: Tensor, rank: int, lines: Lines) -> Side:
+    """How `rank` calls the collective on `x`, from the program's present line."""
+    where = lines.here()
     key, dtype, fixed_shape = signature(call, x) or (call.key, x.dtype, None)
-    return Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where)
+    side = Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where)
+    error = sys.exception()
+    if error is None or (line := lines.of(error)) is None:
+        return side
+    return side._replace(held=texts.while_handling(rank, error, line, f"{call} at {where}")[-_HELD_UP_TO:])
 
 
 class Header(NamedTuple):

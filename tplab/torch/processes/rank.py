@@ -62,7 +62,7 @@ class ProcessRank(RecordedRank):
         now = self.catch_up()
         group = call.place.group
         number = self._begun.get(group, 0)
-        side = side_of(call, x, self.rank, self.lines.here())
+        side = side_of(call, x, self.rank, self.lines)
         self._begun[group] = number + 1
         self._last_sides.append((group, number, side))
         kind = Receipt if call.op == "receive" else Message if call.peers else Together

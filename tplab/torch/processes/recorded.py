@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tplab.errors import CollectiveMismatchError
+from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.exchange import Exchange
 from tplab.torch.ranks.meter import Meter
@@ -38,7 +38,7 @@ class RecordedRank(Rank):
         self.hops = 0
         self.waits_in: Any = None  # the collective that it is waiting in
         self.num_in_flight = 0
-        self.mismatch: CollectiveMismatchError | None = None
+        self.mismatch: TplabError | None = None
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None

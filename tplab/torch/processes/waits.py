@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
+from tplab.errors import CollectiveMismatchError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.frames import Side, with_tuples
 from tplab.torch.ranks import texts
@@ -79,7 +79,7 @@ def _unbegun(wait: Wait, reports: Mapping[int, Report]) -> list[int]:
     ]
 
 
-def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> CollectiveMismatchError | None:
+def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> TplabError | None:
     for rank in wait.group:
         if rank in reports:
             other = reports[rank].calls.get((wait.group, wait.number))
@@ -88,10 +88,14 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> C
     return None
 
 
-def mismatch(group: Group, number: int, sides: Sequence[Side]) -> CollectiveMismatchError:
+def mismatch(group: Group, number: int, sides: Sequence[Side]) -> TplabError:
     """The error for ranks whose collectives number `number` over `group` differ."""
     said = [(side.rank, texts.side_text(side.key, side.dtype, side.shape, side.where)) for side in sides]
-    return texts.mismatch(number, sides[0].key[1], group, said)
+    return _behind(sides, texts.mismatch(number, sides[0].key[1], group, said))
+
+
+def _behind(sides: Iterable[Side], error: TplabError) -> TplabError:
+    return texts.behind([(side.rank, side.held) for side in sides if side.held], error)
 
 
 def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
@@ -108,7 +112,7 @@ def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
     return None
 
 
-def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
+def deadlock(reports: Mapping[int, Report]) -> TplabError:
     """The error that says what every rank waits for."""
     doing, ops = {}, []
     for rank, report in sorted(reports.items()):
@@ -119,4 +123,5 @@ def deadlock(reports: Mapping[int, Report]) -> DeadlockError:
         absent = sorted(_unbegun(wait, reports) or wait.missing)
         is_message = wait.side.key[0] in ("ppermute", "ring_shift", "receive")
         doing[rank] = texts.waits_text(wait.side.key, wait.side.where, absent, is_message)
-    return texts.deadlock(doing, ops)
+    sides = [report.wait.side for _, report in sorted(reports.items()) if report.wait is not None]
+    return _behind(sides, texts.deadlock(doing, ops))

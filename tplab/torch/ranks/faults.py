@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tplab.errors import CollectiveMismatchError, DeadlockError
 from tplab.mesh import Mesh
@@ -21,6 +23,30 @@ def named(
         return error
     said = "; ".join(filter(None, (str(error), advice)))
     return texts.raised(rank, error, type(error).__name__, said, lines.of(error), mesh)
+
+
+def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> BaseException:
+    """A mismatch or a deadlock, behind what ranks have raised and could not say yet, because a collective in their
+    `finally` or `except` meets no other rank. Any other error as it is."""
+    if not isinstance(error, CollectiveMismatchError | DeadlockError):
+        return error
+    held = [*_held(ranks, lines)]
+    found = texts.behind([(rank, said) for rank, said, _ in held], error)
+    if held:
+        found.__cause__ = held[0][2]
+    return found
+
+
+def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, str, BaseException]]:
+    """The ranks that wait in a collective while they handle an error: the rank, both in a sentence, and the error."""
+    caught: dict[int, Any] = sys._current_exceptions()
+    for rank in ranks:
+        own = caught.get(rank.seat.thread.ident or 0) if rank.seat.thread else None
+        own = own[1] if isinstance(own, tuple) else own  # as Python 3.11 says it
+        if own is None or rank.waits_in is None or (line := lines.of(own)) is None:
+            continue
+        calls = rank.waits_in if isinstance(rank.waits_in, str) else "{0.call} at {0.where}".format(rank.waits_in[0])
+        yield rank.rank, texts.while_handling(rank.rank, own, line, calls), own
 
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:

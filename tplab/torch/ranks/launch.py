@@ -58,6 +58,7 @@ def run_on_simulated_ranks(
         named=lambda rank, error: faults.named(
             rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
         ),
+        told=lambda error: faults.told(error, ranks, world.lines),
         around=around.seat if isinstance(around, SimulatedRank) else None,
     )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]

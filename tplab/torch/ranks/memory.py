@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -108,7 +109,7 @@ class KindsOfMemory(DispatchMode):
     def __init__(self, rank: Rank, given: Any = (), is_meta: bool = False):
         super().__init__()
         self._rank, self._given, self._is_meta = rank, given, is_meta
-        self._ledger = Ledger()
+        self._ledger, self._leaves_out = Ledger(), False
         self._storages: Storages[_Held] = Storages()
         self._parameters: dict[int, _Parameter] = {}  # the identity of a storage -> the parameter, for its gradient
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
@@ -135,7 +136,8 @@ class KindsOfMemory(DispatchMode):
             self._book(held)
         self._storages = Storages()
         self._parameters.clear()
-        self.memory = self._ledger.closed(begin=0)  # moments, which get their times after the run
+        held = self._ledger.closed(begin=0)  # moments, which get their times after the run
+        self.memory = replace(held, leaves_out=self._leaves_out)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -220,7 +222,10 @@ class KindsOfMemory(DispatchMode):
         if not isinstance(x, Tensor):
             return None
         local = local_of(x)
-        if local.layout is not torch.strided or (local.device.type == "meta" and not self._is_meta):
+        if local.layout is not torch.strided:
+            return None
+        if local.device.type == "meta" and not self._is_meta:
+            self._leaves_out = True
             return None
         storage = local.untyped_storage()
         held = self._storages.get(storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -183,7 +184,7 @@ class Rank(ABC):
         self.labels = Labels()  # for what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self.receipts: dict[Call, Any] = {}  # for each sender, the last receipt that was reserved
+        self.receipts: dict[tuple[int, ...], Any] = {}  # for each sender, the last one that was reserved, on any axis
         self.held = -1  # bytes that it keeps for backward passes, if the program says so
         self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
         self.types: Any = None  # what writes down its operations, where `run` was asked for types
@@ -343,6 +344,13 @@ class Lines:
     def here(self) -> str:
         """The line of the program's innermost frame."""
         return self.text(self.frame())
+
+    def warning(self, text: str) -> Callable[..., None]:
+        """What warns of `text` when it is called, as `warnings.warn` would on the program's present line."""
+        frame = self.frame()
+        at = frame.f_code.co_filename, frame.f_lineno
+        seen = frame.f_globals.setdefault("__warningregistry__", {})  # where Python keeps what a module has warned of
+        return lambda *_: warnings.warn_explicit(text, UserWarning, *at, registry=seen)
 
     def chain(self) -> list[tuple[CodeType, str]]:
         """The code and the line of each frame of the program, the innermost first."""

@@ -263,9 +263,8 @@ class SimulatedRank(WaitingRank):
             here = meeting.outputs is not None
         else:
             here = len(meeting.sites) == site.group.size and (site.source is None or self.rank in meeting.messages)
-        if not here and self.seat.turns.ready:
-            self.seat.turns.ready.append(self.seat)
-            self.seat.turns.pass_on(self.seat)
+        if not here:
+            self.give_way()
         return here
 
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
@@ -273,6 +272,7 @@ class SimulatedRank(WaitingRank):
         even if the program goes on."""
         sides = [(rank, str(side)) for rank, side in (meeting.first, (self.rank, site))]
         error = mismatch(meeting.number, site.call.place.label, site.group.ranks, sides)
+        self.waits_in = site, meeting
         self.seat.turns.fail(error)
         return error
 

@@ -46,6 +46,16 @@ def raised(rank: int, error: BaseException, kind: str, text: str, line: str | No
     return found
 
 
+def while_handling(rank: int, error: BaseException, line: str, calls: str) -> str:
+    """What a rank was about to say: an error, which it raised at `line`, before it called something else."""
+    return f"rank {rank} raised {type(error).__name__} at {line}: {error}, and calls {calls} while handling it;"
+
+
+def behind(held: Sequence[tuple[int, str]], error: TplabError) -> TplabError:
+    """A mismatch or a deadlock, behind what ranks were about to say: each with the rank, as of `while_handling`."""
+    return RankError("\n".join([*(said for _, said in held), str(error)]), held[0][0]) if held else error
+
+
 def mismatch(
     number: int, label: str, group: Sequence[int], sides: Iterable[tuple[int, str]]
 ) -> CollectiveMismatchError:

@@ -16,7 +16,7 @@ from tplab.torch.ranks.floor import Place
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
-from tplab.torch.ranks.watches import LONG, Watches, long_turn
+from tplab.torch.ranks.watches import LONG, Watches, whereabouts
 from tplab.units import ranks_text
 
 
@@ -77,6 +77,7 @@ class Turns:
     state       the part of the process's state that is swapped with the turn
     stuck       makes the error for a deadlock
     named       makes the error for what a rank has raised
+    told        puts what a rank was about to say before the error that the run fails with
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Turns:
         state: ProcessState,
         stuck: Callable[[], BaseException],
         named: Callable[[int, BaseException], BaseException],
+        told: Callable[[BaseException], BaseException],
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
@@ -92,12 +94,12 @@ class Turns:
         self.ready: deque[Seat] = deque(self.seats)
         self.watches = Watches[Seat]()
         self.failure: BaseException | None = None
-        self._state, self._stuck, self._named, self._around = state, stuck, named, around
+        self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
         self._place: Place = Place() if around is None else around.turns._place
         self._core = OneCore([])
         self._now: Seat | None = None  # who has the turn
-        self._has_warned = len(self.seats) == 1
+        self._began, self._silent_for = time.perf_counter(), LONG
         self._running = set(self.seats)
         self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
@@ -209,13 +211,14 @@ class Turns:
         self._give_turn()
 
     def _look(self) -> None:
-        """Say once if a rank keeps its turn for very long: it may wait for one that is waiting for its turn."""
-        seat = self._now
-        if self._has_warned or seat is None or seat.thread is None or self._core.seconds() < LONG:
+        """Say now and then where a long run is: a rank may be slow, or wait for one that is waiting for its turn."""
+        seconds, seat = time.perf_counter() - self._began, self._now
+        if seconds < self._silent_for or seat is None or seat.thread is None or self._around is not None:
             return
-        self._has_warned = True
+        self._silent_for = 2 * seconds
         if (frame := sys._current_frames().get(seat.thread.ident or 0)) is not None:
-            print(long_turn(seat.number, frame), file=sys.stderr)
+            turn = self._core.seconds() if len(self.seats) > 1 else 0.0
+            print(whereabouts(seconds, seat.number, frame, turn), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
         """End all ranks, at the next line of Python that each reaches. Those inside a call that cannot be interrupted
@@ -358,7 +361,7 @@ class Turns:
     def fail(self, error: BaseException) -> None:
         """The run has failed with `error`; only the first one counts, as others follow from it."""
         if self.failure is None:
-            self.failure = error
+            self.failure = self._told(error)
 
 
 _POLL = 0.1  # s; an exception set by another thread reaches a thread only between two waits

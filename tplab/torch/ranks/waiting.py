@@ -52,6 +52,17 @@ class WaitingRank(ClockedRank):
             self._seen_at = self._now()
         return seconds is None or is_there()
 
+    def give_way(self) -> None:
+        """Let those that can go on do so first."""
+        turns = self.seat.turns
+        if turns.ready:
+            if self._is_timed:
+                self._catch_up()
+            turns.ready.append(self.seat)
+            turns.pass_on(self.seat)
+            if self._is_timed:
+                self._seen_at = self._now()
+
     def sleep(self, seconds: float, what: str) -> None:
         """Let the others go on for these seconds. On the measured clock, they are the rank's own time."""
         self.wait_until(lambda: False, what, seconds)

@@ -175,18 +175,21 @@ def at() -> tuple[Any, ...]:
     return tuple(found)
 
 
-LONG = 60.0
-"""Seconds after which a turn is so long that this is said."""
+LONG = 30.0
+"""Seconds after which a run says where it is; it does so again after twice as many, and so on."""
 
 
-def long_turn(rank: int, frame: FrameType | None) -> str:
-    """What is said then. `frame` is where the rank is."""
+def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float) -> str:
+    """What a run says that has taken so many seconds: where the rank is that has the turn, since `turn` seconds."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
-    where = f", now at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+    where = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "running"
+    said = f"tplab: the run has taken {seconds:.0f} s so far; now rank {rank} is {where}"
+    if turn < LONG:
+        return said
     return (
-        f"tplab: rank {rank} has had the turn for {LONG:.0f} s{where}. Until it communicates, sleeps or ends, others "
-        "wait. If it waits for one of them here, let it look in a loop with time.sleep"
+        f"{said}, and has had the turn for {turn:.0f} s. The others go on when it communicates, sleeps or ends; so if "
+        "it waits for one of them there, let it look in a loop with time.sleep"
     )
 
 

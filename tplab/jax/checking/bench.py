@@ -1,0 +1,107 @@
+"""A step on a mesh beside the step on one device: what is first wrong, and the change with which a new run is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tplab.jax.checking.repairs import Repair, Repairs
+from tplab.jax.checking.tape import Tape
+
+MOST_TRIED = 12
+MOST_CHANGES = 6
+
+
+class Fault(NamedTuple):
+    """What is first wrong in a step, and how it was mended: `where`, `lines`, `cause`, `proof` and `tried` as a Finding
+    has them, and `first`: the operation that is given what is right and returns what is not, if one is seen."""
+
+    where: str = ""
+    lines: tuple[str, ...] = ()
+    first: str = ""
+    cause: str = ""
+    proof: str = ""
+    tried: tuple[str, ...] = ()
+
+
+class Bench:
+    """The step on a mesh beside the step on one device, equation by equation.
+
+    nudged      the arguments, off by one rounding: what they change in the reference is noise
+    tolerance   what is rounding in any case, relative to the largest element
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        reference: Callable[..., Any],
+        args: Sequence[Any],
+        nudged: Sequence[Any],
+        axes: Mapping[str, int],
+        tolerance: float,
+    ):
+        self.axes, self.tape = axes, Tape(step, args, axes)
+        alone = Tape(reference, args, dict.fromkeys(axes, 1))
+        want, again = alone.values(args, nudged)
+        self.whole: dict[Any, list[tuple[list[np.ndarray], list[float]]]] = {}
+        for node, values, others in zip(alone.nodes, want, again, strict=True):
+            whole = [x.reshape(x.shape[len(axes) :]) if node.is_inside else x for x in values]
+            noise = [max(tolerance, 8 * _noise(x, y)) for x, y in zip(values, others, strict=True)]
+            self.whole.setdefault(node.key, []).append((whole, noise))
+
+    def fault(self, wrong: set[int]) -> Fault:
+        """What makes the results in `wrong` so, which are places among those of the step."""
+        done: list[Repair] = []
+        tried: list[str] = []
+        found, before = Fault(), set[int]()
+        for _ in range(MOST_CHANGES):
+            values = next(self.tape.values(done=[one.change for one in done]))
+            seen = Repairs(self.axes, self.tape.nodes, values, self.whole)
+            if not done:
+                before, (where, first) = seen.wrong(), seen.located(wrong)
+                found = Fault(where, (where,) if where else (), first)
+            repairs = list({one.change.sites + (one.change.words,): one for one in seen.repairs(wrong)}.values())
+            repairs = repairs[:MOST_TRIED]
+            best, firsts = None, seen.firsts(wrong)
+            for one, outcome in self._outcomes(done, repairs, firsts):
+                left = outcome.wrong()
+                if not left & wrong and not left - before:
+                    if best is None or best[1] & wrong or not left:
+                        best = one, left
+                    if not left:
+                        break
+                else:
+                    tried.append(one.change.words)
+                    if best is None and one.is_step and firsts and outcome.is_right((firsts[0], 0)):
+                        best = one, left
+            if best is None:
+                break
+            done.append(best[0])
+            if not best[1] & wrong:
+                return _proven(done, best[1])
+        return found._replace(tried=tuple(dict.fromkeys(tried)))
+
+    def _outcomes(
+        self, done: Sequence[Repair], repairs: Sequence[Repair], firsts: Sequence[int]
+    ) -> Iterator[tuple[Repair, Repairs]]:
+        if repairs:
+            values = self.tape.values(
+                done=[one.change for one in done], tried=[one.change for one in repairs], watched=firsts[:1]
+            )
+            for one, kept in zip(repairs, values):
+                yield one, Repairs(self.axes, self.tape.nodes, kept, self.whole)
+
+
+def _proven(done: Sequence[Repair], left: set[int]) -> Fault:
+    proof = "; ".join(dict.fromkeys(one.change.words for one in done))
+    if left:
+        proof += f"; {len(left)} other results of the step are not right yet"
+    lines = dict.fromkeys(line for one in done for line in (one.where, one.other) if line)
+    return Fault(done[0].where, tuple(lines), "", done[0].cause, proof)
+
+
+def _noise(x: np.ndarray, y: np.ndarray) -> float:
+    size = float(np.abs(x).max(initial=0)) if x.dtype.kind == "f" else 0.0
+    return float(np.abs(x - y).max(initial=0)) / size if size and np.isfinite(size) else 0.0

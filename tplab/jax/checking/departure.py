@@ -1,0 +1,190 @@
+"""Where a step on a mesh first departs from the step on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tplab.jax.checking.observed import Axes, Observed, observed
+from tplab.jax.checking.tape import Node, Source, entries
+from tplab.lines import line_text
+
+SUMS = ("psum", "psum_invariant")
+Whole = Mapping[Any, Sequence[tuple[Sequence[np.ndarray], Sequence[float]]]]
+"""By the key of a node: what the reference's nodes of this key have returned, in order, and the tolerance of each."""
+
+
+class Departure:
+    """What one evaluation of a step has shown: the values of its nodes, beside those of the reference."""
+
+    def __init__(
+        self, axes: Mapping[str, int], nodes: Sequence[Node], values: Sequence[Sequence[np.ndarray]], whole: Whole
+    ):
+        self.axes, self.nodes, self.values, self.whole = axes, nodes, values, whole
+        self._counts = Counter(node.key for node in self.nodes)
+        order, self._order = Counter[Any](), list[int]()
+        for node in self.nodes:
+            self._order.append(order[node.key])
+            order[node.key] += 1
+        self.types = cache(self._types)
+        self.last = len(self.nodes) - 1
+
+    # --- what is right -------------------------------------------------------------------------------------------
+
+    def _references(self, source: Source) -> Iterator[tuple[np.ndarray, float]]:
+        """What the value may be in the reference, and its tolerance."""
+        at, place = source
+        found = self.whole.get(self.nodes[at].key, [])
+        if len(found) == self._counts[self.nodes[at].key]:
+            found = found[self._order[at] : self._order[at] + 1]
+        yield from ((whole[place], noise[place]) for whole, noise in found if place < len(whole))
+
+    def _types(self, source: Source) -> list[Observed] | None:
+        """How the value is the reference's; None if that cannot be told, [] if it is not."""
+        node, x = self.nodes[source[0]], self.values[source[0]][source[1]]
+        if node.name == "argument":
+            return [Observed((), ())]
+        found: list[Observed] | None = None
+        for whole, tolerance in self._references(source):
+            if node.is_inside:
+                some = observed(x, whole, self.axes, tolerance)
+            else:
+                some = _equal(x, whole, tolerance) if x.shape == whole.shape else None
+            if some is not None:
+                found = [*(found or []), *some]
+        if node.spec is not None and found:
+            inner = node.sources[0]
+            if inner is not None and not any(self._fits(one, node.spec) for one in self.types(inner) or ()):
+                return []
+        return found
+
+    def _fits(self, one: Observed, spec: Any) -> bool:
+        cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in entries(spec)]
+        return (
+            [*cut, *[()] * (len(one.cut) - len(cut))] == list(one.cut)
+            and not one.partial
+            and one.scale == 1
+            and one.only is None
+        )
+
+    def is_right(self, source: Source | None) -> bool:
+        return source is None or bool(self.types(source))
+
+    def _is_plain(self, source: Source | None) -> bool:
+        """Whether it is right without a factor that may come from a loss that is a mean of local means."""
+        return source is None or any(one.scale == 1 for one in self.types(source) or ())
+
+    def wrong(self) -> set[int]:
+        """The places of the results that are not the reference's."""
+        return {
+            place for place, source in enumerate(self.nodes[self.last].sources)
+            if not self.is_right((self.last, place)) or not self._copies_agree(source)
+        }  # fmt: skip
+
+    def _copies_agree(self, source: Source | None) -> bool:
+        if source is None or self.nodes[source[0]].is_inside:
+            return True
+        node = self.nodes[source[0]]
+        return self.is_right(source) if node.spec is not None else all(map(self._copies_agree, node.sources))
+
+    # --- where it begins -----------------------------------------------------------------------------------------
+
+    def chain(self, wrong: set[int], ends_at: Callable[[Source | None], bool] | None = None) -> list[int]:
+        """The nodes that the wrong results come from through nothing but what is not right, in program order."""
+        sources, ends_at = self.nodes[self.last].sources, ends_at or self.is_right
+        left, found = [sources[place] for place in sorted(wrong)], set[int]()
+        while left:
+            source = left.pop()
+            if source is not None and source[0] not in found:
+                found.add(source[0])
+                left += [one for one in self.nodes[source[0]].sources if not ends_at(one)]
+        return sorted(found)
+
+    def firsts(self, wrong: set[int]) -> list[int]:
+        """The nodes that are given what is right and return what is not. Behind a factor that may be that of a mean of
+        local means, only what adds up over devices can be at fault."""
+        given = [at for at in self.chain(wrong) if self._departs(at)]
+        behind = [at for at in self.chain(wrong, self._is_plain) if self._departs(at) and self.nodes[at].name in SUMS]
+        inner, ends = ([at for at in given if (self.nodes[at].spec is None) == is_in] for is_in in (True, False))
+        return list(dict.fromkeys([*inner, *behind, *ends]))
+
+    def _departs(self, at: int) -> bool:
+        names = ("axis_index", "argument", "ppermute")
+        return self.nodes[at].name not in names and self._is_given(at) and self._is_wrong(at)
+
+    def _is_given(self, at: int) -> bool:
+        """Whether what goes in is right."""
+        return all(map(self.is_right, self.nodes[at].sources))
+
+    def _is_wrong(self, at: int) -> bool:
+        return any(self.types((at, place)) == [] for place in range(len(self.values[at])))
+
+    def located(self, wrong: set[int]) -> tuple[str, str]:
+        """The line at which it begins, as far as that can be told, and the operation there that is given what is right
+        and returns what is not; "" where another factor may come from a mean of local means."""
+        for at in self.firsts(wrong):
+            node = self.nodes[at]
+            if self.values[at][0].dtype.kind == "f" and not (node.is_backward and self._factor((at, 0))):
+                return self.line(at), node.name if node.spec is None else ""
+        chain = [at for at in self.chain(wrong) if self.line(at)]
+        seen = [at for at in chain if self.values[at][0].dtype.kind == "f" and self._is_wrong(at)]
+        given = [at for at in chain if self.nodes[at].name != "axis_index" and self._is_given(at)]
+        return next((self.line(at) for at in [*given, *seen, *chain]), ""), ""
+
+    def line(self, at: int, outermost: bool = False) -> str:
+        frames = self.nodes[at].frames
+        return line_text(*frames[-1 if outermost else 0]) if frames else ""
+
+    # --- numbers -------------------------------------------------------------------------------------------------
+
+    def _factor(self, source: Source) -> float | None:
+        """f where a value is f times the reference's, whole or in pieces; None for 1."""
+        x, node = self.values[source[0]][source[1]], self.nodes[source[0]]
+        for whole, tolerance in self._references(source):
+            pieces = x if node.is_inside else x.reshape([1] * len(self.axes) + list(x.shape))
+            weight = float((whole.astype(np.float64) ** 2).sum())
+            if x.dtype.kind != "f" or not weight or pieces.ndim != whole.ndim + len(self.axes):
+                continue
+            ratio = float(np.abs(pieces).max(initial=0)) / float(np.abs(whole).max())
+            if ratio and abs(ratio - 1) > 1e-2 and np.isfinite(ratio):
+                axes = self.axes if node.is_inside else dict.fromkeys(self.axes, 1)
+                types = observed(pieces / ratio, whole, axes, max(tolerance, 1e-4)) or ()
+                if any(not one.partial and one.only is None and one.scale == 1 for one in types):
+                    return ratio
+        return None
+
+    def _groups(self) -> list[Axes]:
+        names = [name for name, size in self.axes.items() if size > 1]
+        return [some for n in range(1, len(names) + 1) for some in combinations(names, n)]
+
+    def _size(self, factor: float) -> str:
+        """Which number of the run a factor, or one over it, is."""
+        count = factor if factor > 1 else 1 / factor
+        groups = [some for some in self._groups() if self._is(count, self._count(some))]
+        found = [f"the number of devices along {text_of(some)}" for some in groups]
+        rounds = Counter(node.key for node in self.nodes if node.name == "part").values()
+        return " and ".join([*found, *["the number of rounds of a scan"] * any(self._is(count, one) for one in rounds)])
+
+    @staticmethod
+    def _is(count: float, size: int) -> bool:
+        return size > 1 and abs(count / size - 1) < 2e-3
+
+    def _count(self, axes: Sequence[str]) -> int:
+        return prod(self.axes[name] for name in axes)
+
+
+def text_of(axes: Sequence[str]) -> str:
+    return " and ".join(map(repr, axes))
+
+
+def _equal(x: np.ndarray, whole: np.ndarray, tolerance: float) -> list[Observed]:
+    size = float(np.abs(whole).max(initial=0)) if whole.dtype != bool else 1.0
+    with np.errstate(invalid="ignore"):
+        near = np.abs(x.astype(np.float64) - whole.astype(np.float64)) <= tolerance * size
+    return [Observed(((),) * whole.ndim, ())] if near.all() else []

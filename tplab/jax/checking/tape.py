@@ -1,0 +1,255 @@
+"""A training step taken apart: every equation in program order, with what each device has of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from tplab.jax.private import scan_sizes
+from tplab.jax.tracing.jaxprs import called, frames_of, is_transposed, opened, own_frames
+
+Source = tuple[int, int]
+"""A node, and which of its results."""
+Site = tuple[int, str, int]
+"""A node, "result" or "operand", and which of them."""
+
+_QUICKLY = {"xla_backend_optimization_level": 0}
+"""To compile takes far longer than to run."""
+MOST_ROUNDS = 64
+"""Loops that are longer are one equation."""
+_TYPE_ONLY = {"pvary", "pcast", "sharding_constraint", "optimization_barrier"}
+
+
+class Node(NamedTuple):
+    """An equation, once for each time that it is evaluated.
+
+    key      its lines and what it computes: the same in the step on another mesh
+    sources  where its operands come from; None for a literal
+    is_inside   whether it is in a shard_map; `spec`: for a result of one, what out_specs say
+    frames   the lines of the program that it comes from, the innermost first
+    """
+
+    key: tuple[Any, ...]
+    name: str
+    sources: tuple[Source | None, ...]
+    frames: tuple[tuple[str, int], ...] = ()
+    is_backward: bool = False
+    is_inside: bool = False
+    spec: Any = None
+    params: Mapping[str, Any] = {}
+
+
+class Change(NamedTuple):
+    """One equation's result, or what it is given, is another one.
+
+    becomes   (the operand, the result) on each device -> what is there instead
+    """
+
+    sites: tuple[Site, ...]
+    becomes: Callable[[Any, Any], Any]
+    words: str
+
+
+class Tape:
+    """`step` on a mesh, evaluated on one device, where the devices of the mesh are dims of arrays.
+
+    nodes     all equations in program order
+    """
+
+    def __init__(self, step: Callable[..., Any], args: Sequence[Any], axes: Mapping[str, int]):
+        self.axes, self.nodes = dict(axes), list[Node]()
+        self._closed = jax.make_jaxpr(step)(*args)
+        self._args = jax.tree.leaves(args)
+
+    def values(
+        self,
+        *runs: Sequence[Any],
+        done: Sequence[Change] = (),
+        tried: Sequence[Change] = (),
+        watched: Sequence[int] = (),
+    ) -> Iterator[list[list[Any]]]:
+        """What each node returns in each of `runs`, which are arguments: those of the step unless others are given.
+
+        With changes that are done; where some are tried, there is a run for each, and only what `watched` nodes return
+        is returned, and what enters and leaves a shard_map. It is compiled once for all. Inside of a shard_map, values
+        have the axes of the mesh as their first dims. The last node is what the step returns.
+        """
+
+        def run(which: Any, *given: Any) -> Any:
+            walk = _Walk(self.axes, [(change, None) for change in done] + list(zip(tried, range(len(tried)))), which)
+            read = [walk.note(("argument", i), "argument", (), [x])[0] for i, x in enumerate(given)]
+            found = walk.evaluate(self._closed.jaxpr, self._closed.consts, read, ())
+            walk.note(("results",), "results", [source for _, source in found], [x for x, _ in found])
+            self.nodes, kept = walk.nodes, {*watched, len(walk.nodes) - 1}
+            for at, node in enumerate(walk.nodes):
+                if node.spec is not None or at in watched:
+                    kept |= {at, *(source[0] for source in node.sources if source)}
+            return [x if not tried or at in kept else [] for at, x in enumerate(walk.kept)]
+
+        compiled = jax.jit(run, compiler_options=_QUICKLY)
+        for given in runs or (self._args,):
+            for which in range(len(tried)) if tried else [-1]:
+                yield jax.tree.map(_in_numpy, compiled(which, *jax.tree.leaves(given)))
+
+
+class _Walk:
+    def __init__(self, axes: Mapping[str, int], changes: Sequence[tuple[Change, int | None]], which: Any):
+        self.axes, self.nodes, self.kept, self._which = axes, list[Node](), list[list[Any]](), which
+        self._is_inside = False
+        self._changes: dict[Site, list[tuple[Change, int | None]]] = {}
+        for change, number in changes:
+            for site in change.sites:
+                self._changes.setdefault(site, []).append((change, number))
+
+    def note(
+        self, key: Any, name: str, sources: Sequence[Source | None], results: Sequence[Any], **more: Any
+    ) -> list[tuple[Any, Source]]:
+        number = len(self.nodes)
+        self.nodes.append(Node(key, name, tuple(sources), **{"is_inside": self._is_inside, **more}))
+        self.kept.append(list(results))
+        return [(x, (number, place)) for place, x in enumerate(results)]
+
+    def _changed(self, number: int, kind: str, place: int, operand: Any, x: Any) -> Any:
+        for change, which in self._changes.get((number, kind, place), ()):
+            other = change.becomes(operand, x).astype(x.dtype)
+            x = other if which is None else jnp.where(self._which == which, other, x)
+        return x
+
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: Any) -> list[Any]:
+        here = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*((x, None) for x in consts), *args]))
+
+        def read(atom: Any) -> Any:
+            return (atom.val, None) if isinstance(atom, Literal) else here[atom]
+
+        for eqn in jaxpr.eqns:
+            frames = own_frames(frames_of(eqn, jaxpr)) or (path[-1][0] if path else ())
+            within = (*path, (frames, eqn.primitive.name, is_transposed(eqn)))
+            given, inner = [read(atom) for atom in eqn.invars], called(eqn)
+            if inner is not None:
+                body, own = opened(inner)
+                results = self.evaluate(body, own, given, within)
+            elif eqn.primitive.name == "scan" and eqn.params["length"] <= MOST_ROUNDS:
+                results = self._scan(eqn.params, given, within)
+            elif eqn.primitive.name == "shard_map":
+                results = self._mapped(eqn.params, given, within)
+            else:
+                number, sources = len(self.nodes), [source for _, source in given]
+                inputs = [self._changed(number, "operand", i, x, x) for i, (x, _) in enumerate(given)]
+                found = _bound(eqn, inputs)
+                operands = inputs if len(inputs) == len(found) else [inputs[0] if inputs else None] * len(found)
+                found = [self._changed(number, "result", i, operands[i], x) for i, x in enumerate(found)]
+                back = any(step[2] for step in within)
+                more = {"frames": frames, "is_backward": back, "params": eqn.params}
+                results = self.note(within, eqn.primitive.name, sources, found, **more)
+            here.update(zip(eqn.outvars, results))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _scan(self, params: Mapping[str, Any], given: Sequence[Any], path: Any) -> list[Any]:
+        (num_consts, num_carry), rounds = scan_sizes(dict(params)), range(params["length"])
+        consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+        body, own = opened(params["jaxpr"])
+        found, carried = list[list[Any]](), list[list[Any]]()
+        for at in reversed(rounds) if params["reverse"] else rounds:
+            parts = [self.note((*path, "part"), "part", [source], [x[at]])[0] for x, source in xs]
+            out = self.evaluate(body, own, [*consts, *carry, *parts], path)
+            carry, found = out[:num_carry], [*found, out[num_carry:]]
+            carried.append(carry)
+        found = found[::-1] if params["reverse"] else found
+        stacked = [([x for x, _ in column], [source for _, source in column]) for column in zip(*found)]
+        carry = [self._carried(column, path) for column in zip(*carried)] if carried else carry
+        return [*carry, *(self.note((*path, "stack"), "stack", s, [jnp.stack(x)])[0] for x, s in stacked)]
+
+    def _carried(self, rounds: Sequence[Any], path: Any) -> Any:
+        """What a scan carries to its end; as an operand, what it carries from all rounds."""
+        number, (x, _) = len(self.nodes), rounds[-1]
+        if (number, "result", 0) in self._changes:
+            x = self._changed(number, "result", 0, jnp.stack([one for one, _ in rounds]), x)
+        return self.note((*path, "carry"), "carry", [rounds[-1][1]], [x], frames=path[-1][0])[0]
+
+    def _mapped(self, params: Mapping[str, Any], given: Sequence[Any], path: Any) -> list[Any]:
+        """A shard_map, by a vmap for each axis of its mesh."""
+        specs, outer = list(zip(params["in_specs"], given)), self.kept
+        cut = [_cut(x, spec, self.axes) for spec, (x, _) in specs]
+        found: list[Any] = []
+
+        def body(_: Any, *pieces: Any) -> Any:
+            self.kept, self._is_inside = [], True
+            read = [
+                self.note((*path, "cut", i), "cut", [source], [x])[0]
+                for i, (x, (_, (_, source))) in enumerate(zip(pieces, specs))
+            ]
+            out = self.evaluate(*opened(params["jaxpr"]), read, path)  # type: ignore[arg-type]
+            found[:] = [source for _, source in out]
+            return self.kept, [x for x, _ in out]
+
+        mapped: Callable[..., Any] = body
+        for name in reversed(list(self.axes)):
+            mapped = jax.vmap(mapped, axis_name=name, axis_size=self.axes[name])
+        kept, out = mapped(np.zeros(tuple(self.axes.values())), *cut)
+        self.kept, self._is_inside = [*outer, *kept], False
+        frames = path[-1][0]
+        results = []
+        for i, (x, source, spec) in enumerate(zip(out, found, params["out_specs"], strict=True)):
+            more = {"frames": frames, "spec": spec}
+            results += self.note((*path, "result", i), "result", [source], [_joined(x, spec, self.axes)], **more)
+        return results
+
+
+def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _TYPE_ONLY:
+        return list(inputs)
+    if name in ("psum", "psum_invariant"):
+        return [lax.psum(x, params["axes"], axis_index_groups=params.get("axis_index_groups")) for x in inputs]
+    if name == "all_gather_invariant":
+        dim, tiled = params["all_gather_dimension"], params["tiled"]
+        return [lax.all_gather(x, params["axis_name"], axis=dim, tiled=tiled) for x in inputs]
+    results = eqn.primitive.bind(*inputs, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def entries(spec: Any) -> list[tuple[str, ...]]:
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+
+
+def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
+    """Each device's piece: the axes of the mesh are the first dims."""
+    x, names, shape, where = jnp.asarray(x), entries(spec), list[int](), dict[str, int]()
+    local = []
+    for size, entry in zip(x.shape, [*names, *[()] * (x.ndim - len(names))]):
+        for name in entry:
+            where[name] = len(shape)
+            shape.append(axes[name])
+        local.append(len(shape))
+        shape.append(size // prod(axes[name] for name in entry))
+    x = x.reshape(shape).transpose([*(where[name] for name in axes if name in where), *local])
+    x = x.reshape([axes[name] if name in where else 1 for name in axes] + [shape[dim] for dim in local])
+    return jnp.broadcast_to(x, [*axes.values(), *(shape[dim] for dim in local)])
+
+
+def _joined(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
+    """The whole that out_specs make of the pieces: the first copy, where a spec says that there are copies."""
+    names = entries(spec)
+    cut = [name for entry in names for name in entry]
+    x = x[tuple(slice(None) if name in cut else 0 for name in axes)]
+    left = [name for name in axes if name in cut]
+    local = x.shape[len(left) :]
+    order, sizes = [], []
+    for dim, size in enumerate(local):
+        entry = names[dim] if dim < len(names) else ()
+        order += [*(left.index(name) for name in entry), len(left) + dim]
+        sizes.append(size * prod(axes[name] for name in entry))
+    return x.transpose(order).reshape(sizes)
+
+
+def _in_numpy(x: Any) -> Any:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        x = jax.random.key_data(x)
+    return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else np.asarray(x)
