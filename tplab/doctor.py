@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -47,14 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"tplab.doctor: {error}", file=sys.stderr)
         return 2
-    text = f"{report}\n"
+    print(report)
     if given.html:
         Path(given.html).write_text(_PAGE.format(report.about, report._repr_html_()), encoding="utf8")
-        text += f"\nopen {given.html} in a browser\n"
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # whoever reads has read enough; Python would write the rest when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"\nopen {given.html} in a browser")
     return report.exit_code
 
 
