@@ -20,6 +20,7 @@ from tplab.torch import (
     FusedColumn,
     check_parallel,
     gpt2_plan,
+    gradient_norm,
     llama_plan,
     parallelize,
     run,
@@ -388,6 +389,22 @@ def test_a_sharded_model_can_be_copied_and_checkpointed():
 
     for gradient in run(program, Mesh(tp=2), model, IDS).per_rank:
         close(gradient, whole.transformer.wpe.weight.grad)
+
+
+@pytest.mark.parametrize("make, plan_of", [(gpt2, gpt2_plan), (llama, llama_plan)], ids=["gpt2", "llama"])
+def test_the_norm_of_its_gradients_is_the_unsharded_models(make, plan_of):
+    """A tied head, fused columns, and copies of the model, of which each rank has its pieces."""
+    whole = make()
+    want = torch.cat([p.detach().reshape(-1) for p in whole.parameters()]).norm()
+
+    def program(model: Any):
+        model = copy.deepcopy(parallelize(model, plan_of(model)))
+        for p in model.parameters():
+            p.grad = p.detach().clone()
+        return gradient_norm(model)
+
+    for norm in run(program, Mesh(tp=2), whole).per_rank:
+        close(norm, want)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def parallelize(
     for module in model.modules():
         layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
         for name, layout in layouts().items() if callable(layouts) else ():
-            note_cuts(module, layout.spec.axis_names, name)
+            if axes := layout.spec.axis_names:
+                note_cuts(module, axes, name)
     _share_dropout(model, {one.name for one in planned if one.kind == "local"}, data_axis)
     if not gather_logits:
         for head in heads:
