@@ -128,7 +128,9 @@ CASES = {
     ),
     "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
     "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "look at what keeps these away"),
-    "inside an autograd function": Case(INSIDE, "loss", "what goes into this line is right, and what it computes is not"),
+    "inside an autograd function": Case(
+        INSIDE, "loss", "what goes into this line is right, and what it computes is not"
+    ),
 }
 
 
