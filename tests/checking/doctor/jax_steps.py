@@ -244,6 +244,32 @@ def psum_transposed(mesh: Mesh, repaired: bool) -> Step:
     return tensor_step(mesh, forward)
 
 
+def row_parallel_without_sum(mesh: Mesh, repaired: bool) -> Step:
+    """Each device goes on with its own part of a matmul."""
+
+    def forward(params, x):
+        part = jnp.tanh(x @ params["up"]) @ params["down"]
+        return (_reduce(part) if repaired else part) + params["bias"]
+
+    return tensor_step(mesh, forward)
+
+
+def layer_norm_of_parts(mesh: Mesh, repaired: bool) -> Step:
+    """Mean and variance over the features of each device."""
+
+    def forward(params, x):
+        def mean(z):
+            own = z.mean(-1, keepdims=True)
+            return lax.pmean(own, "tp") if repaired else own
+
+        h = x @ params["up"]
+        h = h - mean(h)
+        h = h / jnp.sqrt(mean(h * h) + 1e-5)
+        return _reduce(jnp.tanh(h) @ params["down"]) + params["bias"]
+
+    return tensor_step(mesh, forward)
+
+
 def bias_on_each_device(mesh: Mesh, repaired: bool) -> Step:
     """The bias is added before the psum: once for each device."""
 
@@ -440,6 +466,16 @@ WRONG_STEPS = (
         "row_parallel_averaged", row_parallel_averaged, mlp_data, TP2, ("loss",), ("loss",),
         "half of the matmul", 'return (_reduce(part) if repaired else lax.pmean(part, "tp")) + params["bias"]',
         ("a mean where a sum is needed",), "Megatron-LM #1464",
+    ),
+    WrongStep(
+        "row_parallel_without_sum", row_parallel_without_sum, mlp_data, TP2, ("loss",), ("loss",),
+        "the first device's own part", 'part = jnp.tanh(x @ params["up"]) @ params["down"]',
+        ("a psum is missing before add",), "Megatron-LM #1464",
+    ),
+    WrongStep(
+        "layer_norm_of_parts", layer_norm_of_parts, mlp_data, TP2, ("loss",), ("loss",),
+        "means of each device's features", "own = z.mean(-1, keepdims=True)",
+        ("a pmean is missing before sub",), "many",
     ),
     WrongStep(
         "psum_transposed", psum_transposed, mlp_data, TP2, ("gradient",), ("grads", "down"), 2.0,

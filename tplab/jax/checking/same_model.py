@@ -17,7 +17,7 @@ from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
 
-ORDER: tuple[What, ...] = ("loss", "gradient", "norm", "parameters", "optimizer", "log")
+ORDER: tuple[What, ...] = ("loss", "gradient", "norm", "optimizer", "parameters", "log")
 _KINDS: dict[str, What] = {
     "loss": "loss", "grad": "gradient", "norm": "norm", "param": "parameters", "opt": "optimizer", "state": "optimizer",
 }  # fmt: skip
