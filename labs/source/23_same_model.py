@@ -192,7 +192,8 @@ print(doctor())
 # ## Six versions
 #
 # Each version replaces one function of the script. Read it, guess what is wrong and by which factor, and then run the
-# doctor. Repair it until the cell prints `None`.
+# doctor. It names what is first wrong. To find the cause, it runs the script again with one thing changed. If the step
+# is right then, the change is the proof. Repair the version until the cell prints `None`.
 #
 # **Version 1.** The loop that averages gradients, now with `torch.distributed`.
 
@@ -419,7 +420,7 @@ check_token_mean(token_mean)
 #
 # This step has two bugs that cancel each other in the loss, but not in the gradients. Repair both. Your step must be
 # right on any mesh, and each rank may use only its own rows. The doctor points at one bug, and the types at the other.
-# The doctor measures the factor. The cause that it names is only a usual one.
+# The doctor states a cause only if a run with its repair was right.
 
 # %% tags=["nbval-ignore-output"]
 def step(net, x, y):
@@ -459,8 +460,8 @@ check_step(step)
 # | a cell of a notebook | `%%ranks dp=3 tp=2 --doctor` on its first line |
 # | a JAX step | `tplab.jax.same_model(make_step, args, mesh=Mesh(dp=4))` |
 #
-# The exit code is 0 for the same model, 1 for another one and 2 if they could not be compared, so the doctor fits into
-# a test.
+# The exit code is 0 for the same model, 1 for another one, 2 if the script could not run and 3 if the two runs do not
+# tell, so the doctor fits into a test.
 
 # %% [markdown]
 # ## To take away
