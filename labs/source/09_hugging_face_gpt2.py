@@ -141,7 +141,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
 # A loss that looks the same proves little. A model with a wrong gradient also trains for a while, and people then
 # [ask](https://github.com/NVIDIA/Megatron-LM/issues/1736) whether their gap is small enough. `check_parallel`
 # compares everything with the unsharded model: outputs, loss, every gradient, and the parameters after a step. It
-# knows how large rounding can be for the dtype and the sizes at hand.
+# measures how far rounding alone moves each of them.
 
 # %%
 one_batch = {"inputs": (ids,), "kwargs": {"labels": ids}}

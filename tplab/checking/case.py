@@ -78,14 +78,6 @@ class Case:
         others = [held[name] for name in self.others]
         return are_copies and all(len(ranks) == 1 for ranks in others) and len(set().union(*others)) > 1
 
-    @property
-    def is_in_stages(self) -> bool:
-        """Whether each parameter is whole, and on one of several ranks, and a step has several microbatches."""
-        facts, steps = self.facts, self.facts.mine
-        held = [[rank for rank, _, _ in facts.holders(name)] for name in facts.reference.order]
-        is_cut = len({rank for ranks in held for rank in ranks}) > 1 and all(len(ranks) == 1 for ranks in held)
-        return is_cut and not self.is_split and max(len(step.parts) for step in steps) > 1
-
 
 class Makers:
     """The lines that made the number at which the backward pass of a step begins. Where none was seen, or the whole

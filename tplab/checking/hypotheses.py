@@ -21,6 +21,7 @@ from tplab.checking.sends import given_to, line_of_buckets, line_of_loss, mixing
 from tplab.units import plain, ranks_text
 
 _CLOSE = 2e-3
+_ORDINALS = ("first", "second", "third")
 
 
 def hypotheses(case: Case) -> list[Hypothesis]:
@@ -140,7 +141,7 @@ class _Hypotheses:
         others = {sent.reduction for sent in given_to(facts, case.others)}
         for sent in self._reductions():
             if sent.reduction == "sum" and _is(factor, len(sent.ranks)):
-                cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _IN_BACKWARD[True]
+                cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _SUMMED_TWICE
                 if not case.is_all and others == {"mean"}:
                     cause = (
                         "these gradients are added up over ranks, and others are averaged: average all of them, as "
@@ -158,16 +159,22 @@ class _Hypotheses:
         if self.case.is_all and not self.case.is_split:
             return
         line = self.case.in_backward
-        sent_there = {sent.where for sent in self.facts.sent("backward")}
-        if line and factor > 1:
-            words = f"no sum over ranks in the backward pass of {line}"
-            kind = "skip" if line in sent_there else "dual"
-            repair = Repair(kind, words, line, by=1 / factor, was=1.0)
-            yield Hypothesis(repair, f"{self._some}{_IN_BACKWARD[True]}", line, thread("backward"))
-        elif line:
-            words = f"times {plain(1 / factor)} in the backward pass of {line}"
+        sums = [sent for sent in self.facts.sent("backward")
+                if sent.reduction == "sum" and _is(factor, len(sent.ranks)) and not sent.on and sent.size > 1]  # fmt: skip
+        lines = sorted(dict.fromkeys(sent.where for sent in sums), key=lambda at: at != line)
+        for at in lines if factor > 1 else ():
+            count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
+            each = max(count // self.batches, 1)
+            for turn in range(min(each, len(_ORDINALS))):
+                of = "" if each == 1 else f", the {_ORDINALS[turn]} of {each}"
+                words = f"no sum over ranks in the backward pass of {at}{of}"
+                repair = Repair("skip", words, at, was=turn, times=each)
+                yield Hypothesis(repair, f"{self._some}{_SUMMED_TWICE}", line or at, thread("backward"))
+        if line:
+            words = f"{plain(1 / factor)} times what comes back from {line}"
             repair = Repair("dual", words, line, by=1 / factor)
-            yield Hypothesis(repair, f"{self._some}{_IN_BACKWARD[False]}", line, thread("backward"))
+            cause = f"what comes back from this line in the backward pass is {plain(factor)} times the right gradient"
+            yield Hypothesis(repair, f"{self._some}{cause}", line)
 
     def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
         """Other gradients do not have the factor, and no line that makes it was seen."""
@@ -356,7 +363,8 @@ class _Hypotheses:
         if line := self.facts.line("zero_grad"):
             cause = "the accumulated gradients of the other microbatches are dropped before the step, as by zero_grad"
             words = f"gradients kept at {line} between two microbatches"
-            yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"))
+            also = [Repair("keep", words, line, of_reference=True)] if len(self.facts.theirs[0].losses) > 1 else []
+            yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"), tuple(also))
 
     def _again(self) -> Iterator[Hypothesis]:
         cause = (
@@ -501,13 +509,11 @@ _OF_RANKS = {
     False: "the loss is divided by the number of ranks, or by a count of the samples or tokens of all of them, and "
     "gradients are averaged over ranks once more: do one of the two",
 }
-_IN_BACKWARD = {
-    True: "in the backward pass they get a sum over ranks twice, or one over ranks whose gradients are already whole. "
-    "The backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a "
-    "copy: neither adds up",
-    False: "the loss, or these gradients, are divided by the number of ranks of a group over which nothing adds them "
-    "up",
-}
+_SUMMED_TWICE = (
+    "in the backward pass they get a sum over ranks twice, or one over ranks whose gradients are already whole. The "
+    "backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a copy: "
+    "neither adds up"
+)
 
 
 _NO_DUAL = (

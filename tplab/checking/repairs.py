@@ -27,8 +27,9 @@ Kind = Literal[
 class Repair:
     """One change of every rank's run.
 
-    kind      "mean", "sum": the collective at `line` combines so. "skip": it is left out. "wait": it is waited for at
-              once. "last": its first `times` calls in a step are left out
+    kind      "mean", "sum": the collective at `line` combines so. "skip": the one of `times` that has the number `was`
+              is left out of the backward pass there. "wait": it is waited for at once. "last": its first `times` calls
+              in a step are left out
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
               multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": it clips when
               gradients are averaged. "sync": gradients are synchronised whatever it says. "dual": gradients that come

@@ -92,6 +92,8 @@ class Mending:
             own = put if isinstance(put, Tensor) else put[min(call.place.index, len(put) - 1)]
             if one.names and not set(self._watched.names.at(address_of(own))[1]) & set(one.names):
                 continue
+            if one.kind == "skip" and not self._is_turn(one):
+                continue
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
@@ -117,11 +119,17 @@ class Mending:
         for one in self._of("mean", "sum", "skip", "gradients", line=self._watched.line()) if self._repairs else ():
             if one.names and not set(self._watched.names.at(address_of(x))[1]) & set(one.names):
                 continue
+            if one.kind == "skip" and not self._is_turn(one):
+                continue
             if one.kind in ("mean", "sum"):
                 return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
+
+    def _is_turn(self, one: Repair) -> bool:
+        """Whether a sum in the backward pass is the one to leave out."""
+        return graph_task() != -1 and self._turn(one.line) % one.times == one.was
 
     # --- other operations --------------------------------------------------------------------------------------------
 

@@ -269,7 +269,7 @@ class StandIns:
         return watched
 
     def _scaled_step(self, original: Any) -> Any:
-        def watched(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
             found = original(scaler, *args, **kwargs)
             if (rank := self._here()) is not None:
                 rank.skip()

@@ -108,7 +108,7 @@ class Watched:
         return self.mending.function(func, args, kwargs)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._optimizers.values():
+        for optimizer in self._made:
             yield from optimizer.param_groups
 
     def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
