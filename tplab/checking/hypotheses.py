@@ -159,8 +159,8 @@ class _Hypotheses:
         if self.case.is_all and not self.case.is_split:
             return
         line = self.case.in_backward
-        sums = [sent for sent in self.facts.sent("backward")
-                if sent.reduction == "sum" and _is(factor, len(sent.ranks)) and not sent.on and sent.size > 1]  # fmt: skip
+        sent_back = [sent for sent in self.facts.sent("backward") if sent.reduction == "sum" and not sent.on]
+        sums = [sent for sent in sent_back if _is(factor, len(sent.ranks)) and sent.size > 1]
         lines = sorted(dict.fromkeys(sent.where for sent in sums), key=lambda at: at != line)
         for at in lines if factor > 1 else ():
             count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
@@ -511,8 +511,8 @@ _OF_RANKS = {
 }
 _SUMMED_TWICE = (
     "in the backward pass they get a sum over ranks twice, or one over ranks whose gradients are already whole. The "
-    "backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a copy: "
-    "neither adds up"
+    "backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a "
+    "copy: neither adds up"
 )
 
 
