@@ -35,6 +35,7 @@ def loss_and_gradients(facts: Facts) -> Found:
         yield _finding(Case(facts, group, is_all))
     told = {one.name for group in groups for one in group}
     if rest := [one.name for one in wrong if one.name not in told]:
+        facts.suspects.update(rest)
         yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, and may follow from it")
 
 

@@ -101,7 +101,9 @@ class Diagnosis:
             self.findings, reason = [], chance
             self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
         self.notes.append(self._about_rounding())
-        return SameModel(self.rows, self.findings, notes=self.notes, reason=reason, about=self.about)
+        report = SameModel(self.rows, self.findings, notes=self.notes, reason=reason, about=self.about)
+        report.suspects = self.facts.suspects
+        return report
 
     def _of_chance(self) -> str:
         """Why a difference may come from random numbers that the model draws, and the reference draws otherwise; "" if

@@ -33,6 +33,7 @@ class Facts:
     places    which part of the reference's parameters each rank holds
     number    of the step that is compared
     copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
+    suspects  names of gradients that are wrong, and may follow from others
     trails    every operation of the step; wants_trails: whether they were asked for
     """
 
@@ -41,6 +42,7 @@ class Facts:
         self.wants_trails = False
         self.places = find_places(ours, reference.weights, reference.gradients(0))
         self.number = 0
+        self.suspects = set[str]()
         self.copies: Sequence[tuple[int, ...]] = ()
         self.is_padded = False
         self.source = Source({text: place for seen in ours for text, place in seen.places.items()})

@@ -54,8 +54,8 @@ class _Hypotheses:
         if self.kind == "means" or self._has_unequal_counts():
             yield from self._means()
         if self.kind != "scaled":
-            yield from self._not_added_up()
             yield from self._other_groups()
+            yield from self._not_added_up()
 
     # --- a factor ----------------------------------------------------------------------------------------------------
 
@@ -220,6 +220,8 @@ class _Hypotheses:
                 if not self._is_right(way, combine):
                     continue
                 cause, where, key = self._cause_of_parts(way)
+                if combine == "mean" and not case.is_all and "Megatron" in cause:
+                    cause, key = f"the gradients of {named(self.names)} are not averaged over ranks", ""
                 of = f"{self._of_ranks(way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over ranks{of}, before the step"
                 yield Hypothesis(self._gradients(combine, way, 1.0, words), cause, where, thread(key))

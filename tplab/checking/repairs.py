@@ -96,7 +96,7 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
         tried: list[str] = []
         for one in first.hypotheses[:MOST_TRIED]:
             found = again([*mended, one.repair, *one.also])
-            if found is not None and is_mended(first, found, report.findings):
+            if found is not None and is_mended(first, found, report):
                 where = one.where or first.where
                 lines = tuple(dict.fromkeys(line for line in (where, *first.lines) if line))
                 done.append(
@@ -110,6 +110,8 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                     )
                 )
                 mended += [one.repair, *one.also]
+                if first.what == "samples":  # what the loss compares with may still be that of the others
+                    break
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings
                     if not _is_known(other, done) and not _is_logged(other, found)
@@ -117,17 +119,21 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                 break
             tried.append(one.repair.words)
         else:
-            done += [replace(first, cause=first.seen, tried=tuple(tried), thread=""), *map(_unknown, rest)]
+            done += [
+                replace(first, cause=first.seen, tried=tuple(dict.fromkeys(tried)), thread=""),
+                *map(_unknown, rest),
+            ]
             break
     return report.with_findings(done)
 
 
-def is_mended(fault: Finding, found: SameModel, before: Sequence[Finding] = ()) -> bool:
+def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
     """Whether a fault is gone from a new report, and nothing is wrong now that comes before it, or that is beside it
     and was right."""
     place = _place(fault)
     for other in (other for other in found.findings if not _is_logged(other, found)):
-        is_new = not any(_overlap(one, other) for one in before if _place(one) == place)
+        is_new = not any(_overlap(one, other) for one in before.findings if _place(one) == place)
+        is_new = is_new and not {other.name, *other.others} <= before.suspects
         if _place(other) < place or (_place(other) == place and (is_new or _overlap(fault, other))):
             return False
     is_right = any(row.ok and row.step == fault.step and row.what in (fault.what, "gradient") for row in found.rows)

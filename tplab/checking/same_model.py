@@ -150,6 +150,7 @@ class SameModel:
     first      the first of them, or None
     notes      sentences about the comparison: which differences count as rounding, and what was changed for it
     exit_code  0, 1, 2 or 3, in the order of the verdicts
+    suspects   names of what is wrong too, and may follow from the faults
     about      what was compared with what: "train.py on 4 ranks with train.py on 1 rank"
     words      the verdicts "same" and "different" in words
     """
@@ -167,6 +168,7 @@ class SameModel:
     ):
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
         self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
+        self.suspects: set[str] = set()
 
     def with_findings(self, findings: Iterable[Finding]) -> SameModel:
         """The same report with other faults, or with what else became known of them."""

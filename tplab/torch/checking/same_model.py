@@ -356,7 +356,7 @@ class _Doctor:
         except DeadlockError as error:
             if watch.stopped and not watch.has_enough:
                 counts = ", ".join(f"rank {rank}: {seen.num_steps}" for rank, seen in enumerate(watch.seen))
-                raise _NothingToTell(f"on {_ranks(mesh)} ranks make different numbers of steps ({counts})") from error
+                raise _NothingToTell(f"the {_ranks(mesh)} make different numbers of steps ({counts})") from error
             if not watch.has_enough:
                 raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
         except NotEnough as error:
