@@ -56,6 +56,13 @@ for a, b in zip(x[0].chunk(count), y[0].chunk(count)):
     F.cross_entropy(model(a), b).backward()  # here
 optimizer.step()
 """
+AGAIN = """
+for a, b in zip(x[0].chunk(world)[rank].chunk(2), y[0].chunk(world)[rank].chunk(2)):
+    (F.cross_entropy(model(a), b) / 2 / world).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)  # here
+optimizer.step()
+"""
 COUNTED = """
 for step in range(2):
     optimizer.zero_grad()
@@ -126,6 +133,7 @@ CASES = {
     "more microbatches on more ranks": Case(
         MICROBATCHES, "loss", "each of 4 accumulated microbatches (2 in the reference)"
     ),
+    "added up after each microbatch": Case(AGAIN, "gradient", "is added up again after the next"),
     "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
     "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "look at what keeps these away"),
     "inside an autograd function": Case(

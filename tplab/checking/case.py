@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from tplab.checking.facts import Facts
 from tplab.checking.gradients import Wrong
+from tplab.checking.recording import Sent
+from tplab.checking.repairs import Groups, Repair
 from tplab.checking.sends import given_to, lines_of_reduction
 
 _CLOSE = 2e-3
@@ -28,6 +30,30 @@ class Case:
         self.where = self.reduction or self.backward
         self.lines = [*reduction, self.backward, facts.line("scale"), self.step]
         self.made = Makers(facts)
+
+    @property
+    def batches(self) -> int:
+        """How many microbatches a step has."""
+        return max(len(step.parts) for step in self.facts.mine)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The ranks' own names for these parameters."""
+        return tuple(sorted({mine for (_, mine), place in self.facts.places.items() if place.name in self.names}))
+
+    @property
+    def reductions(self) -> list[Sent]:
+        """The collectives that they went through; else those that add up anything of many elements after the loss."""
+        later = given_to(self.facts, self.names) or [
+            sent
+            for sent in self.facts.sent("reduction", "backward")
+            if sent.op in ("all_reduce", "reduce_scatter") and sent.size > 1 and not sent.on
+        ]
+        return list({sent.where: sent for sent in later}.values())
+
+    def combined(self, how: str, groups: Groups, by: float, words: str, line: str = "") -> Repair:
+        """The repair that combines them over groups of ranks, or only multiplies them. See `Repair`."""
+        return Repair("gradients", words, line, self.own_names, groups, how, by=by)
 
     @property
     def in_backward(self) -> str:

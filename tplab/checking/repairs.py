@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tplab.checking.same_model import Finding, SameModel, What
+from tplab.checking.same_model import RIGHT_WITH, Finding, SameModel, What
 
 MOST_TRIED = 6
 """So many repairs of one fault are tried."""
@@ -21,6 +21,9 @@ Kind = Literal[
     "loss", "norm", "gradients", "samples", "targets",
     "weights", "settings", "states", "parameters", "buffers", "statistics", "put",
 ]  # fmt: skip
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of ranks."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Repair:
     words: str
     line: str = ""
     names: tuple[str, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: Groups = ()
     combine: str = ""
     was: float = 1.0
     by: float = 1.0
@@ -106,7 +109,7 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                         where=where,
                         thread=one.thread,
                         lines=lines,
-                        proof=f"it is right in a run with this change: {one.repair.words}",
+                        proof=RIGHT_WITH + one.repair.words,
                     )
                 )
                 mended += [one.repair, *one.also]

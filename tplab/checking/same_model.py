@@ -30,6 +30,9 @@ Verdict = Literal["same", "different", "could not run", "cannot tell"]
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2, "cannot tell": 3}
 
 MOST_NAMES = 3
+
+RIGHT_WITH = "it is right in a run with this change: "
+"""How a proof begins."""
 NOT_FINITE = "not finite"
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tplab.checking.same_model import RIGHT_WITH
 from tplab.jax.checking.repairs import Repair, Repairs
 from tplab.jax.checking.tape import Tape
 
@@ -95,7 +96,7 @@ class Bench:
 
 
 def _proven(done: Sequence[Repair], left: set[int]) -> Fault:
-    proof = "; ".join(dict.fromkeys(one.change.words for one in done))
+    proof = RIGHT_WITH + "; ".join(dict.fromkeys(one.change.words for one in done))
     if left:
         proof += f"; {len(left)} other results of the step are not right yet"
     lines = dict.fromkeys(line for one in done for line in (one.where, one.other) if line)

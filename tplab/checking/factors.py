@@ -1,0 +1,225 @@
+"""Gradients off by a factor: what may have multiplied them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tplab.checking.case import Case
+from tplab.checking.causes import thread
+from tplab.checking.repairs import Hypothesis, Repair
+from tplab.checking.same_model import named
+from tplab.checking.sends import given_to, line_of_loss
+from tplab.units import plain
+
+_CLOSE = 2e-3
+_ORDINALS = ("first", "second", "third")
+
+
+def of_a_factor(case: Case, factor: float) -> Iterator[Hypothesis]:
+    """The likeliest first. A line that multiplies by just this number comes before one whose number may be wrong."""
+    return _Factors(case).all(factor)
+
+
+class _Factors:
+    def __init__(self, case: Case):
+        self.case, self.facts, self.names = case, case.facts, case.names
+
+    def all(self, factor: float) -> Iterator[Hypothesis]:
+        facts, case = self.facts, self.case
+        theirs = {at for step in facts.theirs for at in step.scaled}
+        for line, by in facts.scaled:
+            if _is(by, factor) and not (case.is_all and case.made.scaling(factor)):
+                cause = (
+                    "the script itself multiplies the gradients by this number, between the backward pass and the "
+                    "step, and they were right before"
+                )
+                yield self._factor(line, by, 1.0, cause, "loss")
+            if (line, by) in theirs and _is(by * factor, 1) and not _is(factor, self.case.batches):
+                cause = (
+                    "the script divides the gradients by this number on one rank too, where there is nothing to "
+                    "average, so that the reference's are too small: divide by the number of ranks that are added up"
+                )
+                words = f"no multiplication by {plain(by)} at {line} on one rank"
+                repair = Repair("factor", words, line, was=by, of_reference=True)
+                yield Hypothesis(repair, cause, line)
+        times = facts.times_loss()
+        if case.is_all and times is not None and abs(times / factor - 1) < 5e-3:
+            yield from self._scaled_loss(factor)
+            return
+        for line, by in case.made.numbers if case.is_all else ():
+            if _is(by, factor):
+                yield self._factor(line, by, 1.0, _FACTOR_OF_ALL[factor > 1], "loss")
+        yield from self._scaled_backward(factor)
+        yield from self._scaled_sums(factor)
+        if case.is_all and self.case.batches > 1 and _is(factor * self.case.batches, 1):
+            cause = (
+                f"the loss of each of {self.case.batches} microbatches is divided by their number twice: by the "
+                "script, and by the schedule or the library that accumulates the gradients"
+            )
+            yield self._loss(1 / factor, cause, case.made.last, "microbatches")
+        if case.is_all:
+            yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
+            for sent in self.case.reductions if factor < 1 else ():
+                words = f"times {plain(1 / factor)} after {sent.where}"
+                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
+            if not case.reduction and not case.is_split and facts.sizes.named(factor):
+                yield self._loss(1 / factor, _FACTOR_OF_ALL[factor > 1], case.made.last, "loss")
+        else:
+            yield from self._scaled_some(factor)
+
+    def _scaled_loss(self, factor: float) -> Iterator[Hypothesis]:
+        """The loss is the same multiple."""
+        facts, case = self.facts, self.case
+        if (line := line_of_loss(facts)) and factor > 1:
+            words = f"the mean in place of the sum at {line}"
+            yield Hypothesis(Repair("mean", words, line, by=factor), _OF_RANKS[True], line, thread("loss"))
+        batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
+        is_more = batches > theirs > 1 and _is(factor, batches / theirs)  # the reference's count in full, too
+        of_batches = is_more or (batches > 1 and any(_is(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
+        is_divided = bool(case.made.scaling(1 / batches))
+        causes = [*_causes_of_batches(factor, batches, theirs)] if of_batches else []
+        if not of_batches or (not is_more and _is(factor, facts.num_ranks) and is_divided):
+            causes.append(_OF_RANKS[factor > 1])
+        elif _is(factor, 1 / facts.num_ranks) and not is_divided:
+            causes = [_OF_RANKS[False]]
+        cause = "; or ".join(causes)
+        for line, by in case.made.numbers:
+            if _is(by, factor):
+                yield self._factor(line, by, 1.0, cause, "loss")
+        if of_batches and factor > 1:
+            yield self._loss(1 / factor, cause, case.backward, "loss")
+        yield from self._numbers_of_loss(factor, cause)
+        if facts.sizes.named(factor):
+            yield self._loss(1 / factor, cause, case.made.scaling(factor) or case.made.last, "loss")
+
+    def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
+        """A line divides by a number that is a part of the right one, such as a count of the targets of all ranks."""
+        if not self.facts.sizes.named(factor):
+            return
+        for line, by in self.case.made.numbers:
+            if not any(_is(by, x) for x in (factor, 1.0, self.case.batches, 1 / self.case.batches)):
+                yield self._factor(line, by, by / factor, cause, "loss")
+
+    def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
+        """Collectives that these gradients, or anything in the backward pass, go through."""
+        facts, case = self.facts, self.case
+        others = {sent.reduction for sent in given_to(facts, case.others)}
+        for sent in self.case.reductions:
+            if sent.reduction == "sum" and _is(factor, len(sent.ranks)):
+                cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _SUMMED_TWICE
+                if not case.is_all and others == {"mean"}:
+                    cause = (
+                        "these gradients are added up over ranks, and others are averaged: average all of them, as "
+                        "each rank's loss is a mean"
+                    )
+                names = () if case.is_all or not sent.on else self.case.own_names
+                repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
+                yield Hypothesis(repair, cause, sent.where, thread("loss"))
+            if sent.reduction == "mean" and _is(factor * len(sent.ranks), 1):
+                words = f"the sum in place of the mean at {sent.where}"
+                yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
+
+    def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
+        """The backward pass of one operation multiplies."""
+        if self.case.is_all and not self.case.is_split:
+            return
+        line = self.case.in_backward
+        sent_back = [sent for sent in self.facts.sent("backward") if sent.reduction == "sum" and not sent.on]
+        sums = [sent for sent in sent_back if _is(factor, len(sent.ranks)) and sent.size > 1]
+        lines = sorted(dict.fromkeys(sent.where for sent in sums), key=lambda at: at != line)
+        for at in lines if factor > 1 else ():
+            count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
+            each = max(count // self.case.batches, 1)
+            for turn in range(min(each, len(_ORDINALS))):
+                of = "" if each == 1 else f", the {_ORDINALS[turn]} of {each}"
+                words = f"no sum over ranks in the backward pass of {at}{of}"
+                repair = Repair("skip", words, at, was=turn, times=each)
+                yield Hypothesis(repair, f"{self._some}{_SUMMED_TWICE}", line or at, thread("backward"))
+        if line:
+            words = f"{plain(1 / factor)} times what comes back from {line}"
+            repair = Repair("dual", words, line, by=1 / factor)
+            cause = f"what comes back from this line in the backward pass is {plain(factor)} times the right gradient"
+            yield Hypothesis(repair, f"{self._some}{cause}", line)
+
+    def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
+        """Other gradients do not have the factor, and no line that makes it was seen."""
+        facts, case = self.facts, self.case
+        shared = {name for seen in facts.ours for pair in seen.shared.items() for name in pair}
+        repair = self.case.combined(
+            "", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}"
+        )
+        if _is(factor, 2) and shared & set(self.names):
+            cause = "the parameter is used in two places, and its gradient is added up for each of them"
+            yield Hypothesis(repair, cause, case.where, thread("twice"))
+        if case.is_added_up or (
+            _is(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
+                                                                if sent.reduction == "sum"} and not case.is_split
+        ):  # fmt: skip
+            cause = (
+                "these gradients are added up over ranks, and others are averaged: average all of them, as each rank's "
+                "loss is a mean"
+            )
+            yield Hypothesis(repair, cause, case.reduction, thread("loss"))
+        held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
+        some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
+        if (some_hold or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
+            cause = (
+                "an expert's gradient has the parts of all ranks that sent it tokens: divide it by the number of ranks "
+                "that the other gradients are averaged over, and add it up only over ranks that hold a copy of the "
+                "expert"
+            )
+            yield Hypothesis(repair, cause, case.left_out or case.where, thread("experts"))
+
+    @property
+    def _some(self) -> str:
+        return "" if self.case.is_all else "only some parameters have this factor: "
+
+    def _factor(self, line: str, was: float, by: float, cause: str, key: str) -> Hypothesis:
+        words = f"no multiplication by {plain(was)} at {line}"
+        if by != 1:
+            words = f"multiplication by {plain(by)} in place of {plain(was)} at {line}"
+        return Hypothesis(Repair("factor", words, line, was=was, by=by), cause, line, thread(key))
+
+    def _loss(self, by: float, cause: str, where: str, key: str) -> Hypothesis:
+        words = f"{plain(by)} times the loss where the backward pass begins"
+        return Hypothesis(Repair("loss", words, by=by), cause, where, thread(key))
+
+
+_ADDED_UP = (
+    "gradients are added up over ranks, and each rank's loss is already a mean, or scaled up: average the gradients, "
+    "by dividing by the number of ranks or with ReduceOp.AVG"
+)
+_AVERAGED = (
+    "gradients are averaged over ranks where they must be added up: they are divided by a number of ranks already, or "
+    "each rank's gradient is only a part of the whole, as where what ranks gather passes no gradient back"
+)
+_FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
+_OF_COUNTS = {
+    True: "the loss is divided by a number that is too small, such as a count of one rank's samples or tokens, where "
+    "the count of all ranks is meant",
+    False: "the loss is divided by a number that is too large, such as a count to which copies of the same samples or "
+    "tokens contribute several times, or that of all ranks where gradients are averaged once more",
+}
+_OF_RANKS = {
+    True: "the loss is added up over ranks, or multiplied by their number, and gradients are averaged or added up "
+    "again: let each rank's loss be the mean over its samples, and average the gradients",
+    False: "the loss is divided by the number of ranks, or by a count of the samples or tokens of all of them, and "
+    "gradients are averaged over ranks once more: do one of the two",
+}
+_SUMMED_TWICE = (
+    "in the backward pass they get a sum over ranks twice, or one over ranks whose gradients are already whole. The "
+    "backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a "
+    "copy: neither adds up"
+)
+
+
+def _causes_of_batches(factor: float, batches: int, theirs: int) -> Iterator[str]:
+    if factor < 1:
+        yield f"the loss of each of {batches} microbatches is divided by their number twice: divide it once"
+    else:
+        of = f" ({theirs} in the reference)" if theirs > 1 else ""
+        yield f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"
+
+
+def _is(factor: float, other: float) -> bool:
+    return abs(factor / other - 1) < _CLOSE
