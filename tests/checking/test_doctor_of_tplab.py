@@ -107,7 +107,7 @@ def test_what_is_right_is_not_blamed(is_split: bool):
         ("twice", "gradient", 2.0, "# once more", "average the gradients"),
         ("axis", "gradient", None, "# along the other axis", "over ranks 0, 1, which saw the same samples"),
         ("unlike", "gradient", 2.0, "# unlike the others", "added up over ranks, and others are averaged"),
-        ("left out", "gradient", None, "# not the bias", "not added up over ranks"),
+        ("left out", "gradient", None, "# not the bias", "not averaged over ranks"),
         ("missing", "gradient", None, "# here", "nothing averages them"),
         ("no sync", "gradient", None, "# whether to send", "nothing averages them"),
         ("no copy_to", "gradient", None, "# the shared work", "an identity whose backward pass is an all_reduce"),

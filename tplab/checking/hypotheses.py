@@ -181,6 +181,8 @@ class _Hypotheses:
                 "the sum over ranks leaves out some of them, or has some too many: its group is not that of the ranks "
                 "that hold copies and saw other samples"
             )
+            if self.case.is_all and self._over_copies():
+                cause = self._cause_of_parts(())[0]
             yield from self._in_place_of(self.case.reduction, cause, "")
 
     def _in_place_of(self, line: str, cause: str, where: str) -> Iterator[Hypothesis]:
