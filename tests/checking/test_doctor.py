@@ -198,7 +198,7 @@ def test_ranks_and_reference_that_draw_in_different_orders():
     assert first is not None and (first.what, first.step) == ("samples", 0)
     assert "samplers shuffle by the seeds 0, 7" in first.text_of_factor
     report = same_model(train, [None], ranks=2)
-    assert report.verdict == "same" and "as it draws in another order" in str(report)
+    assert report.verdict == "same" and "because it draws in another order" in str(report)
     unseen = same_model(train, [None, False], ranks=2)  # what the loss compares with cannot be handed over
     assert unseen.verdict == "cannot tell" and "draw in different orders" in unseen.reason
     assert "--reference-args" not in unseen.reason

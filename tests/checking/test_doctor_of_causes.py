@@ -135,10 +135,8 @@ CASES = {
     ),
     "added up after each microbatch": Case(AGAIN, "gradient", "is added up again after the next"),
     "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
-    "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "look at what keeps these away"),
-    "inside an autograd function": Case(
-        INSIDE, "loss", "what goes into this line is right, and what it computes is not"
-    ),
+    "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "what keeps these out"),
+    "inside an autograd function": Case(INSIDE, "loss", "the inputs of this line are right and its result is wrong"),
 }
 
 

@@ -66,7 +66,7 @@ def test_what_a_program_printed_that_made_no_step_is_said(script: Path):
     report = same_model(script, ranks=2, device="cpu")
     assert report.exit_code == 3
     assert report.reason.startswith("on 2 ranks no step of an optimizer was seen")
-    assert report.reason.endswith("it ended, and last it printed 'There are fewer than 3 gpus. Exiting.'")
+    assert report.reason.endswith("it ended, and the last thing it printed was 'There are fewer than 3 gpus. Exiting.'")
 
 
 def test_a_reference_that_cannot_run_on_one_rank_has_as_few_as_it_can(script: Path):
@@ -75,7 +75,7 @@ def test_a_reference_that_cannot_run_on_one_rank_has_as_few_as_it_can(script: Pa
     assert report.verdict == "same", str(report)
     assert report.about.endswith("compared with 2 ranks")
     text = " ".join(str(report).split())
-    assert "the reference has 2 ranks, as on 1 rank the script fails: rank 0 raised AssertionError at" in text
+    assert "the reference has 2 ranks, because on 1 rank the script fails: rank 0 raised AssertionError at" in text
     assert "train_it.py:14: an even number, not 1" in text and "--reference" not in text
     reason = same_model(script, ranks=2, device="cpu").reason
     assert "an even number, not 1; the reference may need other arguments, or more ranks" in reason
@@ -192,9 +192,7 @@ def test_parameters_that_nothing_fills_are_named(filled: int):
     report = same_model(train, [filled], ranks=2)
     assert report.verdict == ("same" if filled == 2 else "cannot tell"), str(report)
     if filled < 2:
-        first = (
-            f"{filled}.weight and {3 - 2 * filled} more hold whatever was in memory when training begins: to_empty at"
-        )
+        first = f"nothing has filled {filled}.weight and {3 - 2 * filled} more before training begins: to_empty at"
         assert report.reason.startswith(f"{first} test_doctor_of_programs.py:")
 
 
@@ -227,7 +225,7 @@ def draws_its_own(seeded: bool, factor: float) -> None:
 def test_the_reference_is_given_what_ranks_draw_where_it_draws_its_own(seeded: bool):
     report = same_model(draws_its_own, [seeded, 1.0], ranks=3, seed=1)
     assert report.verdict == "same", str(report)
-    assert "the reference was given the samples that the ranks drew, as each of them draws its own" in str(report)
+    assert "the reference was given the samples that the ranks drew, because each of them draws its own" in str(report)
     first = same_model(draws_its_own, [seeded, 1.5], ranks=3, seed=1).first
     assert first is not None and (first.what, first.factor) == ("loss", pytest.approx(1.5**2, rel=1e-3))
 

@@ -50,7 +50,7 @@ def test_where_none_works_the_cause_is_not_known():
     report = Script(a="another").judged(fault("a", *"xyz"))
     assert report.first is not None and (report.first.cause, report.first.proof) == ("", "")
     assert report.first.tried == ("x", "y", "z")
-    assert "the cause is not known; tried, and not enough: x; y; z" in str(report)
+    assert "the cause is not known; these changes were tried and are not enough: x; y; z" in str(report)
 
 
 def test_a_fault_without_any_repair_says_so():

@@ -14,14 +14,14 @@ def of_clipping(case: Case) -> Iterator[Hypothesis]:
     facts, kind = case.facts, case.first.kind
     if facts.line("early clip") and kind in ("by rank", "weights", "other", "scaled"):
         cause = (
-            "each rank clips its own gradients by their norm, and they are averaged after that: average first, so "
+            "each rank clips its own gradients by their norm, and they are averaged only afterwards: average first, so "
             "that all ranks clip the same gradients by the same norm"
         )
         yield _early("norm", facts.line("early clip"), cause)
     if facts.line("early clamp") and kind in ("by rank", "weights", "other"):
         cause = (
-            "each rank clips the elements of its own gradients, and they are averaged after that: average first, so "
-            "that what is clipped is the gradient of the whole batch"
+            "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
+            "so that what is clipped is the gradient of the whole batch"
         )
         yield _early("", facts.line("early clamp"), cause)
 

@@ -30,14 +30,14 @@ class _Factors:
         for line, by in facts.scaled:
             if _is(by, factor) and not (case.is_all and case.made.scaling(factor)):
                 cause = (
-                    "the script itself multiplies the gradients by this number, between the backward pass and the "
-                    "step, and they were right before"
+                    "the script itself multiplies the gradients by this number between the backward pass and the "
+                    "step, and they were right before that"
                 )
                 yield self._factor(line, by, 1.0, cause, "loss")
             if (line, by) in theirs and _is(by * factor, 1) and not _is(factor, self.case.batches):
                 cause = (
                     "the script divides the gradients by this number on one rank too, where there is nothing to "
-                    "average, so that the reference's are too small: divide by the number of ranks that are added up"
+                    "average, so the reference's are too small: divide by the number of ranks that are added up"
                 )
                 words = f"no multiplication by {plain(by)} at {line} on one rank"
                 repair = Repair("factor", words, line, was=by, of_reference=True)
@@ -53,14 +53,14 @@ class _Factors:
         yield from self._scaled_sums(factor)
         if case.is_all and self.case.batches > 1 and _is(factor * self.case.batches, 1):
             cause = (
-                f"the loss of each of {self.case.batches} microbatches is divided by their number twice: by the "
-                "script, and by the schedule or the library that accumulates the gradients"
+                f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by the "
+                "script, and once by the schedule or the library that accumulates the gradients"
             )
             yield self._loss(1 / factor, cause, case.made.last, "microbatches")
         if case.is_all:
             yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
             for sent in self.case.reductions if factor < 1 else ():
-                words = f"times {plain(1 / factor)} after {sent.where}"
+                words = f"multiplication by {plain(1 / factor)} after {sent.where}"
                 yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
             if not case.reduction and not case.is_split and facts.sizes.named(factor):
                 yield self._loss(1 / factor, _FACTOR_OF_ALL[factor > 1], case.made.last, "loss")
@@ -109,8 +109,8 @@ class _Factors:
                 cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _SUMMED_TWICE
                 if not case.is_all and others == {"mean"}:
                     cause = (
-                        "these gradients are added up over ranks, and others are averaged: average all of them, as "
-                        "each rank's loss is a mean"
+                        "these gradients are added up over ranks, and others are averaged: average all of them, "
+                        "because each rank's loss is a mean"
                     )
                 names = () if case.is_all or not sent.on else self.case.own_names
                 repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
@@ -131,15 +131,15 @@ class _Factors:
             count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
             each = max(count // self.case.batches, 1)
             for turn in range(min(each, len(_ORDINALS))):
-                of = "" if each == 1 else f", the {_ORDINALS[turn]} of {each}"
-                words = f"no sum over ranks in the backward pass of {at}{of}"
+                of = "sum" if each == 1 else f"{_ORDINALS[turn]} of {each} sums"
+                words = f"the {of} over ranks in the backward pass of {at} is left out"
                 repair = Repair("skip", words, at, was=turn, times=each)
                 yield Hypothesis(repair, f"{self._some}{_SUMMED_TWICE}", line or at, thread("backward"))
         if line:
-            words = f"{plain(1 / factor)} times what comes back from {line}"
+            words = f"{plain(1 / factor)} times the gradient that comes back from {line}"
             repair = Repair("dual", words, line, by=1 / factor)
-            cause = f"what comes back from this line in the backward pass is {plain(factor)} times the right gradient"
-            yield Hypothesis(repair, f"{self._some}{cause}", line)
+            cause = f"{self._some}the gradient that comes back from this line in the backward pass is "
+            yield Hypothesis(repair, f"{cause}{plain(factor)} times the right one", line)
 
     def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
         """Other gradients do not have the factor, and no line that makes it was seen."""
@@ -149,24 +149,24 @@ class _Factors:
             "", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}"
         )
         if _is(factor, 2) and shared & set(self.names):
-            cause = "the parameter is used in two places, and its gradient is added up for each of them"
+            cause = "the parameter is used in two places, and its gradient is added up once for each of them"
             yield Hypothesis(repair, cause, case.where, thread("twice"))
         if case.is_added_up or (
             _is(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
                                                                 if sent.reduction == "sum"} and not case.is_split
         ):  # fmt: skip
             cause = (
-                "these gradients are added up over ranks, and others are averaged: average all of them, as each rank's "
-                "loss is a mean"
+                "these gradients are added up over ranks, and others are averaged: average all of them, because each "
+                "rank's loss is a mean"
             )
             yield Hypothesis(repair, cause, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
         if (some_hold or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
             cause = (
-                "an expert's gradient has the parts of all ranks that sent it tokens: divide it by the number of ranks "
-                "that the other gradients are averaged over, and add it up only over ranks that hold a copy of the "
-                "expert"
+                "an expert's gradient contains the parts of all ranks that sent it tokens: divide it by the number of "
+                "ranks that the other gradients are averaged over, and add it up only over ranks that hold a copy of "
+                "the expert"
             )
             yield Hypothesis(repair, cause, case.left_out or case.where, thread("experts"))
 
@@ -186,36 +186,36 @@ class _Factors:
 
 
 _ADDED_UP = (
-    "gradients are added up over ranks, and each rank's loss is already a mean, or scaled up: average the gradients, "
-    "by dividing by the number of ranks or with ReduceOp.AVG"
+    "gradients are added up over ranks, although each rank's loss is already a mean, or is scaled up: average the "
+    "gradients, by dividing by the number of ranks or with ReduceOp.AVG"
 )
 _AVERAGED = (
-    "gradients are averaged over ranks where they must be added up: they are divided by a number of ranks already, or "
-    "each rank's gradient is only a part of the whole, as where what ranks gather passes no gradient back"
+    "gradients are averaged over ranks, but they must be added up: either they are already divided by a number of "
+    "ranks, or each rank's gradient is only a part of the whole, for example because a gather passes no gradient back"
 )
 _FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
 _OF_COUNTS = {
     True: "the loss is divided by a number that is too small, such as a count of one rank's samples or tokens, where "
-    "the count of all ranks is meant",
-    False: "the loss is divided by a number that is too large, such as a count to which copies of the same samples or "
-    "tokens contribute several times, or that of all ranks where gradients are averaged once more",
+    "the count over all ranks is meant",
+    False: "the loss is divided by a number that is too large, such as a count that includes copies of the same "
+    "samples or tokens several times, or the count over all ranks where gradients are averaged as well",
 }
 _OF_RANKS = {
     True: "the loss is added up over ranks, or multiplied by their number, and gradients are averaged or added up "
     "again: let each rank's loss be the mean over its samples, and average the gradients",
     False: "the loss is divided by the number of ranks, or by a count of the samples or tokens of all of them, and "
-    "gradients are averaged over ranks once more: do one of the two",
+    "gradients are averaged over ranks once more: do only one of the two",
 }
 _SUMMED_TWICE = (
-    "in the backward pass they get a sum over ranks twice, or one over ranks whose gradients are already whole. The "
-    "backward pass of an all_gather whose result every rank uses in the same way is a cut, and that of a sum is a "
-    "copy: neither adds up"
+    "in the backward pass, these gradients go through a sum over ranks twice, or through one over ranks whose "
+    "gradients are already whole. If every rank uses the result of an all_gather in the same way, its backward pass is "
+    "a cut, and the backward pass of a sum is a copy: neither adds anything up"
 )
 
 
 def _causes_of_batches(factor: float, batches: int, theirs: int) -> Iterator[str]:
     if factor < 1:
-        yield f"the loss of each of {batches} microbatches is divided by their number twice: divide it once"
+        yield f"the loss of each of {batches} microbatches is divided by their number twice: divide it only once"
     else:
         of = f" ({theirs} in the reference)" if theirs > 1 else ""
         yield f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"

@@ -105,7 +105,7 @@ class Facts:
             repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
                             times=self.number)  # fmt: skip
             wrong = f"{words}{self._too_much(values)}"
-            cause = f"in the forward pass what goes into this line is right, and what it computes is not: {wrong}"
+            cause = f"in the forward pass, the inputs of this line are right and its result is wrong: {wrong}"
             found.append(Hypothesis(repair, cause, line))
         return found
 
@@ -121,7 +121,8 @@ class Facts:
                 continue
             times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
             if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
-                return f"; it has {name} {plain(times)} times too often"
+                many = "" if abs(times - 1) < 1e-3 else f"{plain(times)} times "
+                return f"; it is the right value plus {many}{name}"
         return ""
 
     def line_of_gradient(self, name: str) -> str:

@@ -23,11 +23,11 @@ def finite(facts: Facts) -> Found:
         mine = {rank: [one for one in found if one[0] == what] for rank, found in enumerate(ours)}
         mine = {rank: found for rank, found in mine.items() if found}
         if here := next((one for one in theirs if one[0] == what), None):
-            also = f", and on {ranks_text(tuple(mine))}" if mine else ""
+            also = f" and on {ranks_text(tuple(mine))}" if mine else ""
             of = f" of {here[1]}" if here[1] else ""
             raise NothingToTell(
                 f"{TITLES[what]}{of} in step {facts.number} is not finite ({_listed([here, *theirs])}, at {here[3]}) "
-                f"in the reference{also}: repair that first, as NaN is equal to nothing"
+                f"in the reference{also}: repair that first, because NaN does not equal anything"
             )
         if mine:
             rank, found = next(iter(mine.items()))

@@ -62,7 +62,7 @@ class _Hypotheses:
         line = "" if case.is_all or case.left_out else case.in_backward
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
         for way in together if line else ():
-            words = f"a sum over ranks{self._of_ranks(way)} in the backward pass of {line}"
+            words = f"a sum over {self._of_ranks(way)} in the backward pass of {line}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self.case.own_names, way)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
@@ -74,7 +74,7 @@ class _Hypotheses:
                 if combine == "mean" and not case.is_all and "Megatron" in cause:
                     cause, key = f"the gradients of {named(self.names)} are not averaged over ranks", ""
                 of = f"{self._of_ranks(way)} of the gradients of {named(self.names)}"
-                words = f"the {combine} over ranks{of}, before the step"
+                words = f"the {combine} over {of}, before the step"
                 yield Hypothesis(self.case.combined(combine, way, 1.0, words), cause, where, thread(key))
 
     def _are_copies(self, way: Groups) -> bool:
@@ -82,7 +82,7 @@ class _Hypotheses:
         return any(len(set(group) & set(copies)) > 1 for group in way for copies in self.facts.copies)
 
     def _of_ranks(self, way: Groups) -> str:
-        return "" if len(way) == 1 and len(way[0]) == self.facts.num_ranks else f" of {_listed(way)}"
+        return "ranks" if len(way) == 1 and len(way[0]) == self.facts.num_ranks else _listed(way)
 
     def _cause_of_parts(self, way: Groups) -> tuple[str, str, str]:
         """Cause, line, thread."""
@@ -90,20 +90,20 @@ class _Hypotheses:
         if case.is_all and (over := self._over_copies()):
             cause = (
                 f"this collective is over {ranks_text(over)}, which saw the same samples: the gradients of ranks that "
-                "saw others are not averaged. Use the group, or the axis, whose ranks divide the samples"
+                "saw different samples are not averaged. Use the group, or the axis, whose ranks divide the samples"
             )
             return cause, case.reduction, "backward"
         if case.is_all:
             cause = (
-                "ranks that hold copies step with different gradients, each with its own part: nothing averages "
-                "them, or not those of every microbatch. Average them before the optimizer's step, or let the last "
-                "microbatch be the one that DistributedDataParallel synchronises"
+                "ranks that hold copies take the step with different gradients, each with its own part: nothing "
+                "averages them, or only those of some microbatches are averaged. Average them before the optimizer's "
+                "step, or let DistributedDataParallel synchronise at the last microbatch"
             )
             return cause, self._unsynchronised(), "backward"
         if case.is_on_several_stages:
             cause = (
-                f"several stages hold {named(self.names)}, as they do a tied embedding, and each has only the gradient "
-                "of its own use: after the backward pass, add up the gradients of these copies over the ranks that "
+                f"several stages hold {named(self.names)}, as with a tied embedding, and each has only the gradient "
+                "of its own use. After the backward pass, add up the gradients of these copies over the ranks that "
                 "hold them"
             )
             return cause, case.step, "tied"
@@ -111,15 +111,16 @@ class _Hypotheses:
             of_many = next(iter(given_to(self.facts, case.others)), None) is None
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
-                f"samples. Those of the others are added up here{', many in one collective' if of_many else ''}: look "
-                f"at what keeps these away{', such as a bucket that is never full' if of_many else ''}"
+                "samples. The gradients of other parameters are added up at this line"
+                f"{', many in one collective' if of_many else ''}. Look for what keeps these out"
+                f"{', such as a bucket that is never full' if of_many else ''}"
             )
             return cause, line, ""
         cause = (
             f"the gradients of {named(self.names)} are not added up over ranks: each rank has only the part that "
-            "its own share of the work brings. The tensor that enters the shared work needs an identity whose "
-            "backward pass is an all_reduce (Megatron's f), and where a parameter is applied to a part of the "
-            "tokens, its gradient must be summed over ranks"
+            "comes from its own share of the work. The tensor that enters the shared work needs an identity whose "
+            "backward pass is an all_reduce (Megatron's f). If a parameter is applied to only a part of the tokens, "
+            "its gradient must be summed over ranks"
         )
         return cause, case.in_backward or case.left_out or case.backward, "backward"
 
@@ -169,7 +170,7 @@ class _Hypotheses:
         what = "experts" if any("expert" in name for name in self.names) else "shards"
         cause = (
             f"this collective adds up gradients of different {what}: its group has ranks that hold different parts of "
-            "the tensor. Use the group of ranks that hold copies"
+            "the tensor. Use the group of ranks that hold copies of the same part"
         )
         where = self.facts.source.argument(line, "group") or line
         yield from self._in_place_of(line, cause, where)
@@ -178,8 +179,8 @@ class _Hypotheses:
         """A collective of these gradients is over another group than it should be."""
         if self.case.reduction and self.case.reduction != mixing(self.facts, self.names):
             cause = (
-                "the sum over ranks leaves out some of them, or has some too many: its group is not that of the ranks "
-                "that hold copies and saw other samples"
+                "the sum over ranks leaves out some ranks, or includes too many: its group is not that of the ranks "
+                "that hold copies and saw different samples"
             )
             if self.case.is_all and self._over_copies():
                 cause = self._cause_of_parts(())[0]
@@ -192,12 +193,12 @@ class _Hypotheses:
                 continue
             for combine, by in dict.fromkeys(itertools.product(("mean", "sum"), (1 / undone, 1.0))):
                 times = f", times {plain(by)}," if by != 1 else ""
-                words = f"the {combine} over ranks of {_listed(way)}{times} in place of the collective at {line}"
+                words = f"the {combine} over {_listed(way)}{times} in place of the collective at {line}"
                 repair = self.case.combined(combine, way, by, words, line)
                 yield Hypothesis(repair, cause, where, thread("experts"))
         held = self.case.copies_of_one
         if held and held not in partitions(self.facts):
-            words = f"the mean over ranks of {_listed(held)}, in place of the collective at {line}"
+            words = f"the mean over {_listed(held)} in place of the collective at {line}"
             yield Hypothesis(self.case.combined("mean", held, 1 / undone, words, line), cause, where, thread("experts"))
 
     def _tied(self) -> Iterator[Hypothesis]:
@@ -211,8 +212,11 @@ class _Hypotheses:
 
     def _dropped(self) -> Iterator[Hypothesis]:
         if line := self.facts.line("zero_grad"):
-            cause = "the accumulated gradients of the other microbatches are dropped before the step, as by zero_grad"
-            words = f"gradients kept at {line} between two microbatches"
+            cause = (
+                "the accumulated gradients of the other microbatches are dropped before the step, for example by "
+                "zero_grad"
+            )
+            words = f"at {line}, gradients are kept between microbatches"
             also = [Repair("keep", words, line, of_reference=True)] if len(self.facts.theirs[0].losses) > 1 else []
             yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"), tuple(also))
 
@@ -223,7 +227,7 @@ class _Hypotheses:
         )
         for sent in self.case.reductions:
             calls = sum(other.where == sent.where for other in self.facts.mine[0].sent)
-            words = f"{sent.where} after the last microbatch only"
+            words = f"the collective at {sent.where} runs only after the last microbatch"
             repair = Repair("last", words, sent.where, times=calls - calls // self.case.batches)
             yield Hypothesis(repair, cause, sent.where, thread("microbatches"))
 
@@ -235,25 +239,29 @@ class _Hypotheses:
         """Each loss counts as much as it has targets."""
         facts = self.facts
         counts = [sum(count for _, count, _ in step.targets) for step in facts.mine]
-        of = f" (here {', '.join(map(str, counts))}, rank by rank)" if len(set(counts)) > 1 else ""
+        of = f" (here the ranks have {', '.join(map(str, counts))})" if len(set(counts)) > 1 else ""
         cause = (
-            f"a mean of means: the loss of each rank or microbatch is the mean over its own targets{of}, and all of "
-            "them count the same. Divide the sum of the losses by the number of targets of all"
+            f"this is a mean of means: the loss of each rank or microbatch is the mean over its own targets{of}, and "
+            "all of these means count the same. Divide the sum of all losses by the number of all targets"
         )
         where = self.case.made.first
         if self.kind == "other" and any(len(step.targets) > 1 for step in facts.theirs):
             ours, theirs = ([count for step in steps for _, count, _ in step.targets]
                             for steps in (facts.mine, facts.theirs))  # fmt: skip
             cause = (
-                "a mean of means: the loss of each microbatch is the mean over its own targets (here "
-                f"{', '.join(map(str, ours))}; {', '.join(map(str, theirs))} in the reference), and all of them count "
-                "the same, so it depends on which samples share a microbatch. Divide the sum of the losses by the "
-                "number of targets of all"
+                "this is a mean of means: the loss of each microbatch is the mean over its own targets (here "
+                f"{', '.join(map(str, ours))}; in the reference {', '.join(map(str, theirs))}), and all of these means "
+                "count the same, so the result depends on which samples share a microbatch. Divide the sum of all "
+                "losses by the number of all targets"
             )
             where = next((line for step in facts.mine for _, _, line in step.targets), "") or where
-        for of, key in (("", lambda rank, batch: 0), (" among those of its rank", lambda rank, batch: rank),
-                        (" among those of other ranks", lambda rank, batch: -1 - batch)):  # fmt: skip
-            words = f"each microbatch's loss counted by its number of targets{of}"
+        ways: dict[str, Callable[[int, int], int]] = {
+            "": lambda rank, batch: 0,
+            " relative to the other microbatches of its rank": lambda rank, batch: rank,
+            " relative to the same microbatch of other ranks": lambda rank, batch: -1 - batch,
+        }
+        for of, key in ways.items():
+            words = f"each microbatch's loss weighted by its number of targets{of}"
             values, theirs = (_weights(seen, key) for seen in (facts.ours, facts.reference.seen))
             also = [Repair("loss", words, values=theirs, of_reference=True)] if _changes(theirs) else []
             if _changes(values):
@@ -264,22 +272,22 @@ class _Hypotheses:
     def _batch_norm(self) -> Iterator[Hypothesis]:
         if "BatchNorm" in self.facts.ours[0].kinds and self.kind in ("other", "means", "weights", "own"):
             cause = (
-                "BatchNorm normalises by the mean and variance of the samples that it sees, which are each rank's own: "
-                "convert it to SyncBatchNorm, or use a norm that does not mix samples"
+                "BatchNorm normalises by the mean and variance of the samples that it sees, which are only its own "
+                "rank's: convert it to SyncBatchNorm, or use a norm that does not mix samples"
             )
-            repair = Repair("statistics", "mean and variance of the samples of all ranks in BatchNorm")
+            repair = Repair("statistics", "BatchNorm with the mean and variance of all ranks' samples")
             yield Hypothesis(repair, cause, self.facts.ours[0].made.get("BatchNorm") or self.facts.line("forward"))
 
     def _unsynced(self) -> Iterator[Hypothesis]:
         """The script keeps DistributedDataParallel or FSDP from adding up gradients, and does not let them again."""
         if line := self.facts.line_of_script("no sync"):
             cause = (
-                "gradients are accumulated and never synchronised (no_sync, set_requires_gradient_sync): let the last "
-                "microbatch of a step be the one that is"
+                "gradients are accumulated and never synchronised (no_sync, set_requires_gradient_sync): synchronise "
+                "at the last microbatch of each step"
             )
             if self.kind == "own":
                 cause = self._cause_of_parts(())[0]
-            words = f"gradients synchronised after each microbatch, also at {line}"
+            words = f"gradients are synchronised after each microbatch, whatever {line} says"
             yield Hypothesis(Repair("sync", words, line), cause, self.case.not_synchronised or line,
                              thread("microbatches"))  # fmt: skip
 
@@ -287,7 +295,7 @@ class _Hypotheses:
         """A collective that the script starts, and whose result it uses before it is there."""
         for line in dict.fromkeys(sent.where for sent in self.facts.sent("reduction", "backward") if sent.is_open):
             cause = "the script starts this collective and does not wait for it before the gradients are used"
-            repair = Repair("wait", f"waiting at {line} for the collective that it starts", line)
+            repair = Repair("wait", f"the collective that {line} starts is waited for at once", line)
             yield Hypothesis(repair, cause, line)
 
 
@@ -311,11 +319,11 @@ def _weights(ranks: Sequence[Seen], key: Callable[[int, int], int]) -> dict[tupl
 
 
 _NO_DUAL = (
-    "the loss is right and this gradient is not: in the backward pass of this line the parts of all ranks are not "
-    "added up, as by a collective without its dual, a gather whose backward pass does not add up the parts of all "
-    "ranks, or to_local() without grad_placements"
+    "the loss is right and this gradient is wrong: in the backward pass of this line, the parts of all ranks are not "
+    "added up. Examples are a collective without its dual, a gather whose backward pass does not add up the parts of "
+    "all ranks, and to_local() without grad_placements"
 )
 
 
 def _listed(way: Groups) -> str:
-    return " and of ".join(ranks_text(group).removeprefix("ranks ") for group in way)
+    return " and over ".join(map(ranks_text, way))

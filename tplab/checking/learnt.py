@@ -20,25 +20,25 @@ def nothing_learnt(facts: Facts, num_steps: int) -> str:
         )
     if lost := facts.on_no_rank:
         return (
-            f"{named(lost)} of the reference was found on no rank, and it is not known of what ranks hold a part "
-            f"in {named(facts.unplaced)}: give them the reference's names, or weights that are its own at the start"
+            f"{named(lost)} of the reference was found on no rank, and it is not known to which of the reference's "
+            f"parameters {named(facts.unplaced)} belong: give them the reference's names, or its weights at the start"
         )
     if twice := next(_twice(facts), ()):
         line = facts.line_of_data() or facts.line("forward")
         return (
-            f"{ranks_text(twice)} hold copies of the model and see the same samples as each other (at {line}), so "
-            "together they do what one of them does alone: cut the batch by rank, give the loader a "
-            "DistributedSampler, or draw from a seed for each rank"
+            f"{ranks_text(twice)} hold copies of the model and all see the same samples (at {line}), so together "
+            "they do only what one of them does alone: cut the batch by rank, give the loader a DistributedSampler, or "
+            "draw from a different seed on each rank"
         )
     if not any(_has_changed(seen, number) for seen in facts.ours for number in range(num_steps)):
         freed = facts.line_of_script("freed")
         why = (
-            f"The optimizer made at {freed} holds parameters whose memory is freed, as FSDP does with those that it "
-            "has gathered: make it before the model is called"
+            f"The optimizer made at {freed} holds parameters whose memory is freed, as is the case with those that "
+            "FSDP has gathered: create it before the model is called"
             if freed
-            else "See that the optimizer holds the model's parameters, and that its learning rate is not 0"
+            else "Check that the optimizer holds the model's parameters, and that its learning rate is not 0"
         )
-        return f"no parameter has changed in {num_steps} steps, on ranks or in the reference. {why}"
+        return f"no parameter has changed in {num_steps} steps, neither on the ranks nor in the reference. {why}"
     return ""
 
 

@@ -29,8 +29,8 @@ def log(facts: Facts) -> Found:
     if factor is not None and is_named and times is not None and abs(times / factor - 1) < 2e-3:
         backward = facts.line("backward")
         cause = (
-            "the loss of all ranks is added up, and the backward pass of that does not: training is the same, but "
-            "the loss where it begins, and what is logged of it, is a sum. Average it"
+            "the losses of all ranks are added up, and the backward pass of that sum adds nothing up: training is the "
+            "same, but the loss where the backward pass begins, and the loss that is logged, are sums. Average it"
         )
         where = line_of_loss(facts) or backward
         lines = [backward, got.where]
@@ -57,17 +57,17 @@ def log(facts: Facts) -> Found:
     elif is_named and factor is not None and factor > 1:
         words = facts.sizes.words(factor)
         cause = (
-            "training is the same, and what is logged is not: it is a sum over ranks that is divided by what one rank "
-            "has, or not at all. Divide it by the sum of the counts of all ranks"
+            "training is the same, but what is logged is not: it is a sum over ranks that is divided by what one rank "
+            "has, or is not divided at all. Divide it by the sum of the counts of all ranks"
         )
     else:
         words = facts.sizes.words(factor) if factor else "not the reference's"
         cause = (
-            "training is the same, and what is logged is not: it is computed from one rank's own samples, or it is a "
-            "mean of the means of batches or ranks that have unequally many. Add up sums and counts over ranks, then "
+            "training is the same, but what is logged is not: it is computed from one rank's own samples, or it is a "
+            "mean of the means of batches or ranks that are not equally large. Add up sums and counts over ranks, then "
             "divide"
         )
-    seen = "training is the same, and what is logged is not"
+    seen = "training is the same, but what is logged is not"
     yield facts.fault(
         what, got.label, words, factor, got.where, cause if proof else "", thread=thread("log") if proof else "",
         values=values, ranks=[rank], proof=proof, seen=seen,
@@ -83,7 +83,7 @@ def _proof(facts: Facts, wrong: Differs) -> str:
         return ""
     total = sum(count for _, count in pairs)
     if abs(sum(value * count for value, count in pairs) / total - wrong.want.value) <= slack:
-        return "the same losses, counted by their targets over all ranks, have the mean that the reference logs"
+        return "the mean of the same losses over all ranks, weighted by their targets, is what the reference logs"
     if abs(float(np.mean(means)) - wrong.want.value) <= slack:
         return "the mean over all ranks of these losses is what the reference logs"
     return ""

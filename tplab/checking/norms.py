@@ -45,7 +45,7 @@ def _scaled(facts: Facts) -> Found:
     wrong = {rank: x for rank, x in scales.items() if gap(x, should) > slack}
     if not wrong:
         if not any(step.norms for step in facts.mine):
-            yield facts.row("norm", True, f"gradients are scaled by {should:.6g} after it, as in the reference")
+            yield facts.row("norm", True, f"gradients are then scaled by {should:.6g}, as in the reference")
         return
     line = facts.line_of_norm() or facts.line("clip") or facts.line("scale") or facts.line("step")
     want = norm_of(facts.theirs[0].gradients) if len(facts.theirs) == 1 else 0.0
@@ -53,8 +53,8 @@ def _scaled(facts: Facts) -> Found:
         yield from _wrong(facts, norms, want, line, list(scales))
         return
     listed = ", ".join(dict.fromkeys(plain(x) for x in wrong.values()))
-    words = f"gradients are scaled by {listed} after it, and by {plain(should)} in the reference"
-    hypotheses = [Hypothesis(repair, "gradients are clipped by another number", line, thread("norm"))
+    words = f"gradients are then scaled by {listed}, and by {plain(should)} in the reference"
+    hypotheses = [Hypothesis(repair, "gradients are not clipped by the reference's number", line, thread("norm"))
                   for repair in _repairs(facts, line)]  # fmt: skip
     yield facts.fault("norm", "", words, None, line, "", ranks=list(wrong), hypotheses=hypotheses,
                       lines=[*facts.sums_of_numbers(), facts.line("scale"), facts.line("step")])  # fmt: skip
@@ -81,12 +81,15 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     is_own = all(abs(value - own[rank]) <= 1e-3 * own[rank] for rank, value in wrong.items())
     is_whole = abs(every - want) <= 1e-3 * want
     if is_own and (is_whole or got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
-        cause, key = "each rank takes the norm of what it holds: add up the squares over ranks before the root", "norm"
+        cause = "each rank takes the norm of only what it holds: add up the squares over ranks before you take the root"
+        key = "norm"
     elif abs(got - every) <= 1e-3 * every:
-        cause = "squares are added up over ranks that hold copies, which then count several times: count each copy once"
+        cause = (
+            "squares are added up over ranks that hold copies, which then count several times: count one copy of each"
+        )
         key = "copies in norm"
     else:
-        cause = "it is not the norm of the whole gradient: parts are missing, or copies count several times"
+        cause = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
         key = "copies in norm" if got > want else "norm"
     factor = got / want if want else None
     words = facts.sizes.words(factor) if factor else "not the reference's"
@@ -104,12 +107,12 @@ def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
     """Gradients clipped by the reference's norm, and scaled by the number that the reference scales them by."""
     steps = [facts.reference.steps(number)[0] for number in range(facts.reference.num_steps)]
     if norms := {number: step.norms[-1][0] for number, step in enumerate(steps) if step.norms}:
-        yield Repair("norm", f"the reference's norm in place of what {line} clips by", line, values=norms)
+        yield Repair("norm", f"the reference's norm in place of the number that {line} clips by", line, values=norms)
     theirs = dict(reversed(steps[facts.number].scaled))
     differ = [at for at, by in facts.scaled if at in theirs and gap(by, theirs[at]) > 1e-3 * abs(by)]
     for at in dict.fromkeys(differ):
         numbers = {number: dict(step.scaled).get(at) for number, step in enumerate(steps)}
-        words = f"the number that the reference multiplies gradients by at {at}"
+        words = f"the number by which the reference multiplies gradients at {at}"
         yield Repair("numbers", words, at, values=numbers)
 
 

@@ -85,7 +85,7 @@ class Finding:
     @property
     def untold(self) -> str:
         """What to say where no repair was enough."""
-        tried = f"; tried, and not enough: {'; '.join(self.tried)}" if self.tried else ""
+        tried = f"; these changes were tried and are not enough: {'; '.join(self.tried)}" if self.tried else ""
         return f"the cause is not known{tried}"
 
     @property

@@ -26,13 +26,13 @@ class NeedsSamples(Exception):
 
 
 _CAUSES = {
-    "duplicates": "these ranks read the same samples, as if there were one of them: cut the batch by rank, give the "
-    "sampler num_replicas and rank, or draw from a seed for each rank",
+    "duplicates": "these ranks read the same samples, as if there were only one of them: cut the batch by rank, give "
+    "the sampler num_replicas and rank, or draw from a different seed on each rank",
     "missing": "what each rank cuts off is lost: let the parts add up to the batch",
-    "orders": "each rank takes its part of an order of its own, so in an epoch several ranks have the same samples, "
-    "and some samples are on none: give all ranks' samplers one seed, and set_epoch the same number",
-    "parts": "these ranks hold parts of one model, and work on its activations together, so they must read the same "
-    "samples: give the sampler the number and the place of a model's copy, and not those of a rank",
+    "orders": "each rank takes its part of an order of its own, so in an epoch several ranks see the same samples, and "
+    "no rank sees some of the others: give all ranks' samplers one seed, and pass the same number to set_epoch",
+    "parts": "these ranks hold parts of one model and work on its activations together, so they must read the same "
+    "samples: give the sampler the number of the model's copies and the index of this one, not those of ranks",
 }
 
 
@@ -47,8 +47,9 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         return
     if padded := facts.line_of_script("padded"):
         raise NothingToTell(
-            f"the DistributedSampler made at {padded} repeats samples, so that each rank has as many ({found.words}): "
-            "compare with a number of samples that the ranks divide, with drop_last=True, or with fewer --steps"
+            f"the DistributedSampler made at {padded} repeats samples so that all ranks have equally many "
+            f"({found.words}): compare with a number of samples that the ranks can share equally, with drop_last=True, "
+            "or with fewer --steps"
         )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
@@ -58,7 +59,7 @@ def samples(facts: Facts, may_ask: bool) -> Found:
     elif shuffles := samplers_by_rank(facts.ours):
         numbers, line = shuffles
         listed = ", ".join(map(str, numbers))
-        words = f"samplers shuffle by the seeds {listed}, so those of the ranks are not parts of one order"
+        words = f"samplers shuffle by the seeds {listed}, so the ranks' samples are not parts of one order"
         yield facts.fault("samples", "", words, None, line, "", lines=[forward],
                           hypotheses=_dealt(facts, _ways(facts), _CAUSES["orders"], line))  # fmt: skip
     elif found.kind in _CAUSES:
@@ -88,7 +89,7 @@ def _dealt(facts: Facts, ways: list[tuple[tuple[int, ...], ...]], cause: str, li
     for way in ways:
         if len(way) * sum(len(next(iter(data.values()))) for data in mine) == whole:
             whose = "rank" if len(way) == facts.num_ranks else "group of ranks"
-            words = f"the reference's samples, of which every {whose} has a part of its own"
+            words = f"the reference's samples, where every {whose} has a part of its own"
             words = words if len(way) > 1 else "the reference's samples, all of them on every rank"
             repair = Repair("samples", words, groups=way, values=values, times=len(mine))
             yield Hypothesis(repair, cause, line)
@@ -147,7 +148,7 @@ def targets(facts: Facts) -> Found:
     if not 0 < got < wanted:
         return
     cause = (
-        "labels are shifted after the sequence is cut, so that each part loses its last target: shift the whole "
+        "labels are shifted after the sequence is cut, so each part loses its last target: shift the whole "
         "sequence first, then cut"
     )
     words, values = f"{got} of the reference's {wanted} targets", (str(got), str(wanted))
@@ -155,7 +156,7 @@ def targets(facts: Facts) -> Found:
     link, where = thread("labels"), facts.line("label") or chosen[0][0][2]
     steps = facts.reference.seen[0].steps
     whole = {number: (None, [x for x, _, _ in step.targets]) for number, step in enumerate(steps)}
-    repair = Repair("targets", "the reference's targets, of which each rank has those of its part of the sequence",
+    repair = Repair("targets", "the reference's targets, where each rank has those of its part of the sequence",
                     values=whole)  # fmt: skip
     yield facts.fault(
         "samples", "targets", words, got / wanted, where, "", values=values, lines=lines,
@@ -173,7 +174,7 @@ def dropout(facts: Facts) -> Found:
                         "these ranks work on the same activations, and each draws a dropout mask of its own: draw it "
                         "from a generator that has the same seed and state on all of them"
                     )
-                    words = f"another one on rank {rank} than on rank {first}, for the same activations"
+                    words = f"not the same on rank {rank} as on rank {first}, for the same activations"
                     seeds = seeds_by_rank(facts.ours)
                     where = seeds[1] if seeds else a.where
                     repairs = []
@@ -186,4 +187,4 @@ def dropout(facts: Facts) -> Found:
                     )  # fmt: skip
                     return
     if any(step.masks for step in facts.mine):
-        yield facts.row("dropout", True, "masks were drawn and not used: they would hide all other differences")
+        yield facts.row("dropout", True, "masks were drawn but not used, because they would hide all other differences")

@@ -71,13 +71,13 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         yield facts.fault("weights", name, words, sizes[name], where, "", values=(got, want), others=others)
     elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
         name, *others = whole
-        words = "not the reference's, though both load weights: here nothing, or something else, is loaded"
+        words = "not the reference's, although both load weights: the ranks load nothing, or something else"
         yield facts.fault("weights", name, words, None, loaded, "", others=others)
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:
         count = len(facts.reference.weights) - len(lost)
-        unknown = f"; {named(lost)} of the reference was found on no rank, and is not compared" if lost else ""
+        unknown = f"; {named(lost)} of the reference was found on no rank and is not compared" if lost else ""
         words = f"{count} of {len(facts.reference.weights)} parameters begin as the reference's{unknown}"
         yield facts.row("weights", True, words, count=count)
 
@@ -104,11 +104,11 @@ def _of_seeds(facts: Facts) -> tuple[str, str]:
     if seeds := seeds_by_rank(facts.ours):
         values, line = seeds
         cause = (
-            f"ranks set the seeds {', '.join(map(str, values))} there, and nothing copies rank 0's weights to the "
-            "others: set one seed before the model is made, or broadcast its weights"
+            f"ranks set the seeds {', '.join(map(str, values))} at this line, and nothing copies rank 0's weights "
+            "to the others: set one seed before the model is made, or broadcast its weights"
         )
         return line, cause
-    cause = "copies must be drawn from one seed, or sent by one rank; shards must be drawn from several seeds"
+    cause = "copies must be drawn from one seed, or sent by one rank; shards must be drawn from different seeds"
     return next((line for _, line in facts.ours[0].seeds), facts.line("forward")), cause
 
 

@@ -251,17 +251,17 @@ class Trails:
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> str:
-    """How a value differs from the right one: "2 times the reference's", "[0, 1, 2, ..], not [4, 5, 6, ..]"."""
+    """How a value differs from the right one: "it is 2 times the reference's", and otherwise the first elements."""
     square = float((want.astype(np.float64) ** 2).sum())
     factor = float((got.astype(np.float64) * want).sum()) / square if square else 0.0
     size = float(np.abs(want).max(initial=0))
     if factor and abs(factor - 1) > 1e-3 and np.abs(got - factor * want).max(initial=0) <= 1e-4 * size * abs(factor):
-        return f"{plain(factor)} times the reference's"
+        return f"it is {plain(factor)} times the reference's"
     apart = np.flatnonzero(np.abs(got.astype(np.float64) - want).reshape(-1) > 1e-5 * size)
     some = slice(int(apart[0]), int(apart[0]) + 4) if apart.size else slice(0, 4)
     listed = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
     first, second = listed
-    return f"{first} and so on from element {some.start} of the last rank's, where the reference has {second}"
+    return f"from element {some.start} on, the last rank has {first}, ..., where the reference has {second}, ..."
 
 
 def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:

@@ -20,11 +20,11 @@ def skipped(facts: Facts) -> Found:
     wrong = {rank: step.skipped for rank, step in enumerate(facts.mine) if step.skipped != should}
     if wrong:
         rank, got = next(iter(wrong.items()))
-        words = f"{got} updates were skipped before this step on rank {rank}, and {should} in the reference"
+        words = f"before this step, rank {rank} has skipped {got} updates and the reference {should}"
         line = facts.line_of_script("skipped") or facts.reference.seen[0].lines["skipped"]
         yield facts.fault("optimizer", "skipped updates", words, None, line, "", ranks=list(wrong))
     elif should:
-        yield facts.row("optimizer", None, f"{should} skipped before this step on both sides, which are not compared")
+        yield facts.row("optimizer", None, f"both sides skipped {should} before this step, and these are not compared")
 
 
 def settings(facts: Facts) -> Found:
@@ -43,8 +43,8 @@ def settings(facts: Facts) -> Found:
             cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
         elif factor and facts.sizes.named(factor):
             cause = (
-                f"{_SETTINGS.get(key, key)} depends on the number of ranks, though the whole batch does not: scale it "
-                "once, and let a schedule count steps of the optimizer, or samples of all ranks"
+                f"{_SETTINGS.get(key, key)} depends on the number of ranks, although the whole batch does not: scale "
+                "it once, and let a schedule count steps of the optimizer, or samples of all ranks"
             )
         values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
         line = facts.line(f"set {key}")
@@ -95,20 +95,20 @@ def states(facts: Facts) -> Found:
     factor = got / want if want and facts.sizes.named(got / want) else None
     words = facts.sizes.words(factor) if factor else "not the reference's"
     cause = (
-        "settings and gradients are the same, and the optimizer's state is not: it was made anew, as when training is "
-        "resumed on one rank only, or updated more than once in a step"
+        "settings and gradients are the reference's, but the optimizer's state is not: it was created anew, as when "
+        "training is resumed on only one rank, or it was updated more than once in a step"
     )
     ranks = set().union(*wrong.values())
     right = [other for other in range(facts.num_ranks) if other not in ranks]
     tried = [
-        Repair("states", f"the states of rank {other} on all ranks before the step",
+        Repair("states", f"the optimizer's states of rank {other} on all ranks before the step",
                values={"from": other, "step": facts.number}) for other in right[:1]
     ]  # fmt: skip
     yield facts.fault(
         "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
         hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
-        seen="settings and gradients are the same, and the optimizer's state is not",
+        seen="settings and gradients are the reference's, but the optimizer's state is not",
     )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def parameters(facts: Facts) -> Found:
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
     factor = shares[0] if np.ptp(shares) < 1e-2 * max(1, abs(shares[0])) else None
-    words, cause = "not the reference's", "gradients, settings and states are the same, and the update is not"
+    words, cause = "not the reference's", "gradients, settings and states are the reference's, but the update is not"
     if factor is not None and abs(factor) < 1e-3:
         words = "not updated"
         cause = (
@@ -151,13 +151,13 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
-    seen = "gradients, settings and states are the same, and the update is not"
+    seen = "gradients, settings and states are the reference's, but the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
-        factor, words = None, "not the reference's, though no optimizer updates it"
-        seen = "no optimizer has it: the script itself writes it, as it does a moving average"
+        factor, words = None, "not the reference's, and no optimizer updates it"
+        seen = "no optimizer has it: the script itself writes it, as with a moving average"
         cause = (
-            "the script itself writes it, as it does a moving average or a copy in another precision, and ranks write "
-            "different values: write it when every rank has the new parameters, and from the same ones on all ranks"
+            "the script itself writes it, as with a moving average or a copy in another precision, and ranks write "
+            "different values: write it once every rank has the new parameters, from the same ones on all ranks"
         )
         mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
         after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
@@ -165,7 +165,7 @@ def parameters(facts: Facts) -> Found:
               for name in names for _, mine, _ in facts.holders(name)}  # fmt: skip
     hypotheses = []
     if all(owner >= 0 for owner in owners.values()):
-        spoken = f"the parameters of the ranks that have updated {named(names)} rightly, sent to the others"
+        spoken = f"the parameters of the ranks that have updated {named(names)} correctly, sent to the others"
         repair = Repair("parameters", spoken, names=tuple(owners), values=owners)
         hypotheses.append(Hypothesis(repair, cause, after[0] if after else line))
     elif after and factor is not None and abs(factor) < 1e-3:

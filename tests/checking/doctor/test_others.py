@@ -39,7 +39,7 @@ OTHERS = (
         2,
         ("loss",),
         "torch.bincount(",
-        "what goes into this line is right, and what it computes is not",
+        "the inputs of this line are right and its result is wrong",
     ),
     Other("tokens_counted_twice", 4, ("loss", "gradient"), "/ count", "divided by a number that is too large"),
     Other("wait_comes_too_late", 2, ("gradient",), "async_op=True", "does not wait for it"),

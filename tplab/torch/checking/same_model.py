@@ -130,19 +130,19 @@ class _Doctor:
         try:
             ours = self._on_gpus_or_cpu(mesh)
             if mesh.size == 1:
-                raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
+                raise _NothingToTell("one rank alone shares no work: give more ranks, for example --nproc-per-node 2")
             if any(FLAT in one.kinds for one in ours):
                 raise _NothingToTell(
                     "FullyShardedDataParallel (FSDP1) keeps all parameters of a module in one flat tensor, and the "
                     "gradients of each cannot be told apart: use fully_shard (FSDP2), or compare the script with "
-                    "DistributedDataParallel in its place"
+                    "DistributedDataParallel instead"
                 )
             if unfilled := [name for one in ours for name in one.unfilled]:
                 more = f" and {len(set(unfilled)) - 1} more" if len(set(unfilled)) > 1 else ""
                 raise _NothingToTell(
-                    f"{unfilled[0]}{more} hold whatever was in memory when training begins: to_empty at "
-                    f"{ours[0].lines['empty']} leaves parameters empty, and nothing fills these (nn.Module."
-                    "reset_parameters fills those of one module, and not of the modules in it)"
+                    f"nothing has filled {unfilled[0]}{more} before training begins: to_empty at "
+                    f"{ours[0].lines['empty']} leaves in parameters whatever was in memory (nn.Module.reset_parameters "
+                    "fills those of one module, and not those of the modules in it)"
                 )
             handed = Handed(ours)
             with _threads(ours):
@@ -164,7 +164,7 @@ class _Doctor:
         about = f"{self.name} on {_ranks(mesh)}, {how}, compared with {_ranks(alone)} that go on"
         try:
             if mesh.size == 1:
-                raise _NothingToTell("one rank shares no work with another: give more ranks, as --nproc-per-node 2")
+                raise _NothingToTell("one rank alone shares no work: give more ranks, for example --nproc-per-node 2")
             theirs = self._later(alone, args)
             self.seen(alone, args)  # the script leaves its checkpoint
             ours = self.seen(mesh, [*self.args, *resume])
@@ -183,7 +183,7 @@ class _Doctor:
         """What is seen of twice as many steps, but for the first half."""
         found = self.seen(alone, args, steps=2 * self.steps, **options)
         if found[0].num_steps <= self.steps:
-            raise _NothingToTell(f"on {_ranks(alone)} the script ends after {self.steps} steps, where it is to go on")
+            raise _NothingToTell(f"on {_ranks(alone)} the script ends after {self.steps} steps, but it should go on")
         return [
             replace(one, weights=last.parameters, buffers=last.buffers, steps=one.steps[self.steps :])
             for one in found
@@ -217,7 +217,7 @@ class _Doctor:
             if not error.is_for_want_of_gpus or self.options["device"] is not None or torch.cuda.is_available():
                 raise
         self.options["device"] = "cpu"
-        self.notes.append("this machine has no GPU, and the script looks for some: cuda meant the CPU (--device cpu)")
+        self.notes.append("this machine has no GPU, and the script looks for one, so cuda meant the CPU (--device cpu)")
         return self.seen(mesh, self.args)
 
     def _reference(self, mesh: Mesh, alone: Mesh, args: list[Any]) -> tuple[Mesh, list[Seen]]:
@@ -232,7 +232,7 @@ class _Doctor:
             try:
                 found = alone, self.seen(alone, args)
                 self.notes.append(
-                    f"the reference found {mesh.size} GPUs, as the ranks did: with fewer it does not train"
+                    f"the reference found {mesh.size} GPUs, as the ranks did, because with fewer it does not train"
                 )
                 return found
             except _NotRun as error:
@@ -242,7 +242,7 @@ class _Doctor:
                 more = _first_axis(mesh, size)
                 with suppress(_NotRun):
                     found = more, self.seen(more, args)
-                    self.notes.append(f"the reference has {size} ranks, as {first}")
+                    self.notes.append(f"the reference has {size} ranks, because {first}")
                     return found
         raise first
 
@@ -292,14 +292,14 @@ class _Doctor:
                 return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
             except NeedsWeights as needs:
                 weights = needs.weights
-                notes.append("the reference was given the weights that the ranks begin with: they draw others")
+                notes.append("the reference was given the weights that the ranks begin with, because it draws others")
             except NeedsSamples as needs:
                 if handed is None:
                     return cannot_tell(str(needs), about=about)
                 is_fed, why, handed.is_drawn = True, str(needs), needs.are_drawn and handed.can_be_drawn
                 is_own = handed.is_drawn or seeds_by_rank(ours) is not None
                 how = "each of them draws its own" if is_own else "it draws in another order"
-                notes.append(f"the reference was given the samples that the ranks drew, as {how}")
+                notes.append(f"the reference was given the samples that the ranks drew, because {how}")
         return cannot_tell("the reference does not take the weights and samples of the ranks", about=about)
 
     def _trails(
@@ -376,7 +376,8 @@ class _Doctor:
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise _NothingToTell(
                 f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
-                f"torch.optim.Optimizer{f'; it ended, and last it printed {prints[-1].strip()!r}' if prints else ''}"
+                "torch.optim.Optimizer"
+                + (f"; it ended, and the last thing it printed was {prints[-1].strip()!r}" if prints else "")
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
         if len(set(counts.values())) > 1:
