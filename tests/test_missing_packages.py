@@ -99,7 +99,8 @@ def test_tplab_is_a_command():
 def test_a_module_that_is_not_there_is_one_sentence(tmp_path: Path):
     for command in ("torchrun", "doctor"):
         done = ran("-m", f"tplab.{command}", "--nproc-per-node", "2", "-m", "nope.train", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (2, f"tplab.{command}: No module named 'nope'\n")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"tplab.{command}: ") and "nope" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_layer():
     "layer, parts",
     [
         (BiasInside, ("output of transformer.h.0.mlp.c_proj", "bias is added 2 times")),
-        (NoSum, ("output of transformer.h.0.mlp.c_proj", "all_reduce over 'tp' is missing")),
+        (NoSum, ("output of transformer.h.0.mlp.c_proj", "over 'tp' the parts add up to the reference")),
         (NoBias, ("output of transformer.h.0.mlp.c_proj", "its bias is not added")),
         (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 has that of rank 1")),
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),

@@ -41,8 +41,9 @@ def kinds_apart(trace: Trace) -> dict[str, str]:
 
 
 def _labels(trace: Trace) -> list[str]:
+    """Those of axes as they first appear, then those of groups by their ranks: which of them is first is chance."""
     table, codes = trace.codes("axis")
-    return [table[code] for code in np.unique(codes) if table[code]]
+    return sorted((table[code] for code in np.unique(codes) if table[code]), key=ranks_of)
 
 
 def _distances(ranks: Sequence[int]) -> tuple[int, ...]:

@@ -451,7 +451,7 @@ def test_a_device_that_a_node_does_not_have():
     def program() -> None:
         torch.cuda.set_device(2)
 
-    with pytest.raises(RankError, match=r"set_device\(2\).* 2 ranks here, .* 0 to 1; LOCAL_RANK"):
+    with pytest.raises(RankError, match=r"set_device\(2\).* 2 devices here, .* 0 to 1; LOCAL_RANK"):
         run(program, Mesh(dp=2), distributed=True, device="cpu")
 
 

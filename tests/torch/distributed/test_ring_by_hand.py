@@ -23,7 +23,7 @@ WORDS, WIDTH, HEADS, SEQUENCE, STEPS = 16, 8, 2, 24, 20
 def passed_on(*tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
     """What the rank before this one sends, once the works are done."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    arriving = [torch.empty_like(x) for x in tensors]
+    arriving = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]  # contiguous, as gloo wants it
     ops = [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % size) for x in tensors]
     ops += [dist.P2POp(dist.irecv, x, (rank - 1) % size) for x in arriving]
     return arriving, dist.batch_isend_irecv(ops)
