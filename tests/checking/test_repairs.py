@@ -87,6 +87,22 @@ def test_a_repair_that_makes_something_else_wrong_is_none():
     assert is_mended(fault("a"), SameModel(right, [fault("b")]), before)
 
 
+def test_samples_that_are_handed_over_must_make_the_step_right():
+    """They are the reference's, so that they themselves are right in any case."""
+    samples, before = fault("", what="samples"), SameModel([], [fault("", what="samples")])
+    rows = [Row("samples", 0, True, "")]
+    assert not is_mended(samples, SameModel(rows, [fault("", what="loss")]), before)
+    assert is_mended(samples, SameModel(rows, [fault("", what="loss", step=1)]), before)
+
+
+def test_a_fault_of_the_log_is_mended_where_the_log_is_right():
+    right = [Row("gradient", 0, True, "")]
+    for logged in (fault("", what="loss"), fault("", what="log"), fault("accuracy", what="evaluation")):
+        before = SameModel(right, [logged])
+        assert not is_mended(logged, SameModel(right, [logged]), before)
+        assert is_mended(logged, SameModel(right, []), before)
+
+
 def test_what_is_logged_proves_nothing_of_training():
     right = [Row("gradient", 0, True, "")]
     assert is_mended(fault("a"), SameModel(right, [fault("", what="log")]), SameModel([], [fault("a")]))

@@ -162,7 +162,8 @@ class _Factors:
             yield Hypothesis(repair, cause, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
-        if (some_hold or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
+        are_sent = some_hold and any(sent.op == "all_to_all" for sent in facts.sent("forward"))
+        if (are_sent or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
             cause = (
                 "an expert's gradient contains the parts of all ranks that sent it tokens: divide it by the number of "
                 "ranks that the other gradients are averaged over, and add it up only over ranks that hold a copy of "

@@ -113,8 +113,6 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                     )
                 )
                 mended += [one.repair, *one.also]
-                if first.what == "samples":  # what the loss compares with may still be that of the others
-                    break
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings
                     if not _is_known(other, done) and not _is_logged(other, found)
@@ -132,12 +130,14 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
 
 def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
     """Whether a fault is gone from a new report, and nothing is wrong now that comes before it, or that is beside it
-    and was right."""
-    place = _place(fault)
-    for other in (other for other in found.findings if not _is_logged(other, found)):
+    and was right. Samples that a run is given are right in any case: with them, the whole step must be."""
+    place, is_logged = _place(fault), _is_logged(fault, before)
+    for other in (other for other in found.findings if is_logged or not _is_logged(other, found)):
         is_new = not any(_overlap(one, other) for one in before.findings if _place(one) == place)
         is_new = is_new and not {other.name, *other.others} <= before.suspects
         if _place(other) < place or (_place(other) == place and (is_new or _overlap(fault, other))):
+            return False
+        if fault.what == "samples" and other.step == fault.step:
             return False
     is_right = any(row.ok and row.step == fault.step and row.what in (fault.what, "gradient") for row in found.rows)
     return found.verdict in ("same", "different") or is_right
