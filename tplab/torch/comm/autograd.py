@@ -250,7 +250,8 @@ def _through_reduce_scatter(call: Call, dy: Tensor, forward: Forward) -> Tensor 
 
 
 def _through_all_to_all(call: Call, dy: Tensor, forward: Forward) -> Plan:
-    return Plan(this_rank().call("all_to_all", call.axis, call.params[::-1]), dy)
+    back = this_rank().call("all_to_all", call.axis, call.params[::-1], splits=call.takes, takes=call.splits)
+    return Plan(back, dy)
 
 
 def _through_broadcast(call: Call, dy: Tensor, forward: Forward) -> Tensor:
