@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from tests.frameworks import FRAMEWORKS, Framework
 from tests.sharded import close, double, flat, nested, numbers
 from tplab import Mesh, P
-from tplab.experts import Routing
+from tplab.errors import ShapeError
+from tplab.experts import Routing, contiguous, rows_between
 
 WIDTH, HIDDEN, SHARED, TOKENS = 6, 8, 4, 24
 EVERYTHING = ("node", "dp", "ep", "etp")  # all ranks have tokens of their own
@@ -269,3 +270,215 @@ def test_ranks_train_what_one_device_trains(fw, case):
         largest = max(np.abs(value).max() for name, value in want.items() if name.startswith("gradient"))
         for name, value in want.items():
             close(fw.numpy(got[name]), value, name, cancelled=largest)
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def test_torch_sends_what_the_table_says():
+    """A row of D numbers for each choice whose expert is elsewhere, or for each rank: there and back, forward and again
+    backward, with numbers of experts (4 B each) and, where ranks weight, weights; and a count (8 B) for each rank."""
+    import tplab.torch as tt
+
+    case = Case(Mesh(ep=4), "all_to_all", DEEP)
+    x = torch.tensor(numbers(TOKENS, WIDTH, seed=3))
+
+    def program(x):
+        layer = case.layer(tt).double()
+        y, routed = layer(x.requires_grad_())
+        y.sum().backward()
+        return routed.choices
+
+    for once, dispatch in ((False, "all_to_all"), (True, "per_rank")):
+        case = case._replace(dispatch=dispatch)
+        out = tt.run(program, case.mesh, x, in_specs=P("ep"), out_specs=P("ep"))
+        table = rows_between(out.value.numpy(), contiguous(8, 4), once=once)
+        leave, come = table.sum(1) - table.diagonal(), table.sum(0) - table.diagonal()
+        choices = 1 if dispatch == "all_to_all" else 3
+        for rank in range(4):
+            rows = 8 * WIDTH * 2 * (leave[rank] + come[rank])
+            about = 4 * choices * leave[rank] + 8 * 3
+            weights = 0 if dispatch == "all_to_all" else 8 * choices * (leave[rank] + come[rank])
+            assert out.trace.bytes_sent(rank=rank) == rows + about + weights
+
+
+def test_jax_sends_slots():
+    """Of 6 tokens per rank an expert takes 3 at most. So a rank sends 3 others the rows of 2 experts, there and back,
+    forward and backward; and their choices. In the last two steps nothing uses dx, and XLA does not compute it."""
+    with double(FRAMEWORKS["jax"]()):
+        fw = FRAMEWORKS["jax"]()
+        case = Case(Mesh(ep=4), "all_to_all", Routing(8, 2, capacity=2.0))
+        assert case.rule.room(6) == 3
+        out = sharded(fw, case, state_of(case), numbers(TOKENS, WIDTH), numbers(TOKENS, WIDTH))
+        exchanged = [event for event in out.trace.select(kind="collective", rank=0).events if event.op == "all_to_all"]
+        assert sum(event.bytes for event in exchanged) == (4 + 3 + 3) * 3 * 6 * WIDTH * 8 + STEPS * 3 * 6 * 4
+
+
+# --- what users expect ------------------------------------------------------------------------------------------------
+
+
+def test_routing_is_replayed_with_the_weights_of_the_router_that_replays_it(fw):
+    """A router with other weights follows recorded choices, and its own weights have the gradient."""
+    case = Case(Mesh(ep=2), "per_rank", PLAIN)
+    state, x = state_of(case), numbers(8, WIDTH)
+    other = state | {"router.weight": numbers(8, WIDTH, seed=77)}
+    specs = specs_of(case)
+
+    def program(states, x):
+        if fw.name == "jax":
+            apply = lambda state, *more: case.layer(fw.lab)(nested(state), x, *more)  # noqa: E731
+        else:
+
+            def apply(state, *more):
+                layer = case.layer(fw.lab).double()
+                layer.load_state_dict(state, strict=False)
+                return layer(x, *more)
+
+        _, recorded = apply(states[0])
+        _, replayed = apply(states[1], recorded.choices)
+        _, own = apply(states[1])
+        return recorded.choices, replayed.choices, replayed.scores, own.scores, own.choices
+
+    with double(fw):
+        states = [{n: fw.array(v) for n, v in each.items()} for each in (state, other)]
+        rows = (P("ep"),) * 5
+        out = fw.lab.run(program, case.mesh, states, fw.array(x), in_specs=([specs, specs], P("ep")), out_specs=rows)
+        recorded, replayed, scores, own, choices = map(fw.numpy, out.value)
+        assert (recorded == replayed).all() and (recorded != choices).any()
+        assert (scores == own).all()
+
+
+def test_ranks_may_have_other_numbers_of_tokens_and_none():  # in JAX all ranks have one shape
+    import tplab.torch as tt
+
+    x = torch.tensor(numbers(5, WIDTH, seed=3))
+    sizes = [3, 0, 2, 0]
+
+    def program(dispatch, sizes):
+        begin, count = sum(sizes[: tt.axis_index("ep")]), sizes[tt.axis_index("ep")]
+        layer = tt.MixtureOfExperts(WIDTH, HIDDEN, DEEP, "ep", dispatch=dispatch).double()
+        mine = x[begin : begin + count].clone().requires_grad_()
+        y, _ = layer(mine)
+        y.square().sum().backward()
+        return y.detach(), mine.grad, layer.experts.up.grad
+
+    want = tt.run(program, Mesh(ep=1), "gather", [5]).per_rank[0]
+    for dispatch in ("all_to_all", "per_rank", "gather"):
+        found = tt.run(program, Mesh(ep=4), dispatch, sizes).per_rank
+        for got, whole in zip(map(torch.cat, zip(*found)), want):
+            close(got, whole)
+
+
+def test_experts_may_stay_unchosen(fw):
+    """Their gradient is zero, and present."""
+    case = Case(Mesh(ep=4), "all_to_all", ONE)
+    state, x = state_of(case), np.abs(numbers(TOKENS, WIDTH))
+    state["router.weight"] = np.zeros((8, WIDTH))
+    state["router.weight"][5] = 1.0  # every token chooses expert 5
+    with double(fw):
+        got = sharded(fw, case, state, x, numbers(TOKENS, WIDTH)).value
+        gradient = fw.numpy(got["gradient of experts.up"])
+        assert np.abs(gradient[5]).max() > 0
+        assert not np.delete(gradient, 5, 0).any()
+
+
+def test_gradients_leave_during_the_backward_pass_too():
+    """`data_parallel` knows that experts have copies along dp alone."""
+    import tplab.torch as tt
+
+    case = Case(Mesh(dp=2, ep=2), "per_rank", DEEP)
+    state, x, c = state_of(case), numbers(TOKENS, WIDTH), numbers(TOKENS, WIDTH)
+    specs = specs_of(case)
+
+    def program(state, x, c):
+        layer = case.layer(tt).double()
+        layer.load_state_dict(state, strict=False)
+        tt.data_parallel(layer, case.names)
+        y, routed = layer(x)
+        _loss(tt, y, routed, c, case).backward()
+        return {name: p.grad for name, p in layer.named_parameters()}
+
+    rows = P(case.names)
+    args = {name: torch.tensor(value) for name, value in state.items()}, torch.tensor(x), torch.tensor(c)
+    got = tt.run(program, case.mesh, *args, in_specs=(specs, rows, rows), out_specs=specs).value
+    want = reference(state, x, c, case)
+    for name in specs:
+        close(got[name], want[f"gradient of {name}"], name)
+
+
+def test_the_bias_moves_choices_and_no_weights(fw):
+    """Each expert's load comes nearer to the mean, and scores stay what they were."""
+    rule = Routing(8, 2, score="sigmoid")
+    x, weight = numbers(256, WIDTH), numbers(8, WIDTH, seed=1) / 2
+
+    def program(x, weight, bias):
+        router = fw.lab.Router(WIDTH, rule)
+        if fw.name == "torch":
+            router = router.double()
+            router.weight.data, router.bias = weight, bias
+            routed = router(x)
+        else:
+            routed = router({"weight": weight, "bias": bias}, x)
+        counts = fw.lab.chosen_counts(routed, "dp")
+        return counts, fw.lab.balanced_bias(bias, counts, 0.01), routed.scores
+
+    with double(fw):
+        bias, spread, first = np.zeros(8), [], None
+        for _ in range(40):
+            args = fw.array(x), fw.array(weight), fw.array(bias)
+            out = fw.lab.run(program, Mesh(dp=2), *args, in_specs=(P("dp"), P(), P()), out_specs=(P(), P(), P("dp")))
+            counts, bias, scores = map(fw.numpy, out.value)
+            first = scores if first is None else first
+            spread.append(counts.max() - counts.min())
+        assert spread[-1] < spread[0] / 4
+        assert (scores == first).all()
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda lab: lab.ParallelExperts(4, 8, Routing(6, 2), "ep"), "experts is 6"),
+        (lambda lab: lab.ParallelExperts(4, 8, Routing(8, 2), "ep", dispatch="ring"), "dispatch is 'ring'"),
+        (lambda lab: lab.ParallelExperts(4, 8, Routing(8, 2), "ep", dispatch="two_levels"), "two levels are two axes"),
+        (lambda lab: lab.ParallelExperts(4, 8, Routing(8, 2), "ep", activation="relu"), "activation is 'relu'"),
+    ],
+)
+def test_layers_that_cannot_be_made(fw, make, words):
+    def program():
+        layer = make(fw.lab)
+        if fw.name == "jax":
+            import jax
+
+            layer.init(jax.random.key(0))
+        return fw.lab.axis_index("ep")
+
+    with pytest.raises(ShapeError if "is 6" in words else Exception, match=words):
+        fw.lab.run(program, Mesh(ep=4))
+
+
+def test_pieces_that_do_not_fit_are_named():
+    import tplab.torch as tt
+
+    def program(sizes, received):
+        return tt.all_to_all(torch.arange(4.0), "ep", sizes=sizes, received=received)
+
+    for sizes, received, words in (
+        ([1, 2], [1, 2], "add up to 3, and x has 4 rows"),
+        ([1, 3, 0], [2, 2], "must be 2 numbers"),
+        ([1, 3], None, "need sizes, the rows for each position, and received"),
+        ([1, 3], [1, 2], r"rank 0 have sizes \[1, 2\], one for each rank, but the ranks send it \[1, 1\]"),
+    ):
+        with pytest.raises(Exception, match=words):
+            tt.run(program, Mesh(ep=2), sizes, received)
+
+
+def test_zero_refuses_experts_along_the_axis_that_cuts_them():
+    import tplab.torch as tt
+
+    def program(axis):
+        tt.shard_parameters(tt.ParallelExperts(4, 8, Routing(8, 2), "ep"), axis)
+        return 1
+
+    assert tt.run(program, Mesh(dp=2, ep=2), "dp").per_rank == [1] * 4
+    with pytest.raises(Exception, match="'gate' of ParallelExperts is cut along 'ep'"):
+        tt.run(program, Mesh(dp=2, ep=2), ("dp", "ep"))

@@ -166,7 +166,7 @@ def _uneven(x: Tensor, axis: Axis, dims: tuple[int, int], sizes: Any, received: 
             )
     if sum(sizes) != x.shape[0]:
         raise ShapeError(f"all_to_all: sizes={list(sizes)} add up to {sum(sizes)}, and x has {x.shape[0]} rows")
-    return this_rank().call("all_to_all", axis, (), splits=sizes, takes=received)
+    return this_rank().call("all_to_all", axis, dims, splits=sizes, takes=received)
 
 
 @_collective
