@@ -302,9 +302,9 @@ class _Pending(Pending):
     @property
     def sizes(self) -> tuple[int, ...] | None:
         call, inputs = self.site.call, self.meeting.inputs
-        if call.op != "all_gather" or self.result is None:
+        if not call.row.gathers or self.result is None:
             return None
-        return tuple(inputs[index].shape[call.params[0]] for index in range(len(inputs)))
+        return tuple(inputs[index].shape[call.dims[1]] for index in range(len(inputs)))
 
     @property
     def sent_with(self) -> tuple[Any, ...]:
