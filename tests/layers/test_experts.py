@@ -88,6 +88,11 @@ CASES = [
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
 
+def numbers_of(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.clone()
+
+
 def mlp(up, down, gate, x, activation):
     hidden = up @ x
     if activation == "swiglu":
@@ -171,7 +176,7 @@ def reference(state: Mapping[str, np.ndarray], x: np.ndarray, c: np.ndarray, cas
         loss, y = whole(tensors, inputs, torch.tensor(c), case)
         loss.backward()
         if step == 0:
-            first = {"y": y, "dx": inputs.grad} | {f"gradient of {n}": t.grad.clone() for n, t in tensors.items()}
+            first = {"y": y, "dx": inputs.grad} | {f"gradient of {n}": numbers_of(t.grad) for n, t in tensors.items()}
         torch.nn.utils.clip_grad_norm_(tensors.values(), MOST)
         optimizer.step()
     return {n: t.detach().numpy() for n, t in (first | {f"{n} after": t for n, t in tensors.items()}).items()}
@@ -200,8 +205,8 @@ def _torch_program(lab: Any, case: Case) -> Any:
             _loss(lab, y, routed, c, case).backward()
             lab.average_gradients(layer, case.names, bucket_bytes=None if step else 1e3)
             if step == 0:
-                first = {"y": y.detach(), "dx": inputs.grad / case.mesh.size}
-                first |= {f"gradient of {n}": p.grad.clone() for n, p in layer.named_parameters()}
+                first = {"y": y.detach(), "dx": numbers_of(inputs.grad) / case.mesh.size}
+                first |= {f"gradient of {n}": numbers_of(p.grad) for n, p in layer.named_parameters()}
             lab.clip_gradients(layer, MOST)
             optimizer.step()
         return first | {f"{n} after": p.detach() for n, p in layer.named_parameters()}
@@ -221,14 +226,15 @@ def _jax_program(lab: Any, case: Case, specs: Mapping[str, P]) -> Any:
             return lab.all_reduce(_loss(lab, y, routed, c, case), case.names, "mean"), y
 
         optimizer = optax.adamw(1e-2, weight_decay=1e-2)
-        moments, first = optimizer.init(state), {}
+        moments: Any = optimizer.init(state)
+        first: dict[str, Any] = {}
         for step in range(STEPS):
             (_, y), (grads, dx) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state, x)
             if step == 0:
                 first = {"y": y, "dx": dx} | {f"gradient of {n}": g for n, g in grads.items()}
             grads, _ = lab.clip_gradients(grads, MOST, dict(specs))
             updates, moments = optimizer.update(grads, moments, state)
-            state = optax.apply_updates(state, updates)
+            state = dict(optax.apply_updates(state, updates))  # type: ignore[call-overload]
         return first | {f"{n} after": p for n, p in state.items()}
 
     return program

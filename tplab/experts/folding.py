@@ -80,7 +80,7 @@ def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
 def _ends(layout: Mesh, whose: str) -> dict[int, str]:
     """After how many ranks each axis ends: the distance of its ranks times their number."""
     ends, found = 1, {}
-    for name, size in reversed(layout.shape.items()):
+    for name, size in reversed([*layout.shape.items()]):
         ends *= size
         found[ends] = f"{name}={size} {whose}"
     return found
@@ -89,7 +89,7 @@ def _ends(layout: Mesh, whose: str) -> dict[int, str]:
 def _axis_over(end: int, layout: Mesh) -> str:
     """The axis that contains the step up to `end` ranks."""
     reached = 1
-    for name, size in reversed(layout.shape.items()):
+    for name, size in reversed([*layout.shape.items()]):
         reached *= size
         if reached >= end:
             return name

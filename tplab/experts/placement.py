@@ -81,9 +81,7 @@ def contiguous(experts: int, ranks: int) -> Placement:
     return Placement(tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks)))
 
 
-def balanced(
-    loads: Sequence[float], ranks: int, *, slots: int | None = None, groups: int = 1, nodes: int = 1
-) -> Placement:
+def balanced(loads: Any, ranks: int, *, slots: int | None = None, groups: int = 1, nodes: int = 1) -> Placement:
     """A placement in which ranks have nearly equal loads.
 
     loads    how many tokens choose each of E experts, as measured

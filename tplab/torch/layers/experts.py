@@ -40,6 +40,10 @@ class ParallelExperts(nn.Module):
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
     """
 
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(
         self,
         width: int,
@@ -105,6 +109,9 @@ class SharedExpert(nn.Module):
 
     x [..., D]   up [H, D]   down [D, H]   and with "swiglu" gate [H, D]   ->   y [..., D]; nothing is sent
     """
+
+    up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(self, width: int, hidden: int, activation: str = "swiglu"):
         super().__init__()
