@@ -27,6 +27,7 @@ async function draw(figure) {
 
 // A picture that plays by itself, again and again with a rest between, until the reader touches it or looks elsewhere.
 const REST = 3500; // milliseconds
+const SEEN = 200; // pixels: of a higher picture than the window's half, this much is enough
 function playAlong(host) {
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   let seen = false, left = false;
@@ -38,9 +39,10 @@ function playAlong(host) {
   }
   new MutationObserver(() => { if (!isPlaying()) setTimeout(start, REST); }).observe(button, { attributeFilter: ["aria-label"] });
   new IntersectionObserver(([entry]) => {
-    seen = entry.isIntersecting;
+    const { intersectionRect: inside, boundingClientRect: whole } = entry;
+    seen = inside.height >= Math.min(SEEN, whole.height / 2);
     start();
-  }, { threshold: 0.5 }).observe(host);
+  }, { threshold: Array.from({ length: 21 }, (_, index) => index / 20) }).observe(host);
 }
 
 // What a link leads to stays in its place while pictures above it become widgets, which are higher than they were: for
