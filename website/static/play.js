@@ -20,7 +20,7 @@ async function draw(figure) {
   }
   model.introduce?.();
   host.inert = false;
-  figure.querySelector("img").remove();
+  for (const still of figure.querySelectorAll(":scope > img")) still.remove();
   figure.classList.add("alive");
   if ("plays" in figure.dataset) playAlong(host);
 }
