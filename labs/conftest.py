@@ -25,6 +25,7 @@ class Listener:
         self._next_message = lab.get_kernel_message
         lab.get_kernel_message = self.next_message
         # Cells are counted as Jupyter counts them, so that what names a line of a cell names its number too.
+        assert lab.kernel
         lab.kernel.kc.execute = partial(self.counted, lab.kernel.kc.execute)
 
     @staticmethod
