@@ -22,7 +22,9 @@ PICTURE = re.compile(
     r'<a [^>]*>\s*<picture>\s*<source [^>]*srcset="([^"]*)">\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>'
 )
 """A picture that leads here, with another for dark paper, both at their whole addresses."""
-DOCS = ("using", "torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures")
+DOCS = (
+    "using", "torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures"
+)  # fmt: skip
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
 
@@ -48,7 +50,8 @@ class Pages:
         texts |= reference.pages()
         texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
         texts |= {"index.md": self.front(), "readme.md": self.readme()}
-        pictures = ["docs/train.png", "docs/train-dark.png", "docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
+        pictures = [f"docs/{name}.png" for name in ("train", "train-dark", "ring")]
+        pictures += [f"labs/images/{name}.png" for name in build.names()]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -120,7 +123,7 @@ class Pages:
         return self.linked(text, "README.md")
 
     def _still(self, picture: re.Match[str]) -> str:
-        """A picture of the README: the widget that it shows, or else the picture for light and the one for dark paper."""
+        """A picture of the README: the widget that it shows, or else itself, for light and for dark paper."""
         dark, alt, light = picture.groups()
         raw = build.repository().replace("https://github.com", "https://raw.githubusercontent.com") + "/main/"
         dark, light = dark.removeprefix(raw), light.removeprefix(raw)
