@@ -6,6 +6,7 @@ import textwrap
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def kept(sent):
     return {about: (len(values), sum(x is not None for x in values)) for about, values in sent.items()}
 
 
-def check_close(found, expected, dtype=None):
+def check_close(found: Any, expected: Any, dtype: torch.dtype | None = None) -> None:
     """The same types and shapes. What was only moved, and whole numbers, are the same; sums are within the rounding of
     `dtype`, in which they were added up."""
     if isinstance(expected, dict):
