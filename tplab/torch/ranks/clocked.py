@@ -58,7 +58,7 @@ class ClockedRank(Rank):
         self._prepares = False
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = world.cluster is not None and not world.is_timed
-        self._meter = Meter(rank, self._computed if is_modelled else None)
+        self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
         self._provenance = Provenance(
             rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed
