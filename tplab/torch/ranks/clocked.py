@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tplab.cost.lanes import COMPUTE, MARK
 from tplab.torch.private import phase
-from tplab.torch.ranks.burst import Burst
+from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
