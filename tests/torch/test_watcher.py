@@ -50,9 +50,9 @@ def test_nothing_is_in_force_while_nobody_listens():
     assert not num_modes()
     with Names() as one:
         with LiveBytes(), Names() as two:
-            torch.ones(2) + 1
+            _ = torch.ones(2) + 1
             assert [type(mode) for mode in dispatch_modes()] == [Watcher]
-        torch.ones(2) * 2
+        _ = torch.ones(2) * 2
     assert not num_modes()
     assert (one.heard, two.heard) == (["ones", "add", "ones", "mul"], ["ones", "add"])
 
@@ -89,7 +89,7 @@ def test_tensors_without_data_are_not_told():
     x = fake.from_tensor(torch.ones(3))
     with Names() as names:
         torch.ones(2)
-        x + x
+        _ = x + x
     assert names.heard == ["ones"]
 
 

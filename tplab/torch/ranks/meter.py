@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from tplab.cost.attention import FusedAttention
-from tplab.torch.private import HigherOrder, base_of
+from tplab.torch.private import base_of
 from tplab.torch.ranks.attention import flex_attention_of
 from tplab.torch.ranks.rank import Rank, this_rank
 from tplab.torch.ranks.watcher import Listener, watcher
@@ -85,7 +85,7 @@ class Meter(Listener):
             self.num_left -= 1
             if self.num_left < 0:
                 return
-        rank, is_plain = self.rank, not isinstance(func, HigherOrder)
+        rank, is_plain = self.rank, hasattr(func, "overloadpacket")
         kernel = None if is_plain else self._attention(func, args)
         traits = traits_of(func) if kernel is None else _KERNEL
         inputs = list(tensors_in(traits.read(args, kwargs)))

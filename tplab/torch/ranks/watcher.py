@@ -81,11 +81,16 @@ class Watcher(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: tuple[Listener, ...] = ()
+        self._noting: tuple[Listener, ...] = ()  # those that are told when an operation starts
         self._is_below = False  # below autograd: inside an operation that takes functions
         self._depth = 0  # the operations that this thread is in, during which torch takes this mode out of the stack
 
+    def _listen(self, *listeners: Listener) -> None:
+        self.listeners = listeners
+        self._noting = tuple(one for one in listeners if type(one).starts is not Listener.starts)
+
     def add(self, listener: Listener) -> None:
-        self.listeners += (listener,)
+        self._listen(*self.listeners, listener)
         if not self._depth and self not in dispatch_modes():
             above = [pop_mode(None) for _ in range(num_modes())]
             push_mode(self)
@@ -94,7 +99,8 @@ class Watcher(DispatchMode):
     def remove(self, listener: Listener) -> None:
         """Tell this one no more. If nobody else listens, this mode leaves; not inside an operation or a backward pass,
         at whose end torch would put it back: then it leaves when this is called again."""
-        self.listeners = tuple(one for one in self.listeners if one is not listener)
+        if listener in self.listeners:
+            self._listen(*(one for one in self.listeners if one is not listener))
         if self.listeners or not num_modes() or self._depth or graph_task() != -1 or self not in dispatch_modes():
             return
         above = []
@@ -108,7 +114,7 @@ class Watcher(DispatchMode):
             for one in self.listeners:
                 one.wraps(args, kwargs)
             return NotImplemented  # operations on the tensors inside it come here again
-        is_of_functions = isinstance(func, HigherOrder)
+        is_of_functions = not hasattr(func, "overloadpacket")  # a HigherOrder: asked so, as this is at every operation
         if not self.listeners or (not is_of_functions and types and any(map(is_fake, types))):
             return func(*args, **kwargs)
         self._depth += 1
@@ -121,11 +127,11 @@ class Watcher(DispatchMode):
                     result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            listeners = self.listeners
-            notes = [one.starts(func, args, kwargs) for one in listeners]
+            listeners, noting = self.listeners, self._noting
+            notes = {one: one.starts(func, args, kwargs) for one in noting} if noting else {}
             result = func(*args, **kwargs)
-            for one, note in zip(listeners, notes):
-                one.ended(func, args, kwargs, result, note)
+            for one in listeners:
+                one.ended(func, args, kwargs, result, notes.get(one))
             return result
         finally:
             self._depth -= 1
