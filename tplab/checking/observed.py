@@ -6,15 +6,18 @@ cut along d, P where they hold parts of a sum, V where they hold something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tplab.checking.gaps import gaps
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
-from tplab.layout import Layout, layouts_for, take
+from tplab.layout import Layout, layouts_for, local_shape_of, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -69,17 +72,24 @@ class Way(NamedTuple):
 
 
 def observed(
-    pieces: Sequence[np.ndarray], whole: np.ndarray, mesh: Mesh, tolerance: float, layout: Layout | None = None
+    pieces: Sequence[np.ndarray],
+    whole: np.ndarray,
+    mesh: Mesh,
+    tolerance: float,
+    layout: Layout | None = None,
+    likely: Collection[str] = (),
 ) -> Observed:
     """How the ranks of a mesh hold `whole`.
 
     pieces      one per rank; a piece may be padded: elements beyond the layout's must be zeros
     tolerance   how far rounding may take any element
     layout      the one in which they should hold it; None for any
+    likely      axes that come first where several layouts fit, as they do zeros over two axes of one size
     """
     got = {rank: np.asarray(piece, np.float64) for rank, piece in enumerate(pieces)}
     whole = np.asarray(whole, np.float64)
     known = layouts_for(whole.shape, [piece.shape for piece in got.values()], mesh)
+    known.sort(key=lambda one: not set(one.spec.axis_names) <= set(likely))
     bad = tuple(rank for rank, piece in got.items() if not np.isfinite(piece).all())
     if bad or not np.isfinite(whole).all():
         return Observed("not finite", layout or next(iter(known), COPIES), ranks=bad)
@@ -157,6 +167,46 @@ def first_fit(
         if factor:
             return Observed("parts", way.layout, factor, axes, gap=gap)
     return None
+
+
+def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) -> list[Observed] | None:
+    """All ways in which ranks may hold `whole`, or it times the number of ranks along axes that divide it or its sum:
+    "equal", "scaled", "parts". Otherwise "apart", where only the ranks at one place of an axis have it. None where
+    shapes fit none.
+
+    x           of each rank: [rank, ...]
+    tolerance   relative to the largest element of either
+    """
+    local = x.shape[1:]
+    layouts = [
+        one for one in layouts_for(whole.shape, [local] * mesh.size, mesh)
+        if not one.parts and all(local_shape_of(whole.shape, one, mesh, rank) == local for rank in mesh.ranks)
+    ]  # fmt: skip
+    got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
+    is_number = x.dtype.kind == "f"
+    slack = tolerance * max([largest(one[np.isfinite(one)]) for one in (want, got)[: 1 + is_number]])
+    for layout in layouts:
+        cut, each = layout.spec.axis_names, np.stack([take(want, layout, mesh, rank) for rank in mesh.ranks])
+        for axes in ((), *(axis_sets(mesh, without=cut) if x.dtype.kind != "b" else ())):
+            groups = np.array(mesh.groups(axes) if axes else [[rank] for rank in mesh.ranks])
+            total, right = got[groups].sum(1), each[groups[:, 0]]
+            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations((*cut, *axes), n)}
+            for factor in sorted(counts) if is_number else [1]:
+                if (gaps(total, factor * right) <= slack * factor).all():
+                    kind = "parts" if axes else "equal" if factor == 1 else "scaled"
+                    found.append(Observed(kind, layout, factor, axes))
+                    break
+            if found and not found[-1].axes:
+                break
+    if not found and is_number and whole.shape == local and want.any():
+        near = [rank for rank in mesh.ranks if (gaps(got[rank], want) <= slack).all()]
+        for (name,) in (axes for axes in axis_sets(mesh) if len(axes) == 1):
+            places = Counter(mesh.index(rank, name) for rank in near)
+            all_there = [place for place, count in places.items() if count == mesh.size // mesh.axis_size(name)]
+            if len(all_there) == 1:
+                ranks = tuple(rank for rank in mesh.ranks if mesh.index(rank, name) == all_there[0])
+                found.append(Observed("apart", layouts[0], axes=(name,), ranks=ranks))
+    return found if layouts else None
 
 
 def factor_between(

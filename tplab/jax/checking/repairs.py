@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tplab.jax.checking.departure import SUMS, Departure, text_of
-from tplab.jax.checking.observed import Axes, Observed, cuts
-from tplab.jax.checking.tape import Change, Site, Source
+from tplab.checking.observed import Observed
+from tplab.jax.checking.departure import SUMS, Axes, Departure, text_of
+from tplab.jax.checking.tape import Change, Site, Source, entries
 from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.layout import layouts_for
 
 MOST_PLACES = 3
 
@@ -83,14 +84,14 @@ class Repairs(Departure):
         at, node, line = alike[0], self.nodes[alike[0]], self.line(alike[0])
         types = [self._type(source) for source in node.sources]
         for i, one in enumerate(types):
-            if one is not None and one.only:
+            if one is not None and one.kind == "apart":
                 sites = [(s[0], "result", s[1]) for n in alike if (s := self.nodes[n].sources[i]) is not None]
-                yield self._only(sites, one.only, line, f"that device's value on all of them before {line}")
-            elif one is not None and one.partial:
+                yield self._only(sites, one, line, f"that device's value on all of them before {line}")
+            elif one is not None and one.is_partial:
                 yield from self._added_up(alike, i, one)
         for i, one in enumerate(types):
-            others = [other.partial for other in types if other and other is not one and other.partial]
-            if node.name in ("add", "sub", "add_any") and one is not None and not one.partial and others:
+            others = [other.axes for other in types if other and other is not one and other.is_partial]
+            if node.name in ("add", "sub", "add_any") and one is not None and not one.is_partial and others:
                 count, axes = self._count(others[0]), text_of(others[0])
                 yield _repair(
                     [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
@@ -98,7 +99,7 @@ class Repairs(Departure):
                     f"what {node.name} adds to a part of a sum over {axes} is the same on each of {count} devices, and "
                     f"counts {count} times once they are added up", line,
                 )  # fmt: skip
-        axes = tuple(name for entry in types[0].cut for name in entry) if types and types[0] else ()
+        axes = types[0].layout.spec.axis_names if types and types[0] else ()
         if node.name in ("reduce_max", "reduce_min") and axes:
             call = "pmax" if node.name == "reduce_max" else "pmin"
             yield _repair(
@@ -121,10 +122,10 @@ class Repairs(Departure):
         is_jaxs = node.is_backward and node.name == "psum_invariant"
         where = self.line(at, outermost=is_jaxs)
         call += " of the backward pass" if node.is_backward else ""
-        if one is not None and one.only:
+        if one is not None and one.kind == "apart":
             words = f"{call} in {line} of that device's value alone"
-            yield self._only(sites, one.only, line, words, count if is_mean else 1)
-        if not is_mean and one is not None and (one.partial or one.scale > 1):
+            yield self._only(sites, one, line, words, count if is_mean else 1)
+        if not is_mean and one is not None and (one.is_partial or one.factor > 1):
             cause = f"{call} over {text_of(axes)} is where a mean is meant"
             if is_jaxs:
                 cause = (
@@ -147,8 +148,9 @@ class Repairs(Departure):
                     f"{call} is over {text_of(axes)}, and is to be over {text_of(other)}", where,
                 )  # fmt: skip
 
-    def _only(self, sites: Sequence[Site], only: tuple[str, int], line: str, words: str, by: int = 1) -> Repair:
-        name, rank = only
+    def _only(self, sites: Sequence[Site], only: Observed, line: str, words: str, by: int = 1) -> Repair:
+        (name,) = only.axes
+        rank = self.mesh.index(only.ranks[0], name)
 
         def becomes(x: Any, _: Any) -> Any:
             return lax.psum(jnp.where(lax.axis_index(name) == rank, x, jnp.zeros_like(x)), name) * by
@@ -158,7 +160,7 @@ class Repairs(Departure):
 
     def _added_up(self, alike: Sequence[int], operand: int, one: Observed) -> Iterator[Repair]:
         """A psum or pmean of what is only a part of a sum: where it became so, where it is used, for one use."""
-        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.partial, self._count(one.partial)
+        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.axes, self._count(one.axes)
         sources = [source for i in alike if (source := self.nodes[i].sources[operand]) is not None]
         births = [self._birth(source, one) for source in sources]
         born = self.nodes[births[0][0]]
@@ -169,7 +171,7 @@ class Repairs(Departure):
         for sites in ([(i, "result", place) for i, place in births], [(i, "result", place) for i, place in sources],
                       [(i, "operand", operand) for i in alike]):  # fmt: skip
             use = f", where {node.name} in {line} takes it" if sites[0][1] == "operand" else ""
-            for call, by in (("psum", 1), ("pmean", count)) if one.scale == 1 else (("pmean", count), ("psum", 1)):
+            for call, by in (("psum", 1), ("pmean", count)) if one.factor == 1 else (("pmean", count), ("psum", 1)):
                 cause = f"{name} is only each device's part of a sum over {text_of(axes)}: a {call} is missing"
                 cause += f" before {node.name} in {line}" if line and line != where else ""
                 if self._has_equal_copies(births[0], axes):
@@ -185,7 +187,7 @@ class Repairs(Departure):
         """Where the value that is partial became so."""
         while True:
             sources = [s for s in self.nodes[source[0]].sources if s is not None and self.nodes[s[0]].is_inside]
-            parts = [s for s in sources if any(t.partial == one.partial for t in self.types(s) or ())]
+            parts = [s for s in sources if any(t.is_partial and t.axes == one.axes for t in self.types(s) or ())]
             if not parts:
                 return source
             source = parts[0]
@@ -230,10 +232,11 @@ class Repairs(Departure):
         known = [at for at in known if self.values[at][0].size >= least and self.values[at][0].dtype.kind in "fiu"]
         for at in known[:MOST_PLACES]:
             whole, _ = next(self._references((at, 0)))
-            x, sizes = self.values[at][0], {name: size for name, size in self.axes.items() if size > 1}
-            cut = next(cuts(x.shape[len(self.axes) :], whole.shape, sizes), None)
-            if cut is None:
+            local = self.values[at][0].shape[len(self.axes) :]
+            layout = next(iter(layouts_for(whole.shape, [local] * self.mesh.size, self.mesh)), None)
+            if layout is None:
                 continue
+            cut = [*entries(layout.spec), *[()] * whole.ndim][: whole.ndim]
 
             def becomes(_: Any, y: Any, whole: Any = whole, cut: Any = cut) -> Any:
                 start = []

@@ -17,7 +17,7 @@ from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
 from tplab.errors import SpecError, TplabError
-from tplab.layout import Layout, layout_of
+from tplab.layout import Layout
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.checking.culprit import Culprit, Inside, Search, look_inside
@@ -139,8 +139,7 @@ class _Check:
             if any(piece is None for piece in pieces):
                 self._add_value(name, values.shape, Layout(), _absent(pieces))
                 continue
-            shapes = [None if piece is None else piece.shape for piece in pieces]
-            layout = layouts.get(name) or layout_of(values, pieces, shapes, self.mesh, 1e-6, likely) or Layout()
+            layout = layouts.get(name) or self.comparison.layout_of(values, pieces, likely) or Layout()
             verdict = judge(pieces, values, layout, self.mesh, Rounding(_dtype(parameter)), what="value")
             if not verdict.ok:
                 words = f"not the reference's values to begin with: {verdict.words}"
