@@ -210,7 +210,7 @@ def _pieces(told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | N
     return [rank[kind].get(name) for rank in told]
 
 
-def nudged(values: np.ndarray, epsilon: float, seed: int) -> np.ndarray:
+def nudged(values: np.ndarray, epsilon: float, seed: int | np.random.Generator) -> np.ndarray:
     """These numbers in float64, each one unit in the last place up or down."""
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], values.shape)
     return np.asarray(values, np.float64) * (1 + epsilon * signs)

@@ -105,7 +105,8 @@ class Watched:
         """A function of torch is called."""
         if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
             self.mending.gradients([p for group in self._groups() for p in group["params"]])
-        return self.mending.function(func, args, kwargs)
+        found = self.mending.function(func, args, kwargs)
+        return found if self.plan.traced is None else self.recorder.call(func, args, kwargs, found)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._made:
