@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tplab.checking.observed import Observed, factor_between
-from tplab.checking.spread import find_spread
+from tplab.checking.observed import Observed, factor_between, find_spread
 from tplab.units import plain
 
 Key = tuple[str, str, int]

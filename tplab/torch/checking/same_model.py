@@ -21,11 +21,10 @@ import torch
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Repair, proven
-from tplab.checking.restart import lost
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
-from tplab.checking.starts import NeedsWeights
+from tplab.checking.starts import NeedsWeights, lost
 from tplab.checking.trail import Trails
 from tplab.errors import CrossedOrderWarning, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
