@@ -64,6 +64,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._stand_ins.__enter__()
         if any(one.kind == "sync" for one in self._plan.repairs):
+            import torch.distributed.fsdp  # noqa: F401  # from the beginning, and not only once a model is called
+
             self._stand_ins.see_fsdp()
         if self._plan.traced is not None or self._plan.repairs:
             self._stand_ins.see_functions()
