@@ -42,15 +42,18 @@ class StandIns:
         self._schedules, self._has_fsdp = set[type](), False
 
     def __enter__(self) -> StandIns:
-        for row in (*TABLE, *CHANCE, *GROUPS, (nn.Module, "__call__", self._module)):
+        for row in self.table():
             self._replace(*row)
-        self._replace(LRScheduler, "__init__", self._schedule)
         for handle in (register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)):
             self._undo.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
+
+    def table(self) -> Sequence[StandIn]:
+        own = (nn.Module, "__call__", self._module), (LRScheduler, "__init__", self._schedule)
+        return *TABLE, *CHANCE, *GROUPS, *own
 
     def see_functions(self) -> None:
         """See each autograd function that is applied, too."""
