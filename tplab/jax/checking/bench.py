@@ -46,16 +46,13 @@ class Bench:
         step."""
         done: list[Repair] = []
         tried: list[str] = []
-        before = set[int]()
+        before, first = set[int](), ""
         for _ in range(MOST_CHANGES):
             values = next(self.tape.values(done=[one.change for one in done]))
             seen = Repairs(self.axes, self.tape.nodes, values, self.whole)
             if not done:
                 before, (where, first) = seen.wrong(), seen.located(wrong)
                 finding = replace(finding, where=where, lines=(where,) if where else ())
-                if first:
-                    text = f"first wrong here: what {first} is given is right, and what it returns is not"
-                    finding = replace(finding, text_of_factor=f"{finding.text_of_factor}; {text}")
             repairs = list({one.change.sites + (one.change.words,): one for one in seen.repairs(wrong)}.values())
             repairs = repairs[:MOST_TRIED]
             best, firsts = None, seen.firsts(wrong)
@@ -78,7 +75,8 @@ class Bench:
                 left = f"; {len(best[1])} other results of the step are not right yet" * bool(best[1])
                 lines = [line for one in done for line in (one.where, one.other)]
                 return finding.proven(done[0].cause, words + left, done[0].where, lines)
-        return replace(finding, tried=tuple(dict.fromkeys(tried)))
+        text = f"; first wrong here: what {first} is given is right, and what it returns is not" * bool(first)
+        return replace(finding, tried=tuple(dict.fromkeys(tried)), text_of_factor=finding.text_of_factor + text)
 
     def _outcomes(
         self, done: Sequence[Repair], repairs: Sequence[Repair], firsts: Sequence[int]
