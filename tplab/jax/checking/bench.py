@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tplab.checking.same_model import Finding
-from tplab.jax.checking.repairs import Repair, Repairs
-from tplab.jax.checking.tape import Tape
+from tplab.jax.checking.repairs import Repairs
+from tplab.jax.checking.tape import Repair, Tape
 
 MOST_TRIED = 12
 MOST_CHANGES = 6
@@ -48,12 +48,12 @@ class Bench:
         tried: list[str] = []
         before, first = set[int](), ""
         for _ in range(MOST_CHANGES):
-            values = next(self.tape.values(done=[one.change for one in done]))
+            values = next(self.tape.values(done=done))
             seen = Repairs(self.axes, self.tape.nodes, values, self.whole)
             if not done:
                 before, (where, first) = seen.wrong(), seen.located(wrong)
                 finding = replace(finding, where=where, lines=(where,) if where else ())
-            repairs = list({one.change.sites + (one.change.words,): one for one in seen.repairs(wrong)}.values())
+            repairs = list({(*dict.fromkeys(one.sites), one.words): one for one in seen.repairs(wrong)}.values())
             repairs = repairs[:MOST_TRIED]
             best, firsts = None, seen.firsts(wrong)
             for one, outcome in self._outcomes(done, repairs, firsts):
@@ -64,14 +64,14 @@ class Bench:
                     if not left:
                         break
                 else:
-                    tried.append(one.change.words)
+                    tried.append(one.words)
                     if best is None and one.is_step and firsts and outcome.is_right((firsts[0], 0)):
                         best = one, left
             if best is None:
                 break
             done.append(best[0])
             if not best[1] & wrong:
-                words = "; ".join(dict.fromkeys(one.change.words for one in done))
+                words = "; ".join(dict.fromkeys(one.words for one in done))
                 left = f"; {len(best[1])} other results of the step are not right yet" * bool(best[1])
                 lines = [line for one in done for line in (one.where, one.other)]
                 return finding.proven(done[0].cause, words + left, done[0].where, lines)
@@ -82,9 +82,7 @@ class Bench:
         self, done: Sequence[Repair], repairs: Sequence[Repair], firsts: Sequence[int]
     ) -> Iterator[tuple[Repair, Repairs]]:
         if repairs:
-            values = self.tape.values(
-                done=[one.change for one in done], tried=[one.change for one in repairs], watched=firsts[:1]
-            )
+            values = self.tape.values(done=done, tried=repairs, watched=firsts[:1])
             for one, kept in zip(repairs, values):
                 yield one, Repairs(self.axes, self.tape.nodes, kept, self.whole)
 

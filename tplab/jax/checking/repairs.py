@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,24 +11,11 @@ from jax import lax
 
 from tplab.checking.observed import Observed
 from tplab.jax.checking.departure import SUMS, Axes, Departure, text_of
-from tplab.jax.checking.tape import Change, Site, Source, entries
+from tplab.jax.checking.tape import Repair, Site, Source, entries
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.layout import layouts_for
 
 MOST_PLACES = 3
-
-Becomes = Callable[[Any, Any], Any]
-
-
-class Repair(NamedTuple):
-    """A change, its cause in words, the line at fault and another that has to do with it. A step may be one of several
-    that mend it together."""
-
-    change: Change
-    cause: str
-    where: str
-    other: str = ""
-    is_step: bool = True
 
 
 class Repairs(Departure):
@@ -49,7 +36,7 @@ class Repairs(Departure):
         for at in {self.nodes[at].key: at for at in reversed(chain) if self.nodes[at].name == "ppermute"}.values():
             back = [(target, source) for source, target in self.nodes[at].params["perm"]]
             axes = self.nodes[at].params["axis_name"]
-            yield _repair(
+            yield Repair(
                 self._results(self._alike(at)), lambda x, _, axes=axes, back=back: lax.ppermute(x, axes, back),
                 f"the ppermute in {self.line(at)} in the other direction",
                 "the ppermute sends in the other direction than the rest of the step takes pieces to come from",
@@ -57,7 +44,7 @@ class Repairs(Departure):
             )  # fmt: skip
         for at in [at for at in chain if self.nodes[at].name == "carry"]:
             others = [one for one in chain if self.nodes[one].key == self.nodes[at].key and self._is_wrong(one)]
-            yield _repair(
+            yield Repair(
                 self._results(others), lambda rounds, _: rounds.sum(0), f"the sum of what {self.line(at)} carries",
                 f"the scan in {self.line(at)} returns what its last round has computed, and the sum over its rounds is "
                 "needed", self.line(at),
@@ -93,7 +80,7 @@ class Repairs(Departure):
             others = [other.axes for other in types if other and other is not one and other.is_partial]
             if node.name in ("add", "sub", "add_any") and one is not None and not one.is_partial and others:
                 count, axes = self._count(others[0]), text_of(others[0])
-                yield _repair(
+                yield Repair(
                     [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
                     f"what {line} adds divided by {count}, the number of devices along {axes}",
                     f"what {node.name} adds to a part of a sum over {axes} is the same on each of {count} devices, and "
@@ -102,7 +89,7 @@ class Repairs(Departure):
         axes = types[0].layout.spec.axis_names if types and types[0] else ()
         if node.name in ("reduce_max", "reduce_min") and axes:
             call = "pmax" if node.name == "reduce_max" else "pmin"
-            yield _repair(
+            yield Repair(
                 self._results(alike), lambda _, y: getattr(lax, call)(y, axes),
                 f"a {call} over {text_of(axes)} after {node.name} in {line}",
                 f"{node.name} sees only each device's part along {text_of(axes)}: a {call} is missing after it", line,
@@ -133,16 +120,16 @@ class Repairs(Departure):
                     "all: they are the sum of what each device's own loss gives, and a pmean of them changes nothing"
                 )
             words = f"a pmean over {text_of(axes)} in place of {call} in {line}"
-            yield _repair(sites, lambda _, y: y / count, words, cause, where)
+            yield Repair(sites, lambda _, y: y / count, words, cause, where)
         scale = count if is_mean else 1
-        yield _repair(
+        yield Repair(
             sites, lambda x, _: x * scale, f"without {call} over {text_of(axes)} in {line}",
             f"{call} over {text_of(axes)} combines what is the same on every device, or is to stay apart", where,
         )  # fmt: skip
         for other in self._groups():
             if set(other) != set(axes):
                 by = count / self._count(other) if is_mean else 1.0
-                yield _repair(
+                yield Repair(
                     sites, lambda x, _, other=other, by=by: lax.psum(x, other) * by,
                     f"{call} in {line} over {text_of(other)} in place of {text_of(axes)}",
                     f"{call} is over {text_of(axes)}, and is to be over {text_of(other)}", where,
@@ -156,7 +143,7 @@ class Repairs(Departure):
             return lax.psum(jnp.where(lax.axis_index(name) == rank, x, jnp.zeros_like(x)), name) * by
 
         cause = f"only device {rank} along {name!r} has the value; what the others have there is combined with it"
-        return _repair(sites, becomes, words, cause, line)
+        return Repair(sites, becomes, words, cause, line)
 
     def _added_up(self, alike: Sequence[int], operand: int, one: Observed) -> Iterator[Repair]:
         """A psum or pmean of what is only a part of a sum: where it became so, where it is used, for one use."""
@@ -181,7 +168,7 @@ class Repairs(Departure):
                 elif born.is_backward:
                     cause = f"the backward pass lacks a {call} over {text_of(axes)}: {name} there is a part of a sum"
                 words = f"a {call} over {text_of(axes)} of {name}{use}"
-                yield _repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
+                yield Repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
 
     def _birth(self, source: Source, one: Observed) -> Source:
         """Where the value that is partial became so."""
@@ -223,7 +210,7 @@ class Repairs(Departure):
     def _scaled(self, sites: Sequence[Site], factor: float, line: str, name: str) -> Repair:
         by = f"divided by {factor:.4g}" if factor > 1 else f"times {1 / factor:.4g}"
         cause = f"what {name} in {line} returns is right {by}, which is {self._size(factor)}"
-        return _repair(sites, lambda _, y: y / factor, f"what {name} in {line} returns, {by}", cause, line)
+        return Repair(sites, lambda _, y: y / factor, f"what {name} in {line} returns, {by}", cause, line)
 
     def _in_place(self, chain: Sequence[int]) -> Iterator[Repair]:
         """The reference's value in place of what is wrong: all after it is right, then."""
@@ -253,14 +240,8 @@ class Repairs(Departure):
             if name in ("random_bits", "threefry2x32"):
                 part += ": random numbers are drawn there on each device, and one device draws others"
             sends = [one for one in chain if one < at and self.nodes[one].name in EXCHANGES]
-            yield _repair(
+            yield Repair(
                 [(at, "result", 0)], becomes, f"the reference's value in place of what {name} in {line} returns",
                 f"{name} returns something else there than on one device{part}; nothing after it is wrong", line,
                 self.line(sends[-1]) if sends else "", is_step=False,
             )  # fmt: skip
-
-
-def _repair(
-    sites: Sequence[Site], becomes: Becomes, words: str, cause: str, where: str, other: str = "", is_step: bool = True
-) -> Repair:
-    return Repair(Change(tuple(dict.fromkeys(sites)), becomes, words), cause, where, other, is_step)
