@@ -36,9 +36,12 @@ class MaskWatch(TorchFunctionMode):
             for name, module in model.named_modules()
             for hook in (
                 module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                module.register_forward_hook(lambda *_: self._inside.__delitem__(-1)),
+                module.register_forward_hook(lambda *_: self._leave()),
             )
         ]
+
+    def _leave(self) -> None:
+        self._inside.pop()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
