@@ -362,7 +362,7 @@ check_choose(choose)
 # large-scale training](https://arxiv.org/abs/2104.04473). Korthikanti et al. 2022, [Reducing activation
 # recomputation](https://arxiv.org/abs/2205.05198), for useful and executed FLOPs.
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [27 Experts on ranks](27_experts_on_ranks.ipynb), for models whose tokens choose where they are computed.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -50,7 +50,8 @@ PARTS = (
     Part("Splitting the batch", "Every rank has the whole model and a part of the data.", range(16, 20)),
     Part("Splitting the sequence", "Every rank has some of the tokens.", range(20, 22)),
     Part("Your own program", "The script that you already have.", range(22, 24)),
-    Part("Choosing", "Several dimensions at once, and which of them to use.", range(24, 30)),
+    Part("Choosing", "Several dimensions at once, and which of them to use.", range(24, 27)),
+    Part("Splitting the experts", "Every rank has some of a layer's experts.", range(27, 30)),
 )
 
 PATHS = (

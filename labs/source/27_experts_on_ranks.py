@@ -1,0 +1,303 @@
+# %% [markdown]
+# # 27 Experts on ranks
+#
+# **A token goes through 8 of 256 experts, and these are spread over 64 ranks. What has to travel?**
+#
+# Prerequisites: collectives from [lab 02](02_collectives.ipynb), data parallelism from [lab 16](16_data_parallel.ipynb), and nodes
+# from [lab 19](19_axes_and_nodes.ipynb). Time: 50 minutes.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/27_experts_on_ranks.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/27_experts_on_ranks.ipynb)
+#
+# ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/27_experts_on_ranks.png)
+#
+# *Four tokens on two ranks, each of which goes through two of four experts. Rows travel to the rank that holds the expert, and
+# the results travel back. You will write this program below.*
+
+# %%
+import subprocess
+import sys
+
+# On Colab, install tplab; torch, jax and ipywidgets are already there.
+install = ["pip", "install", "-q", "git+https://github.com/tplab/tplab"]
+if "google.colab" in sys.modules and subprocess.run(install).returncode:
+    raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
+
+# %%
+import numpy as np
+import torch
+import tplab.torch as tt
+from tplab import Mesh, P
+from tplab.experts import Routing, contiguous, expected_copies, rows_between
+from tplab.widgets import Bars, Row, animate, knob
+
+# %% tags=["opening-picture"]
+EXPERTS, D = 4, 2
+torch.manual_seed(0)
+tokens = torch.randn(4, D, dtype=torch.float64)
+matrices = torch.randn(EXPERTS, D, D, dtype=torch.float64)  # one expert is one matrix here
+chosen = torch.tensor([[0, 1], [2, 3], [2, 0], [3, 2]])
+weight = torch.tensor([[0.6, 0.4]] * 4, dtype=torch.float64)
+
+def mixture(x, choices, weights, w):  # x [T, D]   choices, weights [T, k]   w [E/ep, D, D]
+    k, here = choices.shape[1], len(w)
+    order = choices.flatten().argsort(stable=True)  # all choices, sorted by expert
+    counts = choices.flatten().bincount(minlength=EXPERTS)
+    arriving = tt.all_to_all(counts, "ep").view(-1, here)
+    sent, come = counts.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
+    rows = tt.all_to_all(x[order // k], "ep", sizes=sent, received=come)
+    expert = torch.arange(here).repeat(len(come)).repeat_interleave(arriving.flatten())
+    results = torch.einsum("nd,ndf->nf", rows, w[expert])
+    back = tt.all_to_all(results, "ep", sizes=come, received=sent)
+    y = back * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // k, y)
+
+SPLIT = P("ep")  # each rank has its own tokens, and some of the experts
+four = tokens, chosen, weight, matrices
+out = tt.run(mixture, Mesh(ep=2), *four, in_specs=SPLIT, out_specs=SPLIT)
+animate(out.trace)
+
+# %% [markdown]
+# A **mixture of experts** replaces the MLP of a block by many MLPs, the **experts**. For each token, a small matrix called the
+# **router** scores all experts, and the token goes through the best $k$ of them. Their results are added up, each multiplied by
+# a weight that comes from its score. So a model can have many parameters, and a token needs only a few of them: DeepSeek-V3
+# has 671 billion, and a token uses 37 billion.
+#
+# All these experts do not fit on one rank. **Expert parallelism** gives each rank some of them, whole. The ranks have
+# different tokens, as in data parallelism. So a token has to travel to its experts (**dispatch**), and the results have to
+# travel back (**combine**).
+#
+# ## By hand: four tokens
+#
+# Ranks 0 and 1 have two tokens each. Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. These are the experts that each
+# token has chosen:
+#
+# | token | on rank | its experts |
+# |---|---|---|
+# | 0 | 0 | 0, 1 |
+# | 1 | 0 | 2, 3 |
+# | 2 | 1 | 2, 0 |
+# | 3 | 1 | 3, 2 |
+#
+# **Predict.** How many rows leave each rank if a row is sent for every choice? And how many if a token is sent only once to
+# each rank that has any of its experts?
+#
+# <details><summary>Answer</summary>
+#
+# For every choice, rank 0 sends two rows (token 1, for experts 2 and 3), and rank 1 sends one (token 2, for expert 0). Sent
+# once, token 1 needs only one row. Rank 1 then computes both of its experts, and returns their weighted sum.
+#
+# </details>
+
+# %%
+placement = contiguous(EXPERTS, 2)
+print(rows_between(chosen, placement))  # from rank (row) to rank (column)
+print(rows_between(chosen, placement, once=True))
+
+# %% [markdown]
+# The diagonal counts what stays on its rank.
+#
+# ## Build it
+#
+# The program of the picture has three exchanges. Read it again, with the table beside it:
+#
+# 1. Each rank sorts its choices by expert, so that all rows for one rank are neighbours. It tells the other ranks how many
+#    rows they will get, in an all-to-all of `counts`.
+# 2. The rows travel in an all-to-all of unequal pieces. `sizes` says how many rows go to each rank, and `received` how many
+#    come from each.
+# 3. After the experts have computed, the same rows travel back. Sender and receiver change roles, so `sizes` and `received` are
+#    exchanged.
+#
+# Here is the same without ranks, one token after the other, and tplab's own layer with the same choices:
+
+# %%
+whole = torch.zeros_like(tokens)
+for t in range(4):
+    for e, share in zip(chosen[t], weight[t]):
+        whole[t] += share * (tokens[t] @ matrices[e])
+
+print("the picture's program:", "equal" if torch.allclose(out.value, whole) else "off")
+for ranks in (1, 2, 4):
+    out = tt.run(mixture, Mesh(ep=ranks), *four, in_specs=SPLIT, out_specs=SPLIT)
+    print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
+
+# %% [markdown]
+# The backward pass needs no new code. The gradient of a row goes back the way the row came, so it sends as much again:
+# the gradient of the combine is a dispatch, and the gradient of the dispatch a combine.
+#
+# `tt.MixtureOfExperts` has the router, experts with two or three matrices, and four ways to send:
+
+# %%
+rule = Routing(experts=8, top_k=2)
+x = torch.randn(64, 16)
+
+def layer(x, dispatch):
+    y, routed = tt.MixtureOfExperts(16, 32, rule, "ep", dispatch=dispatch)(x)
+    return y
+
+results = {}
+for dispatch in ("all_to_all", "per_rank", "gather"):
+    done = tt.run(layer, Mesh(ep=4), x, dispatch, in_specs=(SPLIT, None), out_specs=SPLIT)
+    results[dispatch] = done.value
+    print(f"{dispatch:<10} rank 0 sends {done.trace.bytes_sent(rank=0):>6,} B")
+same = [torch.allclose(y, results["gather"], atol=1e-6) for y in results.values()]
+print("all equal" if all(same) else "off")
+
+# %% [markdown]
+# - `"all_to_all"` sends a row for each choice, as your program did.
+# - `"per_rank"` sends a token once to each rank that has any of its experts.
+# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts, and it is the best choice when
+#   a token goes nearly everywhere anyway.
+#
+# ## The twin
+#
+# XLA compiles a program before it knows what a router will choose, and needs the size of every message in advance. So in JAX an
+# expert has slots for a fixed number of tokens from each rank, its **capacity**. Empty slots travel too. A choice that finds no
+# free slot is **dropped**: the token does without that expert.
+
+# %%
+import tplab.jax as tj
+from jax import random
+
+def dropped(capacity):  # ->   how many choices find no slot, and the bytes that rank 0 sends
+    rule = Routing(experts=8, top_k=2, capacity=capacity)
+    model = tj.MixtureOfExperts(16, 32, rule, "ep")
+
+    def program(params, x):
+        y, routed = model(params, x)
+        return tj.all_reduce((routed.choices < 0).sum(), "ep"), y
+
+    given = model.init(random.key(0)), x.numpy()
+    specs = {"in_specs": (model.specs, SPLIT), "out_specs": (P(), SPLIT)}
+    done = tj.run(program, Mesh(ep=4), *given, **specs)
+    return int(done.value[0]), done.trace.bytes_sent(rank=0)
+
+for capacity in (1.0, 1.5, 2.0, 4.0):
+    lost, sent = dropped(capacity)
+    print(f"capacity {capacity}: {lost:>2} of 128 choices dropped, {sent:,} B sent")
+
+# %% [markdown]
+# A capacity of 1 is room for exactly equal loads. Real loads are not equal, so either tokens are dropped or empty slots are sent.
+# torch's all-to-all has neither, but every rank must learn the sizes of each exchange before it can start it.
+#
+# ## Turn the knob
+#
+# DeepSeek-V3 has 256 experts, and a token chooses 8 of them. To how many ranks does a token travel if it chooses at random? How does
+# that change with the number of ranks, and what do nodes of eight ranks save?
+
+# %%
+v3 = Routing(256, 8)
+limited = Routing(256, 8, groups=8, top_groups=4)  # 4 of 8 groups of experts
+
+def bars(ranks):
+    nodes = ranks // 8
+    rows = {
+        "a row for each choice": 8,
+        "once per rank": expected_copies(v3, ranks),
+        "once per node": expected_copies(v3, nodes),
+        "once per node, 4 groups": expected_copies(limited, nodes),
+    }
+    return Bars([Row(name, {"rows": round(n, 2)}) for name, n in rows.items()])
+
+options = {ranks: bars(ranks) for ranks in (16, 32, 64)}
+knob("Rows that a token is sent as", "ranks", options, start=16, unit="")
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# On 64 ranks, sending a token once per rank saves hardly anything: its 8 experts are on 7.7 different ranks. Nodes are another
+# matter, because there are only eight of them. A row that has crossed the network once can be copied inside the node over
+# NVLink. And DeepSeek-V3 lets a token choose from only 4 of 8 groups, with one group on each node, so that a token never goes to
+# more than four nodes.
+#
+# </details>
+#
+# ## What it costs: decide
+#
+# DeepSeek's own kernels, DeepEP, send 8-bit numbers in dispatch and 16-bit numbers in combine. These are the bytes of one layer for 128
+# tokens of one rank, with $D = 7168$ and a row for each choice. In dispatch a row has a scale of 4 B for every 128 numbers:
+
+# %%
+num_rows = 128 * 8
+there, back = num_rows * (7168 + 4 * 7168 // 128), num_rows * 2 * 7168
+for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 195)):
+    print(f"{name}: {total:>10,} B, measured at {total / microseconds / 1e3:.0f} GB/s")
+
+# %% [markdown]
+# DeepEP's authors measured 118 µs for that dispatch and 195 µs for that combine, on 16 H800s in two nodes
+# ([DeepEP](https://github.com/deepseek-ai/DeepEP), MIT licence, docs/legacy.md). They print 63 and 74 GB/s.
+# One layer needs both, and the backward pass needs them again. This is why training programs compute one microbatch while
+# another one's tokens are travelling.
+#
+# | | `all_to_all` | `per_rank` | `gather` | `two_levels` |
+# |---|---|---|---|---|
+# | rows of a token | $k$ | the ranks of its experts | all other ranks | nodes, then ranks inside |
+# | good if | few experts share a rank | many experts share a rank | few ranks, small messages | several nodes |
+#
+# ## A bug to repair
+#
+# The ranks below are data-parallel too: every expert has copies along `dp`. The gradients of the router are averaged over all
+# ranks, and those of the experts over the ranks that hold copies of them. That sounds right, the loss goes down, and the
+# experts learn with steps that are `ep` times too large. Users of torch met
+# [gradients that are twice as large](https://github.com/pytorch/pytorch/issues/160285) with two ranks. Repair it.
+
+# %%
+def average(router, experts):  # gradients of this rank's own loss, and of its own experts
+    router = tt.all_reduce(router, ("dp", "ep"), "mean")
+    experts = tt.all_reduce(experts, "dp", "mean")
+    return router, experts
+
+# %%
+from tplab.exercises.experts import check_average
+
+check_average(average)
+
+# %% [markdown]
+# <details><summary>Why is it ep times too large?</summary>
+#
+# The loss of the batch is the mean of the losses of all $dp \cdot ep$ ranks. An expert computes tokens of all `ep` ranks that
+# share the experts, so the gradient of all their losses is already in it, added up by the way back. Adding up the copies completes the
+# sum over all ranks, and then it must be divided by $dp \cdot ep$. `tt.average_gradients(model, ("dp", "ep"))` does that.
+#
+# </details>
+#
+# ## Your turn: what is sent
+#
+# Write `rows_sent`: how many rows does each rank send to others, if a token is sent once to each rank that has any of its experts?
+# `choices` are those of all tokens. Of T tokens, the first T/ranks are on rank 0, and so on, and the experts are spread
+# in the same way.
+
+# %%
+def rows_sent(choices, ranks, experts):  # choices [T, k]   ->   a number for each rank
+    ...
+
+# %%
+from tplab.exercises.experts import check_rows_sent
+
+check_rows_sent(rows_sent)
+
+# %% [markdown]
+# ## On Monday
+#
+# | here | torchtitan | Megatron-LM | JAX (MaxText) |
+# |---|---|---|---|
+# | `"ep"` | `--parallelism.expert_parallel_degree` | `--expert-model-parallel-size` | `ici_expert_parallelism` |
+# | `dispatch="all_to_all"` | `all_to_all_single` with split sizes | `--moe-token-dispatcher-type alltoall` | `ragged_all_to_all` |
+# | `dispatch="gather"` | | `--moe-token-dispatcher-type allgather` | all-gather and reduce-scatter |
+# | `capacity` | | `--moe-expert-capacity-factor` | `capacity_factor` |
+# | `tplab.experts.fold` | experts on a mesh of their own | parallel folding | |
+#
+# ## To take away
+#
+# - Experts are spread over ranks, and tokens travel to them and back: two all-to-alls forward, and two backward.
+# - What counts is how often a token crosses the network. With many ranks and few choices, only nodes make that less.
+# - The gradient of an expert is a sum over the tokens of all ranks. Divide it by all of these ranks.
+#
+# **Sources.** Shazeer et al. 2017, [Outrageously large neural networks](https://arxiv.org/abs/1701.06538). Lepikhin et al. 2020,
+# [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (groups
+# on nodes). Liu et al. 2025, [MoE parallel folding](https://arxiv.org/abs/2504.14960).
+#
+# Back to the [list of labs](../README.md#labs).
+
+# %% [markdown]
+# Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
+# share 2 GB of memory.

@@ -1,0 +1,152 @@
+"""The exercises of lab 27: gradients of experts that are too large, and the rows that a dispatch sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tplab.exercises.check import grade
+from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.verdict import Verdict, beside, check, hint, on, refuse, right
+from tplab.experts import contiguous, rows_between
+from tplab.mesh import Mesh
+from tplab.sharding import P
+
+# --- gradients of experts --------------------------------------------------------------------------------------------
+
+MESHES = (Mesh(dp=2, ep=2), Mesh(dp=1, ep=3), Mesh(dp=2, ep=4), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+ALL = P(("dp", "ep"))
+EXPERTS = 2  # of each rank
+
+
+def _gradients(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+    """Each rank's gradient of the router [E, D] and of its own experts [2, D, D], one after the other's."""
+    experts = EXPERTS * mesh.axis_size("ep")
+    sizes = {"router": (mesh.size * experts, 3), "experts": (mesh.size * EXPERTS, 3, 3)}
+    return {name: rng.normal(size=size) for name, size in sizes.items()}
+
+
+def _of_ranks(tensors: Tensors) -> tuple[np.ndarray, np.ndarray]:
+    """The gradients by rank [ranks, E, D], and those of experts by position along dp [dp, E, D, D]."""
+    ranks = len(tensors["experts"]) // EXPERTS
+    router = tensors["router"].reshape(ranks, -1, 3)
+    return router, tensors["experts"].reshape(-1, router.shape[1], 3, 3)
+
+
+def _averaged(tensors: Tensors) -> Tensors:
+    router, experts = _of_ranks(tensors)
+    return {"router": router.mean(0), "experts": experts.sum(0) / len(router)}
+
+
+def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+    """A rank's part of what `by` makes of the gradients of experts [dp, E, D, D]."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        found = by(_of_ranks(seen.tensors)[1], seen.mesh)
+        return np.split(found, seen.mesh.axis_size("ep"))[seen.mesh.index(seen.rank, "ep")]
+
+    return wrong
+
+
+def _mixed(seen: Seen) -> np.ndarray:
+    return seen.tensors["experts"].reshape(-1, EXPERTS, 3, 3).mean(0)
+
+
+AVERAGE = Exercise(
+    name="average",
+    tensors=_gradients,
+    specs={"router": ALL, "experts": ALL},
+    plain=_averaged,
+    results={"router": P(), "experts": P("ep")},
+    meshes=MESHES,
+    mistakes=(
+        Mistake(
+            "experts",
+            "The experts' gradients are averaged over their copies, along dp. But they contain the tokens of all\n"
+            "ranks, and each of these ranks' losses is a mean. By which number must their sum be divided?",
+            _experts(lambda experts, mesh: experts.mean(0)),
+        ),
+        Mistake(
+            "experts",
+            "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold copies?",
+            _mixed,
+        ),
+        Mistake(
+            "experts",
+            "The experts' gradients are added up over their copies, and not divided yet.",
+            _experts(lambda experts, mesh: experts.sum(0)),
+        ),
+        Mistake(
+            "experts",
+            "Now the experts' gradients are divided by the number of ranks along dp once too often.",
+            _experts(lambda experts, mesh: experts.mean(0) / mesh.size),
+        ),
+        Mistake(
+            "experts",
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you divide.",
+            lambda seen: seen.own["experts"] / seen.mesh.size,
+        ),
+        Mistake(
+            "router",
+            "Every rank holds the whole router, so its gradient is the mean over all ranks.",
+            lambda seen: (
+                _of_ranks(seen.tensors)[0]
+                .reshape(*seen.mesh.shape.values(), -1, 3)
+                .mean(0)[seen.mesh.index(seen.rank, "ep")]
+            ),
+        ),
+    ),
+)
+
+
+def check_average(fn: Callable[..., Any]) -> Verdict:
+    """Whether `fn`, in torch, makes gradients those of the mean over all ranks of dp and ep.
+
+    router [E, D], of this rank's loss   experts [E/ep, D, D], of all losses whose tokens this rank computed
+      ->   both, averaged over the whole batch
+    """
+    return grade(fn, AVERAGE)
+
+
+# --- rows that are sent ----------------------------------------------------------------------------------------------
+
+CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
+    (((0, 1), (2, 3), (2, 0), (3, 2)), 2, 4),
+    (((0, 5, 4), (5, 4, 3), (1, 0, 2), (4, 2, 5), (3, 1, 5), (0, 3, 2)), 3, 6),
+    (((7, 6, 5, 4), (0, 2, 4, 6), (1, 0, 3, 2), (7, 5, 3, 1)), 4, 8),
+    (((0,), (1,), (1,), (1,)), 1, 2),
+)
+"""(choices of all tokens, ranks, experts)."""
+
+
+@check(not_with=("rows_between", "tokens_between"))
+def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
+    """Whether fn(choices, ranks, experts) is how many rows each rank sends to others if a token goes to a rank once.
+
+    choices [T, k]   of all tokens, the first T/ranks of which are on rank 0 and so on; experts are spread likewise
+      ->   one number per rank
+    """
+    for choices, ranks, experts in CASES:
+        where = f"for {len(choices)} tokens, {ranks} ranks and {experts} experts"
+        placement = contiguous(experts, ranks)
+        once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
+        leave, keep = once.sum(1) - once.diagonal(), each.sum(1) - each.diagonal()
+        table = np.array(choices)
+        with on(where):
+            got = fn(table.copy(), ranks, experts)
+            found = np.asarray(got, dtype=float)
+        if found.shape != (ranks,):
+            refuse(f": {where} it returns {got!r}. It returns one number for each of the {ranks} ranks.")
+        if not np.array_equal(found, leave):
+            known = {
+                "It counts a row for each choice. A token is sent once to a rank that has several of its experts.": keep,
+                "It also counts rows that stay where they are. They are not sent.": once.sum(1),
+                "It counts the rows that arrive at each rank. How many leave it?": once.sum(0) - once.diagonal(),
+                "It counts every choice, also of experts on the token's own rank.": each.sum(1),
+            }
+            more = hint(found, known)
+            text = f" is wrong {where}." + (f"\n{more}" if more else "")
+            refuse(text, beside("yours", found[None], leave[None]))
+    return right(" is right: it counts what a dispatch sends, to the row.")
