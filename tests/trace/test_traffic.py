@@ -11,14 +11,14 @@ import jax
 
 import tplab.jax
 import tplab.torch
+from benchmarks.plain_gpt_jax import plain_logits, plain_loss
 from tests.sharded import close, flat
+from tests.trace.dtensor import shard_with_dtensor, whole, with_dtensor
 from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError
-from tplab.jax.models.plain import plain_logits, plain_loss
 from tplab.jax.private import in_float64
 from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.models.gpt import GPTConfig, gpt_specs
-from tplab.torch.models.dtensor import shard_with_dtensor, whole, with_dtensor
 from tplab.torch.models.plain import PlainGPT
 from tplab.trace import Sent, Traffic, traffic_table
 

@@ -104,10 +104,6 @@ class Chip:
         computing = found.seconds(*shape, peak, self.kernels.multiprocessors, causal=causal, backward=backward)
         return float(max(computing, self.seconds(0, num_bytes)))
 
-    def ridge(self, dtype: str) -> float:
-        """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
-        return self.peak(dtype) / self.memory_bandwidth
-
 
 @lru_cache(maxsize=4096)
 def _tiled(chip: Chip, m: int, n: int, k: int, dtype: str, batch: int) -> float:

@@ -8,8 +8,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from tplab.cost import H100_NODE, Cluster, find
+from tplab.cost import Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
+from tplab.cost.named import H100_NODE
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.exercises.damage import Untouched

@@ -19,7 +19,7 @@ from tplab.schedules.rules.waves import chimera, hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.search.auto import auto_schedule
-from tplab.schedules.simulate import period, simulate
+from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Idle, Simulation
 
 RULES: dict[str, Callable[..., Schedule]] = {
@@ -74,7 +74,6 @@ __all__ = [
     "measured_strip",
     "naive",
     "one_f_one_b",
-    "period",
     "program",
     "simulate",
     "to_csv",

@@ -19,9 +19,8 @@ from tplab.jax.layers.positions import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs
+from tplab.models.gpt import IGNORED, GPTConfig, gpt_parameters, gpt_specs
 from tplab.sequence import LayoutName
-from tplab.sequence.labels import IGNORED
 
 
 @dataclass(frozen=True)

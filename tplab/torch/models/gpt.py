@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters
+from tplab.models.gpt import IGNORED, GPTConfig, gpt_layer_name, gpt_parameters
 from tplab.sequence import LayoutName
-from tplab.sequence.labels import IGNORED
 from tplab.torch.comm.collectives import all_reduce, axis_size
 from tplab.torch.comm.regions import scatter_to
 from tplab.torch.layers.attention import ParallelSelfAttention
