@@ -20,8 +20,8 @@ from tplab.cost.data_sheets import (
     H200,
 )
 from tplab.cost.fabric import Fabric
+from tplab.cost.kernels import matmul_bytes, matmul_flops
 from tplab.cost.link import Link
-from tplab.cost.matmul import matmul_bytes, matmul_flops
 from tplab.cost.named import (
     H100_MEASURED,
     NAMED,

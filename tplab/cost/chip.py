@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from tplab.cost.attention import attention_flops, attention_numbers
 from tplab.cost.figures import check
-from tplab.cost.kernels import Kernels
-from tplab.cost.matmul import itemsize, matmul_bytes, matmul_flops
+from tplab.cost.kernels import Kernels, itemsize, matmul_bytes, matmul_flops
 from tplab.errors import ClusterError
 
 

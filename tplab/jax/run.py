@@ -23,8 +23,7 @@ from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.jax.tracing.typed import types_of
 from tplab.mesh import Mesh
 from tplab.options import check_run
-from tplab.trace.trace import Trace
-from tplab.trace.typed import with_types
+from tplab.trace.trace import Trace, with_types
 
 _KEPT_FOR_TRACE = 4096  # elements of an argument
 

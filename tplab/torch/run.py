@@ -26,8 +26,7 @@ from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.typed import perturbed, types_of
 from tplab.trace.memory import Memory
-from tplab.trace.trace import Trace
-from tplab.trace.typed import with_types
+from tplab.trace.trace import Trace, with_types
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """What torchrun sets in the environment of the processes it starts."""

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.torch.distributed.test_collectives import group_of, on
 from tplab.errors import RankError
-from tplab.torch.distributed.events import Event
+from tplab.torch.distributed.profiling import Event
 from tplab.torch.private import KinetoEvent
 from tplab.torch.ranks.live_bytes import LiveBytes
 

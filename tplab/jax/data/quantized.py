@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tplab.comm import dim_of
-from tplab.data.levels import Levels, levels_of
+from tplab.data.axes import Levels, levels_of
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter
 from tplab.jax.comm.derivatives import Differentiable, with_backward

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplab.data.levels import Levels, levels_of
+from tplab.data.axes import Levels, levels_of
 from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter, start

@@ -15,10 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.errors import CollectiveMismatchError, MeshError
 from tplab.torch.distributed.dims import Dims
 from tplab.torch.distributed.group import Group
-from tplab.torch.distributed.identity import IDENTITY
+from tplab.torch.distributed.identity import IDENTITY, Signals
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
-from tplab.torch.distributed.signals import Signals
+from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.distributed.store import FileStore, Made, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.live_bytes import resize
@@ -211,7 +211,7 @@ class Hooks:
 
         self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
         self._own_codes: list[Any] = []
-        self._attributes: list[tuple[Any, str, Any]] = [
+        own: list[Value] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
             (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
@@ -226,24 +226,21 @@ class Hooks:
             *RARE,
             *Profiling().attributes,
         ]
-        self._own_attributes: list[Any] = []
+        self._replaced = Replaced(own)
         self._is_inside = False  # another run
 
     def put(self) -> None:
         self._own_codes = [function.__code__ for function, _ in self._codes]
-        self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
         self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
         for function, code in self._codes:
             function.__code__ = code
-        for module, name, value in self._attributes:
-            setattr(module, name, value)
+        self._replaced.put()
 
     def take_back(self) -> None:
         for (function, _), code in zip(self._codes, self._own_codes, strict=True):
             function.__code__ = code
-        for (module, name, _), value in zip(self._attributes, self._own_attributes, strict=True):
-            setattr(module, name, value)
+        self._replaced.take_back()
         c10d_C._set_thread_isolation_mode(self._is_inside)
 
 
