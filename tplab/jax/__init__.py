@@ -34,12 +34,11 @@ from tplab.jax.data.batch_norm import batch_norm, batch_statistics
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.parallel import data_parallel
 from tplab.jax.data.quantization import dequantize, quantize
-from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
+from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter, zero_plus_plus
 from tplab.jax.data.shard_gradients import shard_gradients
-from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.data.shard_parameters import shard_parameters
+from tplab.jax.data.sharded_optimizer import shard_optimizer
 from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
-from tplab.jax.data.zero_plus_plus import zero_plus_plus
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
@@ -55,8 +54,7 @@ from tplab.jax.layers.sequence_attention import (
 )
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock
-from tplab.jax.models.gpt import GPT
-from tplab.jax.models.gpt_layers import gpt_layers
+from tplab.jax.models.gpt import GPT, gpt_layers
 from tplab.jax.models.huggingface import gpt2_params, shard_params
 from tplab.jax.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of

@@ -10,9 +10,8 @@ from tplab.schedules.costs import Costs
 from tplab.schedules.execute import program
 from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
-from tplab.schedules.rules.classic import gpipe, naive, one_f_one_b
+from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from tplab.schedules.rules.dualpipe import dualpipe, dualpipe_v
-from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
 from tplab.schedules.rules.stamp import Block
 from tplab.schedules.rules.v_shapes import v_block, v_half, v_min
 from tplab.schedules.rules.waves import chimera, hanayo

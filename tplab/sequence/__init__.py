@@ -9,8 +9,7 @@ from tplab.sequence.costs import (
     tokens_to_hide_hop,
 )
 from tplab.sequence.layout import LAYOUTS, LayoutName, TokenLayout, layout_of
-from tplab.sequence.mask import AttentionMask
-from tplab.sequence.tiles import Tile, efficiency, load, tiles_of
+from tplab.sequence.tiles import AttentionMask, Tile, efficiency, load, tiles_of
 
 __all__ = [
     "LAYOUTS",

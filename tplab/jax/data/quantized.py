@@ -18,9 +18,11 @@ from jax import Array
 
 from tplab.comm import dim_of
 from tplab.data.axes import Levels, levels_of
+from tplab.data.zero_plus_plus import options_over
 from tplab.errors import one_of
-from tplab.jax.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter
+from tplab.jax.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter, start
 from tplab.jax.comm.derivatives import Differentiable, with_backward
+from tplab.jax.data.pieces import gather_rows
 from tplab.jax.data.quantization import dequantize_rows, quantize_rows
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
@@ -198,3 +200,7 @@ _gather = Differentiable("tplab_quantized_all_gather", _gathered, _gathered_tang
 _reduce = Differentiable("tplab_quantized_reduce_scatter", _reduced, _reduced_tangent)
 quantized_all_gather.begin = lambda *args, **kwargs: Handle(quantized_all_gather(*args, **kwargs))  # type: ignore
 quantized_reduce_scatter.begin = lambda *args, **kwargs: Handle(quantized_reduce_scatter(*args, **kwargs))  # type: ignore
+
+
+zero_plus_plus = options_over(start, gather_rows, quantized_all_gather, quantized_reduce_scatter)
+"""ZeRO++: the options of `shard_parameters` for a step that sends a quarter of the bytes across nodes."""

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from tplab.data.axes import Levels, levels_of
+from tplab.data.zero_plus_plus import options_over
 from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, all_gather, all_to_all, axis_size, reduce_scatter, start
+from tplab.torch.data.pieces import gather_rows
 from tplab.torch.data.quantization import dequantize_rows, quantize_rows
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
 from tplab.torch.ranks.rank import this_rank
@@ -250,3 +252,7 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dx = quantized_all_gather(grads[0] / ctx.divisor, ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
         return dx, None, None, None, None, None, None, None
+
+
+zero_plus_plus = options_over(start, gather_rows, quantized_all_gather, quantized_reduce_scatter)
+"""ZeRO++: the options of `shard_parameters` for a step that sends a quarter of the bytes across nodes."""
