@@ -134,7 +134,7 @@ def options_over(
         gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
         block           elements that share a scale
 
-        sent      for M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `step_bytes` of tplab.data.zero_plus_plus
+        sent      for M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `tplab.data.zero_plus_plus.step_bytes`
                   has each pass, and the bytes of the scales
         memory    hpZ: 1 / (ranks of a node) of the parameters, in the dtype in which they travel
         Wang et al. 2023, arXiv:2306.10209.

@@ -130,7 +130,7 @@ KinetoEvent = _C._autograd._KinetoEvent
 """One event of torch's profiler. What it can be asked grows with torch's versions: typed_metadata is new in 2.14."""
 
 
-class Recorder:
+class ThreadProfiler:
     """The events of one thread, from the recorder that torch's profiler had before Kineto."""
 
     @staticmethod

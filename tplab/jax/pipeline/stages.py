@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from tplab.errors import ScheduleError
 from tplab.jax.comm.collectives import axis_index, axis_size
-from tplab.jax.pipeline.flat import Flat, Kind, Layout, kind_of, largest
+from tplab.jax.pipeline.flat import Flat, Kind, Packing, kind_of, largest
 from tplab.jax.pipeline.passes import is_float
 from tplab.jax.pipeline.stage import Layer
 from tplab.jax.ranks.context import run_key, this_mesh
@@ -33,7 +33,7 @@ class Blueprint:
 
     layers: tuple[Layer, ...]
     structure: Any
-    layout: Layout
+    layout: Packing
 
     def names(self) -> list[str]:
         """The name of each parameter: "0.up.weight" is in the stage's first layer."""
@@ -58,9 +58,9 @@ class Blueprints:
         """The number of elements of each kind that a rank holds: those of the rank that has the most."""
         return largest(self.layout(rank) for rank in range(len(self.placement)))
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank: int) -> Packing:
         """The layout of all parameters of a rank: stage after stage, in the order of the placement."""
-        return Layout.of(
+        return Packing.of(
             (slot.shape, slot.kind) for stage in self.held(rank) for slot in self.stages[stage].layout.slots
         )
 
@@ -300,7 +300,7 @@ def _types(function: Callable[[], Any]) -> Any:
     return jax.tree.structure(shapes).unflatten(closed.out_avals)
 
 
-def _layout(leaves: Sequence[Any], axis: Axis) -> Layout:
+def _layout(leaves: Sequence[Any], axis: Axis) -> Packing:
     """The layout of parameters. They always differ along the pipeline's axis."""
     for leaf in leaves:
         if not is_float(leaf):
@@ -309,4 +309,4 @@ def _layout(leaves: Sequence[Any], axis: Axis) -> Layout:
                 "point: keep other arrays in the layer itself"
             )
     names = this_mesh().names(axis)
-    return Layout.of((tuple(leaf.shape), kind_of(leaf, names)) for leaf in leaves)
+    return Packing.of((tuple(leaf.shape), kind_of(leaf, names)) for leaf in leaves)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Array, Instruction
 from tplab.jax.tracing.narrow import as_written, is_inserted
 
@@ -50,7 +50,7 @@ class Works:
         self._flow = flow
         self._known: dict[tuple[str, str], Work | None] = {}
 
-    def of(self, place: Place) -> Work | None:
+    def of(self, place: Spot) -> Work | None:
         """What an instruction computes; None if it moves no data."""
         key = place.computation, place.one.name
         if key not in self._known:
@@ -59,7 +59,7 @@ class Works:
             self._known[key] = None if is_free else self._of(place)
         return self._known[key]
 
-    def _of(self, place: Place) -> Work:
+    def _of(self, place: Spot) -> Work:
         """A fusion counts everything inside it, but only the bytes that go in and out."""
         flow, inside = self._flow, self._flow.inside(place)
         array = as_written(flow, place)
@@ -73,7 +73,7 @@ class Works:
         rate = max(factors, key=lambda factor: factor.itemsize).dtype
         return Work(main.one, array, rate, *about, _matmul(main.one, factors))
 
-    def _named(self, place: Place, inside: Sequence[Place]) -> Instruction:
+    def _named(self, place: Spot, inside: Sequence[Spot]) -> Instruction:
         """The instruction itself; of a fusion to which XLA gave no name, the last inside it that has one."""
         named = [inner.one for inner in inside if inner.one.primitive and not is_inserted(inner.one)]
         return place.one if place.one.primitive or not named else named[-1]
@@ -102,7 +102,7 @@ def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, 
     return left.size // each, right.size // each, k, batch
 
 
-def _flops(flow: Flow, place: Place) -> int:
+def _flops(flow: Flow, place: Spot) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
     one, operands = place.one, [operand.one.arrays for operand in flow.operands(place)]
     if one.op == "dot":
@@ -130,19 +130,19 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """And which of their operands is the update."""
 
 
-def hands_on(flow: Flow, place: Place) -> bool:
+def hands_on(flow: Flow, place: Spot) -> bool:
     """Whether it only hands its operand on: a view, or what XLA has converted."""
     inside = [inner for inner in flow.inside(place) if inner.one.op != "parameter"]
     return bool(inside) and all(map(_is_view, inside))
 
 
-def is_combining(flow: Flow, place: Place) -> bool:
+def is_combining(flow: Flow, place: Spot) -> bool:
     """Whether it adds to what is there, or combines both in another way: a scatter that does not just set it."""
     called = (flow.module.computations.get(name, []) for name in place.one.called("to_apply"))
     return any(inner.is_root and inner.op != "parameter" for ones in called for inner in ones)
 
 
-def num_bytes(flow: Flow, place: Place) -> int:
+def num_bytes(flow: Flow, place: Spot) -> int:
     """The bytes that an instruction reads and writes: of arrays used in part, only that part.
 
         slice, dynamic-slice    the piece, read and written
@@ -170,7 +170,7 @@ class _Touched:
     results   the names of the arrays that are returned
     """
 
-    def __init__(self, flow: Flow, place: Place):
+    def __init__(self, flow: Flow, place: Spot):
         self.flow, self.place = flow, place
         inside, operands = flow.inside(place), flow.operands(place)
         self.body = {inner.one.name: inner for inner in inside if inner.one.op != "parameter"}
@@ -204,13 +204,13 @@ class _Touched:
             name = self.body[name].one.operands[0]
         return name
 
-    def _updated(self, update: Place | None) -> Place | None:
+    def _updated(self, update: Spot | None) -> Spot | None:
         """The array that an instruction updates in place."""
         if update is None or update.one.op not in _UPDATES or len(update.one.arrays) > 1:
             return None
         return dict(self.given).get(self._source(update.one.operands[0]))
 
-    def _size_of_update(self, update: Place) -> int:
+    def _size_of_update(self, update: Spot) -> int:
         return self.flow.operands(update)[_UPDATES[update.one.op]].one.arrays[0].size
 
     def _read(self, name: str, updates: set[str]) -> int | None:
@@ -233,24 +233,24 @@ class _Touched:
             total += size
         return total
 
-    def _bytes(self, given: Place, size: int) -> int:
+    def _bytes(self, given: Spot, size: int) -> int:
         """Those of so many elements of an array that is given."""
         array = as_written(self.flow, given)
         return array._replace(shape=(min(size, array.size),)).num_bytes
 
 
-def _whole(flow: Flow, place: Place | None) -> int:
+def _whole(flow: Flow, place: Spot | None) -> int:
     if place is None:  # a result that is given already
         return 0
     arrays: list[Array] = place.one.arrays if len(place.one.arrays) != 1 else [as_written(flow, place)]
     return sum(array.num_bytes for array in arrays)
 
 
-def _is_view(place: Place) -> bool:
+def _is_view(place: Spot) -> bool:
     return place.one.op in ("bitcast", "reshape") or is_inserted(place.one)
 
 
-def _is_last(flow: Flow, place: Place, array: Place) -> bool:
+def _is_last(flow: Flow, place: Spot, array: Spot) -> bool:
     """Whether nothing needs an array after the instruction at `place`. The caller needs what it has not donated."""
     order = {one.name: number for number, one in enumerate(flow.module.computations[place.computation])}
     pending, seen = [array], set[str]()

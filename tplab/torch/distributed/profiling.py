@@ -27,17 +27,17 @@ from tplab.torch.distributed.group import AnyMessage, Group
 from tplab.torch.distributed.identity import number_of
 from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.distributed.work import Several, Started
-from tplab.torch.private import DispatchMode, KinetoEvent, Recorder, dispatch_modes
+from tplab.torch.private import DispatchMode, KinetoEvent, ThreadProfiler, dispatch_modes
 
 
 class Results:
     """One rank's profile, in place of torch's own object for what was recorded."""
 
-    def __init__(self, events: Sequence[Event], start_ns: int, metadata: dict[str, Any], rank: int, number: int):
+    def __init__(self, events: Sequence[Profiled], start_ns: int, metadata: dict[str, Any], rank: int, number: int):
         self._events, self._start_ns, self._metadata = events, start_ns, metadata
         self._rank, self._number = rank, number
 
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[Profiled]:
         return self._events
 
     def trace_start_ns(self) -> int:
@@ -83,12 +83,12 @@ class _Recording:
 
     def __init__(self, rank: int, number: int):
         self.rank, self.number = rank, number
-        self.notes: list[Event] = []
+        self.notes: list[Profiled] = []
         self.is_inside = False
         self.silences: list[tuple[int, int]] = []
         self.metadata: dict[str, Any] = {}
 
-    def noting(self, note: Event, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, note: Profiled, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, until whose return a collective lasts."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class Profiling:
         rank = taking_turns()
         assert rank is not None
         profile.entered = True
-        Recorder.start(profile)
+        ThreadProfiler.start(profile)
         profiler._run_on_profiler_start()
         self._recordings[get_ident()] = _Recording(rank.rank, number_of(rank))
         if len(self._recordings) == 1:
@@ -149,7 +149,7 @@ class Profiling:
             return self._disable()
         if not self._recordings:
             self._watched.take_back()
-        began, *events = events_of(Recorder.stop(), recording.silences)
+        began, *events = events_of(ThreadProfiler.stop(), recording.silences)
         thread, start_ns = began.values["start_thread_id"], began.values["start_ns"]
         for note in recording.notes:
             note.values["start_thread_id"] = note.values["end_thread_id"] = thread
@@ -183,7 +183,7 @@ class Profiling:
             if recording is None or recording.is_inside:
                 return method(group, *args, **kwargs)
             now = time.time_ns()
-            note = Event(
+            note = Profiled(
                 f"{group.backend}:{title}", 0, now, now, is_async=True, scope=USER_SCOPE, is_user_annotation=True,
                 shapes=_shapes(args[position]) if position < len(args) else [],
             )  # fmt: skip
@@ -229,12 +229,12 @@ def _shapes(inputs: Any) -> list[list[int]]:
     return [list(x.shape) for x in found]
 
 
-def _row(event: Event) -> str:
+def _row(event: Profiled) -> str:
     """The row of an event in a picture."""
     return "collectives" if event.values["is_async"] else f"thread {event.values['start_thread_id']}"
 
 
-def _args(event: Event) -> dict[str, Any]:
+def _args(event: Profiled) -> dict[str, Any]:
     """What a click on an event shows."""
     values = event.values
     shown: dict[str, Any] = {"External id": values["correlation_id"]}
@@ -265,7 +265,7 @@ _NOTHING: dict[str, Any] = {
 USER_SCOPE = 7
 
 
-class Event:
+class Profiled:
     """What happened, by the names under which torch asks for it: each value is a method."""
 
     def __init__(self, name: str, thread: int, start_ns: int, end_ns: int, **values: Any):
@@ -282,15 +282,15 @@ class Event:
         return self.values["end_ns"] - self.values["start_ns"]
 
 
-def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Event]:
+def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Profiled]:
     """What a thread has recorded, in the order of the beginnings, the recording itself first. What began during
     `silences`, or has not ended, is left out.
 
     torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:
     otherwise torch would take an operation for a part of its neighbour, and drop it if both have one name.
     """
-    found: list[Event] = []
-    began: dict[int, Event] = {}
+    found: list[Profiled] = []
+    began: dict[int, Profiled] = {}
     silent: list[tuple[int, int]] = []
     for start, end in sorted(silences):  # some are inside others
         if not silent or start > silent[-1][1]:
@@ -298,8 +298,8 @@ def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> li
         else:
             silent[-1] = silent[-1][0], max(silent[-1][1], end)
     at, num_modes = 0, sum(isinstance(mode, DispatchMode) for mode in dispatch_modes())
-    parents: dict[int, Event | None] = {}
-    inside: list[Event] = []  # those that have begun and not ended, the innermost last
+    parents: dict[int, Profiled | None] = {}
+    inside: list[Profiled] = []  # those that have begun and not ended, the innermost last
     for record in records:
         kind, at = record.kind(), max(at + 1, int(record.start_us() * 1000))
         if kind == "pop":
@@ -317,22 +317,22 @@ def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> li
             found.append(event)
         elif kind == "memory_alloc":
             num_bytes = record.cpu_memory_usage()
-            found.append(Event(profiler.MEMORY_EVENT_NAME, record.thread_id(), at, at, nbytes=num_bytes))
+            found.append(Profiled(profiler.MEMORY_EVENT_NAME, record.thread_id(), at, at, nbytes=num_bytes))
         elif not found:
-            found.append(Event("", record.thread_id(), at, at))
+            found.append(Profiled("", record.thread_id(), at, at))
     left_out = {*map(id, began.values()), *(_of_modes(found, parents, num_modes) if num_modes else ())}
     return [event for event in found if id(event) not in left_out]
 
 
-def _of_modes(events: Sequence[Event], parents: Mapping[int, Event | None], num_modes: int) -> Iterator[int]:
+def _of_modes(events: Sequence[Profiled], parents: Mapping[int, Profiled | None], num_modes: int) -> Iterator[int]:
     """The identities of what is there only because tplab's own dispatch modes, `num_modes` of them, count memory.
 
     An operation reaches each mode in an event of its own, in which it is called again: mm, the mode, mm. It reaches
     tplab's modes, the outermost, last. Besides, where autograd keeps a result, torch asks the modes for a copy of it
     that is detached.
     """
-    again: dict[int, Event] = {}  # a mode's event -> the operation in it
-    modes_in: dict[int, Event] = {}  # an operation -> the mode's event in it
+    again: dict[int, Profiled] = {}  # a mode's event -> the operation in it
+    modes_in: dict[int, Profiled] = {}  # an operation -> the mode's event in it
     for event in events:
         if (parent := parents.get(id(event))) is None:
             continue
@@ -365,9 +365,9 @@ def _of_modes(events: Sequence[Event], parents: Mapping[int, Event | None], num_
 _MODE = "PythonDispatchMode"
 
 
-def _event(record: Any, at: int) -> Event:
+def _event(record: Any, at: int) -> Profiled:
     scope = record.scope()
-    return Event(
+    return Profiled(
         record.name(), record.thread_id(), at, at, correlation_id=record.handle(), shapes=record.shapes(),
         stack=record.stack(), scope=scope, sequence_nr=record.sequence_nr(), fwd_thread_id=record.fwd_thread_id(),
         flops=record.flops(), is_async=record.is_async(), is_user_annotation=scope == USER_SCOPE,
