@@ -29,16 +29,20 @@ from tplab.jax.comm.collectives import (
 )
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.jax.data.average import average_gradients
+from tplab.jax.data.average import average_gradients, share_of_tokens, tokens_per_rank
 from tplab.jax.data.batch_norm import batch_norm, batch_statistics
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.parallel import data_parallel
-from tplab.jax.data.quantization import dequantize, quantize
-from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter, zero_plus_plus
+from tplab.jax.data.quantized import (
+    dequantize,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+    zero_plus_plus,
+)
 from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_parameters import shard_parameters
 from tplab.jax.data.sharded_optimizer import shard_optimizer
-from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear

@@ -32,16 +32,20 @@ from tplab.torch.comm.collectives import (
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.torch.data.average import average_gradients
+from tplab.torch.data.average import average_gradients, share_of_tokens, tokens_per_rank
 from tplab.torch.data.batch_norm import batch_norm, batch_statistics
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
 from tplab.torch.data.parallel import data_parallel
-from tplab.torch.data.quantization import dequantize, quantize
-from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter, zero_plus_plus
+from tplab.torch.data.quantized import (
+    dequantize,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+    zero_plus_plus,
+)
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.shard_parameters import gather_state, no_sync, shard_parameters
 from tplab.torch.data.sharded_optimizer import shard_optimizer
-from tplab.torch.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout

@@ -9,10 +9,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tplab.jax.tracing.asked import COPIES, Ask, Asked, Asking, Equation, axes_of
-from tplab.jax.tracing.axes import axes_along, axes_in_order
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.flow import Flow, Spot
+from tplab.jax.tracing.flow import Flow, Spot, axes_along, axes_in_order
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.proposals import Proposal, proposals, wrapped
 from tplab.jax.tracing.sending import Sent, bytes_by_rank, keeps_share, kept_of_all, narrow_dtype, sent_by

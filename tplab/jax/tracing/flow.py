@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
-from tplab.jax.tracing.axes import axes_in_order
-from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module, iota
+from tplab.jax.tracing.hlo import BRANCHES, Groups, Instruction, Module, iota
 from tplab.mesh import Mesh
 
 _VIEWS = {
@@ -271,3 +272,30 @@ class Flow:
 
 def _takes(one: Instruction, numbers: list[int]) -> bool:
     return one.op == "get-tuple-element" and one.index in numbers
+
+
+# --- axes of the mesh -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
+    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
+    is alone. A group may have only some of the ranks along its axes; for pairs it has all of those ranks."""
+    places = [[mesh.coordinates(rank) for rank in group] for group in groups]
+    names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
+    if not names:
+        return "", ()
+    along = mesh.groups(tuple(names))
+    is_whole = set(map(frozenset, along)) == set(map(frozenset, groups))
+    return ",".join(names), along if are_pairs or is_whole else groups
+
+
+@lru_cache(maxsize=1024)
+def axes_in_order(mesh: Mesh, groups: Groups) -> tuple[str, ...]:
+    """The same axes, in the order in which they number the ranks of each group: pieces of a dim that is sharded over
+    ("tp", "dp") are in another order than over ("dp", "tp")."""
+    names = [name for name in axes_along(mesh, groups)[0].split(",") if name]
+    for order in permutations(names) if names else ():
+        if all(tuple(group) in mesh.groups(order) for group in groups):
+            return order
+    return tuple(names)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tplab.errors import TraceError
-from tplab.jax.tracing.axes import axes_along
-from tplab.jax.tracing.flow import Flow, Spot
+from tplab.jax.tracing.flow import Flow, Spot, axes_along
 from tplab.jax.tracing.hlo import BRANCHES, Instruction
 from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task

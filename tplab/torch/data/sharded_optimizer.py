@@ -14,7 +14,7 @@ from tplab.data.axes import data_axes
 from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.cuts import note_owner
+from tplab.torch.data.parameters import note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,

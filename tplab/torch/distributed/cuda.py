@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from tplab.torch.distributed.attention import cpu_kernels, tables_with_attention
+from tplab.torch.distributed.attention import cpu_kernels, flex_attention_on_cpu, tables_with_attention
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
-from tplab.torch.distributed.kernels import flex_attention_on_cpu
 from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.private import CONTEXT_PARALLEL, DTENSOR, FLEX_ATTENTION, dtensor_dispatcher, no_torch_function
 from tplab.torch.ranks.rank import this_rank

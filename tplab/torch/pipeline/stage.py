@@ -11,9 +11,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
-from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
+from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients, bytes_of
 from tplab.torch.pipeline.redraw import Mark, Redraw
-from tplab.torch.pipeline.saved import bytes_of
 from tplab.torch.ranks.memory import hold
 
 Function = Callable[..., Tensors]

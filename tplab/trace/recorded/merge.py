@@ -13,8 +13,7 @@ from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
 from tplab.trace.label import UNKNOWN
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
-from tplab.trace.recorded.rank_file import ANY, RankFile
-from tplab.trace.recorded.reading import read
+from tplab.trace.recorded.rank_file import ANY, RankFile, read
 from tplab.trace.trace import Trace
 from tplab.units import ranks_text, time_text
 
