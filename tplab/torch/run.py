@@ -15,9 +15,9 @@ from tplab import spare
 from tplab.checking.typed import Types
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import THIS_LAPTOP, find
-from tplab.errors import CrossedOrderWarning, MeshError, SpecError, TplabError
+from tplab.errors import CrossedOrderWarning, MeshError, TplabError
 from tplab.mesh import Mesh
-from tplab.options import check_run
+from tplab.options import check_run, no_out_specs
 from tplab.torch.ranks import results
 from tplab.torch.ranks.follower import Followed
 from tplab.torch.ranks.launch import run_on_simulated_ranks
@@ -82,10 +82,7 @@ class Result:
     @property
     def value(self) -> Any:
         if not self._has_value:
-            raise SpecError(
-                "run was given no out_specs, so it does not know how the ranks' results make a whole; "
-                "give out_specs (P() where all ranks return the same), or read .per_rank"
-            )
+            raise no_out_specs()
         return self._value
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.errors import ScheduleError, ShapeError
+from tplab.errors import ShapeError
 from tplab.jax.pipeline.equations import Var
 from tplab.jax.pipeline.flat import Flat, Packing, kind_of
 from tplab.jax.pipeline.passes import Given, Loss, Passes, is_float, traced
@@ -19,6 +19,7 @@ from tplab.jax.pipeline.plan import Buffer, Keeping
 from tplab.jax.pipeline.stage import Stage
 from tplab.jax.pipeline.stages import Blueprint, Blueprints
 from tplab.jax.ranks.context import vary
+from tplab.pipeline.checks import no_way_back
 
 
 class Batch:
@@ -129,10 +130,7 @@ def _traced(
     """The program of a stage that differs from all before it."""
     is_first, is_last = stage.number == 0, loss is not None
     if not is_first and not any(is_float(jnp.empty(0, slot.kind.dtype)) for slot in enters.slots):
-        raise ScheduleError(
-            f"nothing that enters stage {stage.number} is of floating point, so no gradient can flow back to stage "
-            f"{stage.number - 1}; cut the model elsewhere"
-        )
+        raise no_way_back(stage.number)
     zero = vary(jnp.int32(0), batch.axes)
     own = blueprint.structure.unflatten(blueprint.layout.unpack(params))
     given = batch.given(own, is_first, is_last, zero, zero)

@@ -18,9 +18,9 @@ from tplab.jax.pipeline.passes import is_float
 from tplab.jax.pipeline.stage import Layer
 from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
+from tplab.pipeline.checks import Tied, tied_in
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
-from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
@@ -204,7 +204,7 @@ def blueprints_of(
         held = tuple(built[place] for place in places)
         leaves, structure = jax.tree.flatten(_types(lambda held=held: [_init(layer, 0) for layer in held]))
         stages.append(Blueprint(held, structure, _layout(leaves, axis)))
-    return Blueprints(tuple(stages), schedule.placement, axis, made, _tied(layers, made))
+    return Blueprints(tuple(stages), schedule.placement, axis, made, tied_in(layers, made, lambda layer: layer.weight))
 
 
 def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: Axis) -> Stages:
@@ -268,19 +268,6 @@ def _layer(layer: Any) -> Layer:
     if isinstance(layer, LayerSpec):
         return Layer(layer.build(), layer.forward if isinstance(layer, TiedSpec) else None)
     return Layer(layer)
-
-
-def _tied(layers: Sequence[Any], made: Partition) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The (stage, name) of every parameter, for each key that ties them."""
-    found = []
-    for places in ties(layers).values():
-        tie = []
-        for place in places:
-            stage = made.stage_of(place)
-            tie.append((stage, f"{place - made.bounds[stage]}.{layers[place].weight}"))
-        if len(tie) > 1:
-            found.append(tuple(tie))
-    return tuple(found)
 
 
 _OF_LAYERS = 0x5A17
