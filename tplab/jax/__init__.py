@@ -30,7 +30,6 @@ from tplab.jax.comm.collectives import (
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.jax.data.average import average_gradients, share_of_tokens, tokens_per_rank
-from tplab.jax.data.batch_norm import batch_norm, batch_statistics
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.parallel import data_parallel
 from tplab.jax.data.quantized import (
@@ -47,14 +46,15 @@ from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.jax.layers.memory import gather_again, saved_tensors
-from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm, batch_norm, batch_statistics
 from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
-from tplab.jax.layers.positions import rope, token_positions
 from tplab.jax.layers.sequence_attention import (
     gather_attention,
     head_attention,
     head_ring_attention,
     ring_attention,
+    rope,
+    token_positions,
 )
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock

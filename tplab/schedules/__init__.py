@@ -12,8 +12,7 @@ from tplab.schedules.measured import Comparison, compare, measured_costs, measur
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
 from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
 from tplab.schedules.rules.dualpipe import dualpipe, dualpipe_v
-from tplab.schedules.rules.stamp import Block
-from tplab.schedules.rules.v_shapes import v_block, v_half, v_min
+from tplab.schedules.rules.stamp import Block, v_block, v_half, v_min
 from tplab.schedules.rules.waves import chimera, hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule

@@ -33,7 +33,6 @@ from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tplab.torch.data.average import average_gradients, share_of_tokens, tokens_per_rank
-from tplab.torch.data.batch_norm import batch_norm, batch_statistics
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
 from tplab.torch.data.parallel import data_parallel
 from tplab.torch.data.quantized import (
@@ -51,14 +50,22 @@ from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.torch.layers.memory import gather_again, saved_tensors
-from tplab.torch.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.torch.layers.norms import (
+    LayerNorm,
+    ParallelLayerNorm,
+    ParallelRMSNorm,
+    RMSNorm,
+    batch_norm,
+    batch_statistics,
+)
 from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
-from tplab.torch.layers.positions import rope, token_positions
 from tplab.torch.layers.sequence_attention import (
     gather_attention,
     head_attention,
     head_ring_attention,
     ring_attention,
+    rope,
+    token_positions,
 )
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.classifier import ParallelClassifier, ParallelMLPBlock

@@ -15,7 +15,7 @@ from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.linear import ParallelMLP
 from tplab.jax.layers.norms import LayerNorm, RMSNorm
 from tplab.jax.layers.parameters import Params, here, nested
-from tplab.jax.layers.positions import token_positions
+from tplab.jax.layers.sequence_attention import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_ids

@@ -14,8 +14,7 @@ from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapp
 from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from tplab.schedules.rules.greedy import Durations, Taste, list_schedule
 from tplab.schedules.rules.row import chain, row
-from tplab.schedules.rules.stamp import Block, blocks
-from tplab.schedules.rules.v_shapes import v_half, v_min
+from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
 from tplab.schedules.rules.waves import hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule

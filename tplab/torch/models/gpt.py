@@ -20,7 +20,7 @@ from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.linear import ParallelMLP
 from tplab.torch.layers.norms import LayerNorm, RMSNorm
 from tplab.torch.layers.parameters import drawn_normal
-from tplab.torch.layers.positions import token_positions
+from tplab.torch.layers.sequence_attention import token_positions
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
