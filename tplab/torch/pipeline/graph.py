@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from tplab.torch.pipeline.split_backward import Gradients, Split, split
 from tplab.torch.private import SAVED, storage_id, version_of
-from tplab.torch.ranks.memory import hold
+from tplab.torch.watching.memory import hold
 
 Tensors = tuple[Tensor, ...]
 
