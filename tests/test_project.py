@@ -334,7 +334,7 @@ def test_command_line_options_are_frozen(monkeypatch: pytest.MonkeyPatch, capsys
     assert found == (ROOT / "tests" / "options.txt").read_text(encoding="utf8").strip()
 
 
-@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own"])
+@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own", "experts"])
 def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
     assert len([line for line in code.splitlines() if line]) <= 11
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
