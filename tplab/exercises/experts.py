@@ -141,7 +141,7 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
             refuse(f": {where} it returns {got!r}. It returns one number for each of the {ranks} ranks.")
         if not np.array_equal(found, leave):
             known = {
-                "It counts a row for each choice. A token is sent once to a rank that has several of its experts.": keep,
+                "It counts a row per choice. A token is sent once to a rank that has several of its experts.": keep,
                 "It also counts rows that stay where they are. They are not sent.": once.sum(1),
                 "It counts the rows that arrive at each rank. How many leave it?": once.sum(0) - once.diagonal(),
                 "It counts every choice, also of experts on the token's own rank.": each.sum(1),
