@@ -155,7 +155,7 @@ def test_the_layer():
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
         (Changes, ("it changes its argument given.weight in place",)),
         (DividedBias, ("value of transformer.h.0.mlp.c_proj.bias", "1/2 of the reference on every rank")),
-        (AsLinear, ("its parameter weight has shape [32, 64]", "That of nn.Linear is the transpose")),
+        (AsLinear, ("its parameter weight has shape [32, 64]", "of nn.Linear is the transpose")),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
         (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],

@@ -44,12 +44,8 @@ class Moving(Pictured):
         return animate(self.trace).picture()
 
 
-class Timed(Pictured):
-    """A verdict with the timeline of the run that it is about."""
-
-    def __init__(self, passed: bool, text: str, trace: Trace):
-        super().__init__(passed, text)
-        self.trace = trace
+class Timed(Moving):
+    """The same as a timeline."""
 
     def picture(self) -> bytes:
         return timeline(self.trace).picture()

@@ -162,9 +162,9 @@ def _refuse_other_shapes(mine: Any, given: Any) -> None:
         shape = list(parameter.shape)
         if name not in ("weight", "bias") or shape[-1] != columns:
             refuse(
-                f": its parameter {name} has shape {shape}. The check compares parameters with those of `given`: name "
-                f"them weight and bias, and lay out the weight as `given` does, [{rows}, {columns}]. (That of "
-                "nn.Linear is the transpose.)"
+                f": its parameter {name} has shape {shape}. The check compares parameters with those of `given`: call "
+                f"them weight and bias, and let each rank have rows of given.weight, which is [{rows}, {columns}]. "
+                "(The weight of nn.Linear is the transpose.)"
             )
 
 
