@@ -97,12 +97,13 @@ def one_norm(tensors: Tensors) -> Tensors:
     if "q" in tensors:
         parts["attention"] = causal_attention(h, tensors)
     y = x + sum(term for term, _ in parts.values())
-    dy, grads, tokens, through = weight(y), Tensors(), 0.0, Tensors()
+    dy, grads, through = weight(y), Tensors(), Tensors()
+    tokens = np.zeros_like(x[0])
     for name, (_, backward) in parts.items():
         grads |= backward(dy)
         into = through_norm(grads["dx"])
         through[f"through {name}"], tokens = into["dx"], tokens + into["of each token"]
-    grads |= {"dx": dy + sum(through.values()), "dscale": np.sum(tokens, 0), "of each token": tokens}
+    grads |= {"dx": dy + sum(through.values()), "dscale": tokens.sum(0), "of each token": tokens}
     return {"y": y, "residual": dy, **grads, **through}
 
 
