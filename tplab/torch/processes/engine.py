@@ -38,14 +38,14 @@ class Engine:
     """
 
     def __init__(self, store: Any, has_gpu: bool):
-        self._store, self._has_gpu = store, has_gpu
+        self._store, self.has_gpu = store, has_gpu
         self._backends: dict[tuple[Group, str], Any] = {}
         self._stream = torch.cuda.Stream() if has_gpu else None
 
     def carries(self, call: Call, x: Tensor) -> bool:
         """Whether `x` can travel from where it is. Otherwise it has to be copied to the CPU: a tensor of a GPU that
         ranks share, or one for a receiver that does not know yet on which device it comes."""
-        return x.is_cpu or (x.is_cuda and self._has_gpu and call.op not in MESSAGES)
+        return x.is_cpu or (x.is_cuda and self.has_gpu and call.op not in MESSAGES)
 
     def break_off(self) -> None:
         """Close the connections of all groups of CPUs: a rank that waits in one of their collectives is released."""

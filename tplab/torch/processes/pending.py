@@ -114,8 +114,8 @@ class ProcessPending(Pending):
     def check(self, header: Header) -> None:
         """Raise CollectiveMismatchError where another rank is in another collective."""
         if not header.side.agrees(self.side):
-            self.rank.mismatch = mismatch(self.group, self.number, [self.side, header.side])
-            raise self.rank.mismatch
+            self.rank.verdict = mismatch(self.group, self.number, [self.side, header.side])
+            raise self.rank.verdict
 
     def keep(self, x: Tensor) -> Tensor:
         """The values of x as they are now, in one block of memory from which they can be sent."""

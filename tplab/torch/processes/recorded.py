@@ -39,8 +39,9 @@ class RecordedRank(Rank):
         self.lines = _LinesOfNotebook(cells)
         self.hops = 0
         self.waits_in: Any = None  # the collective that it is waiting in
+        self.has_returned = False
         self.num_in_flight = 0
-        self.mismatch: TplabError | None = None
+        self.verdict: TplabError | None = None  # a mismatch or a deadlock that was found here
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
