@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -10,11 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.torch.processes.exchange import WAIT_FOREVER, break_off
 from tplab.torch.processes.frames import bytes_of
 from tplab.torch.ranks import outcomes
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 from tplab.trace.journal import Group
+
+WAIT_FOREVER = timedelta(days=365)
+"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
+
+POISON_TAG = 2**31 - 1
+"""Of a message that is never sent."""
 
 _OP = dist.ReduceOp
 _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
@@ -153,3 +159,11 @@ def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
     result = torch.empty_like(pieces[call.place.index])
     backend.reduce_scatter([result], [pieces], scattering).wait()
     return result
+
+
+def break_off(gloo: Any) -> None:
+    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
+    if gloo.size() > 1:
+        with suppress(RuntimeError):
+            neighbor = (gloo.rank() + 1) % gloo.size()
+            gloo.recv([torch.empty(1, device="cpu")], neighbor, POISON_TAG).wait(timedelta(milliseconds=1))

@@ -20,7 +20,6 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
-from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
@@ -100,10 +99,10 @@ class Program(NamedTuple):
     cells: dict[str, int]
     title: str
 
-    def rank(self, rank: int, exchange: Exchange, engine: Engine) -> ProcessRank:
+    def rank(self, rank: int, exchange: Exchange) -> ProcessRank:
         """The rank with this number, to run the program. Each keeps the values of its share of messages."""
         record = -(-self.record // self.mesh.size)
-        return ProcessRank(rank, self.mesh, exchange, engine, record=record, cells=self.cells)
+        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells)
 
 
 class Raised(NamedTuple):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from tplab import spare
 from tplab.torch.processes import parcels
-from tplab.torch.processes.engine import Engine
-from tplab.torch.processes.exchange import WAIT_FOREVER, ConnectionLost, Exchange, gloo_of
+from tplab.torch.processes.engine import WAIT_FOREVER, Engine
+from tplab.torch.processes.exchange import ConnectionLost, Exchange, gloo_of
 from tplab.torch.processes.parcels import Received
 from tplab.torch.processes.program import Outcome, Program, Settings, carry_out, raised
 from tplab.torch.processes.rank import ProcessRank
@@ -35,9 +35,8 @@ WORTH_RETURNING = 8_000_000
 class Worker:
     """One rank's process. Each parcel that comes over `control` is a program; when `control` closes, it ends."""
 
-    def __init__(self, rank: int, control: socket.socket, exchange: Exchange, engine: Engine, store: dist.Store):
-        self._rank, self._control, self._store = rank, control, store
-        self._exchange, self._engine = exchange, engine
+    def __init__(self, rank: int, control: socket.socket, exchange: Exchange, store: dist.Store):
+        self._rank, self._control, self._exchange, self._store = rank, control, exchange, store
         self._programs: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._resident = spare.resident_bytes()
         self._watch: Watch | None = None
@@ -83,10 +82,10 @@ class Worker:
             settings: Settings = next(contents)
             settings.adopt()  # the program may be in a module that can only be found now
             program: Program = next(contents)
-            rank = program.rank(self._rank, self._exchange, self._engine)
-            self._watch = Watch(rank, store, self._break_off)
+            rank = program.rank(self._rank, self._exchange)
+            self._watch = Watch(rank, store, self._exchange.break_off)
             device = program.device
-            if self._engine.has_gpu and (device is None or device.type == "cuda"):
+            if self._exchange.engine.has_gpu and (device is None or device.type == "cuda"):
                 device = torch.device("cuda", self._rank)
             result = carry_out(program, rank, device)
         except BaseException as error:
@@ -94,10 +93,6 @@ class Worker:
         if rank is None:
             return Outcome(self._rank, None, failure, None, None, False)
         return Outcome(self._rank, result, failure, rank.journal, rank.report(), not rank.num_in_flight)
-
-    def _break_off(self) -> None:
-        self._exchange.break_off()
-        self._engine.break_off()
 
 
 def main(arguments: dict[str, int | str], fds: list[int]) -> None:
@@ -120,7 +115,7 @@ def main(arguments: dict[str, int | str], fds: list[int]) -> None:
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_FOREVER)
     engine = Engine(dist.PrefixStore("engine/", store), has_gpu)
-    Worker(rank, control, Exchange(gloo_of(dist.group.WORLD), rank), engine, store).serve()
+    Worker(rank, control, Exchange(gloo_of(dist.group.WORLD), rank, engine), store).serve()
 
 
 def _written_at_once(fd: int) -> TextIO:
