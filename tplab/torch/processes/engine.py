@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tplab.torch.private import at_once
 from tplab.torch.processes.frames import bytes_of
 from tplab.torch.ranks import outcomes
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
@@ -95,14 +96,11 @@ class Engine:
         """Send `x` to one rank and fill `result` with what another one sends, from GPU to GPU."""
         assert call.peers is not None
         backend, (target, source) = self._backend(call.place, x.device.type), call.peers
-        backend._start_coalescing()
-        if target is not None and x.numel():
-            backend.send([bytes_of(x)], call.place.group.index(target), 0)
-        if source is not None and result.numel():
-            backend.recv([bytes_of(result)], call.place.group.index(source), 0)
-        work = backend._end_coalescing()
-        if work is not None:
-            work.wait()
+        with at_once(backend):
+            if target is not None and x.numel():
+                backend.send([bytes_of(x)], call.place.group.index(target), 0)
+            if source is not None and result.numel():
+                backend.recv([bytes_of(result)], call.place.group.index(source), 0)
 
     def _backend(self, place: Place, device_type: str) -> Any:
         found = self._backends.get((place.group, device_type))
