@@ -14,13 +14,18 @@ import nbformat
 from labs.source import build, course
 from website import front, lite, monday, reference
 from website.cards import Cards
+from website.opening import Opening
 from website.states import Output
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-PICTURE = re.compile(r'<a [^>]*>\s*<picture>\s*<source [^>]*>\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>')
-"""A picture that leads here, with another for dark paper: on the site, the widget that it shows is in its place."""
-DOCS = ("torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures")
+PICTURE = re.compile(
+    r'<a [^>]*>\s*<picture>\s*<source [^>]*srcset="([^"]*)">\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>'
+)
+"""A picture that leads here, with another for dark paper, both at their whole addresses."""
+DOCS = (
+    "using", "torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures"
+)  # fmt: skip
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
 
@@ -32,10 +37,10 @@ class Pages:
     """Writes the pages of these labs, and those around them.
 
     shown     what the cells of each lab show, by lab and cell
-    opening   what the front page and the README begin with
+    opening   what the front page shows, and the README begins with
     """
 
-    def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Output):
+    def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Opening):
         self.folder, self.cards, self.shown, self.opening = folder, cards, shown, opening
 
     def write(self) -> None:
@@ -46,7 +51,8 @@ class Pages:
         texts |= reference.pages()
         texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
         texts |= {"index.md": self.front(), "readme.md": self.readme()}
-        pictures = ["docs/train.png", "docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
+        pictures = [f"docs/{name}.png" for name in ("train", "train-dark", "ring")]
+        pictures += [f"labs/images/{name}.png" for name in build.names()]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -102,8 +108,9 @@ class Pages:
     def front(self) -> str:
         """The front page, and what Sphinx needs to find all others."""
         labs = course.labs(list(self.shown))
-        figure = self.cards.figure(self.opening, "index.html", plays=True)
-        body = front.body(labs, figure, self._thumbnail, build.repository())
+        figure = self.cards.figure(self.opening.picture, "index.html", plays=True)
+        ddp = self.cards.figure(self.opening.ddp, "index.html")
+        body = front.body(labs, self.opening, figure, ddp, self._thumbnail, build.repository())
         trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
         trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
         trees.append(("Project", ["readme", *ABOUT]))
@@ -112,10 +119,20 @@ class Pages:
     def readme(self) -> str:
         """The README, with widgets for its pictures, and without what sends its readers to this site."""
         text = (ROOT / "README.md").read_text(encoding="utf8")
-        text = PICTURE.sub(r"![\1](\2)", text)
+        text = PICTURE.sub(self._still, text)
         to_site = rf"\]\({re.escape(address())}[^)]*\)"
         text = re.sub(rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE)
         return self.linked(text, "README.md")
+
+    def _still(self, picture: re.Match[str]) -> str:
+        """A picture of the README: the widget that it shows, or else itself, for light and for dark paper."""
+        dark, alt, light = picture.groups()
+        raw = build.repository().replace("https://github.com", "https://raw.githubusercontent.com") + "/main/"
+        dark, light = dark.removeprefix(raw), light.removeprefix(raw)
+        if self._card(light):
+            return f"![{alt}]({light})"
+        both = (("light", light), ("dark", dark))
+        return "\n".join(f"```{{image}} {path}\n:class: only-{paper}\n:alt: {alt}\n```\n" for paper, path in both)
 
     def _thumbnail(self, name: str) -> str:
         small, dark = self.cards.thumbnails(build.LABS / "images" / f"{name}.png")
@@ -145,7 +162,7 @@ class Pages:
     def _card(self, picture: str) -> Output | None:
         """The widget of which this is the picture."""
         if picture == "docs/ring.png":
-            return self.opening
+            return self.opening.largest
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
         shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
         return shown if shown and shown.state else None

@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
-from tplab.torch.private import dispatch_modes, pop_mode, push_mode
-from tplab.torch.ranks.live_bytes import LiveBytes
-from tplab.torch.ranks.memory import KindsOfMemory
+from tplab.torch.distributed.replaced import Replaced
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import enter, leave
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
+from tplab.torch.ranks.watcher import Listener, watcher
 
 Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
 _start = threading.Thread.start
@@ -36,21 +35,17 @@ class Threads:
 
     def __init__(self, beside: Inside):
         self._beside = beside
-        self._attributes = [*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))]
-        self._own: list[Any] = []
+        self._replaced = Replaced([*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))])
         self._had_filter = False
 
     def put(self) -> None:
-        self._own = [getattr(home, name) for home, name, _ in self._attributes]
         logger = logging.getLogger("concurrent.futures")
         self._had_filter = _is_no_release in logger.filters  # of the run around this one
         logger.addFilter(_is_no_release)
-        for home, name, value in self._attributes:
-            setattr(home, name, value)
+        self._replaced.put()
 
     def take_back(self) -> None:
-        for (home, name, _), value in zip(self._attributes, self._own, strict=True):
-            setattr(home, name, value)
+        self._replaced.take_back()
         if not self._had_filter:
             logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
 
@@ -64,10 +59,10 @@ class Threads:
             return _start(thread)
         other = rank.beside(thread)
         seat, turns = other.seat, rank.seat.turns
-        modes = [mode for mode in dispatch_modes() if isinstance(mode, LiveBytes | KindsOfMemory)]
+        listeners = [one for one in watcher().listeners if one.follows_threads]
         program = thread.run
         thread._seat = seat
-        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, modes))
+        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
         rank.waits_as_always = True  # until the other one runs, which is before its turn
         try:
             _start(thread)
@@ -77,21 +72,21 @@ class Threads:
         finally:
             rank.waits_as_always = False
 
-    def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], modes: list[Any]) -> None:
+    def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], listeners: list[Listener]) -> None:
         """What such a thread does in its turns."""
         del thread.run
         enter(rank)
         try:
             with rank.world.inherited(), self._beside(rank):
-                for mode in modes:
-                    push_mode(mode)
+                for one in listeners:
+                    watcher().add(one)
                 rank.start_watching()
                 try:
                     program()
                 finally:
                     rank.stop_watching()
-                    for _ in modes:
-                        pop_mode(None)
+                    for one in listeners:
+                        watcher().remove(one)
         except Released:
             raise
         except BaseException as error:  # as in any thread, it ends only the thread

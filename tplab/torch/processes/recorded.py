@@ -27,22 +27,22 @@ class RecordedRank(Rank):
 
     record     the number of messages whose contents this rank keeps
     cells      file name -> the number of its notebook cell
-    native     the transport of CUDA tensors, if every rank has a GPU of its own
     hops       the number of rounds of communication so far
     """
 
-    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any):
+    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int]):
         super().__init__(rank, mesh)
-        self.exchange, self.native, self.journal = exchange, native, Journal(rank)
+        self.exchange, self.engine, self.journal = exchange, exchange.engine, Journal(rank)
         self.lines = _LinesOfNotebook(cells)
         self.hops = 0
         self.waits_in: Any = None  # the collective that it is waiting in
+        self.has_returned = False
         self.num_in_flight = 0
-        self.mismatch: TplabError | None = None
+        self.verdict: TplabError | None = None  # a mismatch or a deadlock that was found here
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
-        self._meter = Meter(rank, None)
+        self._meter = Meter(self, None)
         self._num_left_to_keep = record
         self._provenance = Provenance(
             rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size
