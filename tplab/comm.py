@@ -152,11 +152,11 @@ def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
     return dim % len(shape)
 
 
-def root_of(root: Any, num_ranks: int, label: str) -> int:
-    """The position from which `broadcast` sends. Raises MeshError if the axis does not have it."""
-    root = whole_number(root, "broadcast: root")
+def root_of(op: str, root: Any, num_ranks: int, label: str) -> int:
+    """The position that everything comes from, or goes to. Raises MeshError if the axis does not have it."""
+    root = whole_number(root, f"{op}: root")
     if not 0 <= root < num_ranks:
-        raise MeshError(f"broadcast: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
+        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
     return root
 
 

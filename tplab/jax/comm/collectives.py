@@ -163,9 +163,9 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
-    root = root_of(root, place.num_ranks, place.label)
-    kept = jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
-    with jax.named_scope(f"tplab.broadcast.from{root}"):  # the trace reads both
+    root = root_of("broadcast", root, place.num_ranks, place.label)
+    kept = _on_root(x, place, root)
+    with _named(root, "broadcast"):
         return lax.psum(kept, place.names).astype(x.dtype)
 
 
@@ -212,9 +212,9 @@ def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
     XLA's own loses NaN on some devices. So numbers travel as integers of the same size in the same order: those of the
     sign and the bits, with the bits turned over where the sign is negative. NaN lies beyond all others.
     """
-    reduce = lax.pmax if op == "max" else lax.pmin
+    pick = lax.pmax if op == "max" else lax.pmin
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce(x, axes)
+        return pick(x, axes)
     whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(whole)
 
@@ -222,7 +222,7 @@ def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
         return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
     order = jnp.where(jnp.isnan(x), limits.max if op == "max" else limits.min, turned(_as_type(x, whole)))
-    return _as_type(turned(reduce(order, axes)), x.dtype)
+    return _as_type(turned(pick(order, axes)), x.dtype)
 
 
 def _as_type(x: Array, dtype: Any) -> Array:
@@ -232,7 +232,8 @@ def _as_type(x: Array, dtype: Any) -> Array:
 def _extreme_tangent(x: Array, y: Array, dx: Array, axes: tuple[str, ...], op: str) -> Array:
     """The derivative of the ranks that hold the extreme, in equal shares; NaN where the extreme is NaN."""
     holds = jnp.where(jnp.isnan(y), y, (x == y).astype(y.dtype))  # left to 0 / 0, XLA makes 0 of it
-    return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
+    with jax.named_scope("tplab.all_reduce"):  # also for a reduce: each rank needs to know how many hold it
+        return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
 
 
 _extremes = {
@@ -247,6 +248,16 @@ _COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, p
 def _place(axis: Axis) -> _Place:
     mesh = this_mesh()
     return _Place(mesh.names(axis), mesh.group(0, axis))
+
+
+def _named(root: int, *names: str) -> Any:
+    """What is done in this context has one of these names in the trace, which reads the root, too."""
+    return jax.named_scope("".join(f"tplab.{name}." for name in names) + f"root{root}")
+
+
+def _on_root(x: Array, place: _Place, root: int) -> Array:
+    """x on the root, zeros elsewhere."""
+    return jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
 
 
 def _permute(x: Array, place: _Place, pairs: Sequence[tuple[int, int]]) -> Array:

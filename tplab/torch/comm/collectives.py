@@ -111,10 +111,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call
     """
     dim = dim_of(check_tensor("reduce_scatter", x), dim, "reduce_scatter")
     check_reduction("reduce_scatter", op, x.dtype)
-    place = this_rank().place(axis)
-    check_divides("reduce_scatter", x, dim, place)
-    num_ranks = len(place.group)
-    return this_rank().call("reduce_scatter", axis, (dim, op, (x.shape[dim] // num_ranks,) * num_ranks))
+    return this_rank().call("reduce_scatter", axis, (dim, op, _equal_sizes("reduce_scatter", x, dim, axis)))
 
 
 @_collective
@@ -140,8 +137,7 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
     backward  dx = dy on the root, zeros elsewhere
     """
     check_tensor("broadcast", x)
-    place = this_rank().place(axis)
-    return this_rank().call("broadcast", axis, (root_of(root, len(place.group), place.label),))
+    return this_rank().call("broadcast", axis, (_root("broadcast", root, axis),))
 
 
 @_collective
@@ -174,6 +170,18 @@ def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank of `axis` (of the whole mesh, if None) has arrived."""
     rank = this_rank()
     rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), _NOTHING)
+
+
+def _root(op: str, root: int, axis: Axis) -> int:
+    place = this_rank().place(axis)
+    return root_of(op, root, len(place.group), place.label)
+
+
+def _equal_sizes(op: str, x: Tensor, dim: int, axis: Axis) -> tuple[int, ...]:
+    """The size of each rank's piece along `dim`."""
+    place = this_rank().place(axis)
+    check_divides(op, x, dim, place)
+    return (x.shape[dim] // len(place.group),) * len(place.group)
 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
