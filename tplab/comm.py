@@ -109,9 +109,20 @@ ROWS = _table(
         "broadcast", "root", "all", False, ("root",), type="I", hlo="collective-broadcast", jax="all_reduce",
         words="every rank of {group} ends with a copy of one rank's tensor",
     ),
-    Row("reduce", "all", "root", True, ("root", "op")),
-    Row("gather", "all", "root", False, ("root",)),
-    Row("scatter", "root", "pieces", False, ("root",)),
+    Row(
+        "reduce", "all", "root", True, ("root", "op"), jax="all_reduce", transposed=("broadcast", "root"),
+        words="one rank of {group} ends with the {result} of all their tensors",
+    ),
+    Row(
+        "gather", "all", "root", False, ("root", "dim"), jax="all_gather",
+        transposed=("scatter", "root", "dim", "sizes"),
+        words="one rank of {group} ends with the pieces of all of them",
+    ),
+    Row(
+        "scatter", "root", "pieces", False, ("root", "dim"), ("sizes",), jax="reduce_scatter",
+        transposed=("gather", "root", "dim"),
+        words="one rank of {group} gives each of them a different piece",
+    ),
     Row("barrier", "", "", words="the ranks of {group} wait for each other"),
     Row("ppermute", "one", "one", params=("perm",), hlo="collective-permute"),
     Row("ring_shift", "one", "one", params=("shift",), jax="ppermute"),

@@ -14,6 +14,9 @@ types, and so knows which results `out_specs` may call the same on every rank.
     reduce_scatter  piece i of sum_j x_j                     all_gather(dy)              (mean: / R)
     all_to_all      piece i of x_0 | piece i of x_1 | ...    all_to_all(dy), dims exchanged
     broadcast       x_root                                   dy on the root, zeros elsewhere
+    reduce          sum_j x_j on the root, zeros elsewhere   broadcast(dy)               (mean: / R)
+    gather          x_0 | x_1 | ... on the root, else zeros  scatter(dy)
+    scatter         piece i of x_root                        gather(dy)
     ppermute        x_j where (j, i) is a pair, else zeros   ppermute(dy) with the pairs reversed
     ring_shift      x_(i - shift)                            ring_shift(dy, -shift)
 
@@ -169,6 +172,55 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
         return lax.psum(kept, place.names).astype(x.dtype)
 
 
+def reduce(x: Any, axis: Axis, root: int = 0, op: str = "sum") -> Array:
+    """Combine what every rank of `axis` holds, as `all_reduce` does, for the one at index `root`.
+
+    x [...]   ->   y [...] on the root, zeros elsewhere
+    cost      that of all_reduce: JAX has no reduce, so the others get the result, too, and leave it
+    backward  dx = broadcast(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
+    Raises MeshError where the axis has no such position; TypeError as all_reduce does.
+    """
+    place, x = _place(axis), _array("reduce", x)
+    root, op = root_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
+    x = vary(x, place.names)
+    with _named(root, "reduce"):
+        total = all_reduce(x, axis, op)
+    with _named(root, "broadcast"):  # which is what the backward pass of this is
+        total = vary(total, place.names)
+    return _on_root(total, place, root)
+
+
+def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
+    """Concatenate what every rank of `axis` holds along `dim`, for the one at index `root`.
+
+    x [.., n, ..]   ->   y [.., R n, ..] on the root, zeros elsewhere
+    cost      that of all_gather: JAX has no gather, so the others get the pieces, too, and leave them
+    backward  dx = scatter(dy)
+    Raises MeshError where the axis has no such position.
+    """
+    place, x = _place(axis), _array("gather", x)
+    root, dim = root_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
+    with _named(root, "gather", "scatter"):
+        whole = all_gather(x, axis, dim)
+    return _on_root(whole, place, root)
+
+
+def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
+    """Cut what the rank at index `root` holds into one piece per rank of `axis`; the others' x only gives the shape.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i of the root's x on the rank at index i
+    cost      that of reduce_scatter: JAX has no scatter, so zeros are added to what the root holds
+    backward  dx = gather(dy): on the root, zeros elsewhere
+    Raises MeshError where the axis has no such position, ShapeError where R does not divide the dim.
+    """
+    place, x = _place(axis), _array("scatter", x)
+    root, dim = root_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
+    _check_divides("scatter", x, dim, place)
+    kept = _on_root(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x, place, root)
+    with _named(root, "scatter", "gather"):
+        return reduce_scatter(kept, axis, dim).astype(x.dtype)
+
+
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
     """Send x along pairs (from index, to index) of `axis`; a rank that is sent nothing gets zeros.
 
@@ -242,7 +294,10 @@ _extremes = {
 }
 
 
-_COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ppermute, ring_shift)
+_COLLECTIVES = (
+    *(all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter),
+    *(ppermute, ring_shift),
+)
 
 
 def _place(axis: Axis) -> _Place:
