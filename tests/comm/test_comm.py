@@ -1,11 +1,14 @@
 """Collectives in both frameworks, against NumPy: what comes out, what flows back, what is refused."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
+from tests.pairwise import cover
 from tplab import Mesh, P
 from tplab.errors import MeshError, OutsideRunError, RankError, ShapeError
 
@@ -16,13 +19,13 @@ MESHES = [
 FEW = [Mesh(tp=1), Mesh(tp=3), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]
 
 
-def on_meshes(of_torch, of_jax):
-    return pytest.mark.parametrize(
-        "fw, mesh", in_both([(mesh,) for mesh in of_torch], [(mesh,) for mesh in of_jax]), indirect=["fw"], ids=str
-    )
+def on_meshes(names="", values=((),), of_torch=MESHES, of_jax=FEW):
+    """Cases of both frameworks, on these meshes: with some parameters more, a pairwise cover."""
+    cases = [[(mesh, *value) for mesh, value in product(meshes, values)] for meshes in (of_torch, of_jax)]
+    return pytest.mark.parametrize("fw, mesh" + names, cover(in_both(*cases)), indirect=["fw"], ids=str)
 
 
-ON_MESHES = on_meshes(MESHES, FEW)
+ON_MESHES = on_meshes()
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -63,8 +66,7 @@ REDUCED = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 # --------------------------------------------------------------------------------------------------------- forward
 
 
-@ON_MESHES
-@pytest.mark.parametrize("op", REDUCED)
+@on_meshes(", op", [(op,) for op in REDUCED])
 def test_all_reduce(fw, mesh, op):
     xs = whole_numbers(mesh, (3, 5))
     # a mean over 3 ranks is rounded once
@@ -72,15 +74,13 @@ def test_all_reduce(fw, mesh, op):
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_reduce(x, axis, op), combined, rtol=1e-6)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@on_meshes(", dim", [(0,), (1,), (-1,)])
 def test_all_gather(fw, mesh, dim):
     xs = whole_numbers(mesh, (2, 3, 5))
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_gather(x, axis, dim), lambda _, group: np.concatenate(group, dim))
 
 
-@ON_MESHES
-@pytest.mark.parametrize("op", REDUCED)
+@on_meshes(", op", [(op,) for op in REDUCED])
 def test_reduce_scatter(fw, mesh, op):
     for dim in (0, -1):
         xs = whole_numbers(mesh, (2 * mesh.size, 3, mesh.size))
@@ -89,8 +89,7 @@ def test_reduce_scatter(fw, mesh, op):
         check(fw, mesh, xs, collective, piece, rtol=1e-6)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("split_dim, concat_dim", [(0, 0), (0, 1), (1, 0), (-1, 0)])
+@on_meshes(", split_dim, concat_dim", [(0, 0), (0, 1), (1, 0), (-1, 0)])
 def test_all_to_all(fw, mesh, split_dim, concat_dim):
     def pieces(index, group):
         return np.concatenate([np.split(x, len(group), split_dim)[index] for x in group], concat_dim)
@@ -99,8 +98,7 @@ def test_all_to_all(fw, mesh, split_dim, concat_dim):
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_to_all(x, axis, split_dim, concat_dim), pieces)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("root", ["first", "last"])
+@on_meshes(", root", [("first",), ("last",)])
 def test_broadcast(fw, mesh, root):
     def collective(x, axis):
         return fw.lab.broadcast(x, axis, 0 if root == "first" else fw.lab.axis_size(axis) - 1)
@@ -108,8 +106,7 @@ def test_broadcast(fw, mesh, root):
     check(fw, mesh, whole_numbers(mesh, (3, 2)), collective, lambda _, group: group[0 if root == "first" else -1])
 
 
-@ON_MESHES
-@pytest.mark.parametrize("op", ["reduce", "gather", "scatter"])
+@on_meshes(", op", [("reduce",), ("gather",), ("scatter",)])
 def test_to_and_from_a_root(fw, mesh, op):
     """To a root: the others get zeros. From a root: nobody else's numbers matter."""
 
@@ -309,8 +306,12 @@ LINEAR = {
 REPLICATED = ("all_reduce", "mean", "broadcast", "reduce_from")
 
 
-@on_meshes([Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)], [Mesh(tp=3), Mesh(dp=2, tp=4)])
-@pytest.mark.parametrize("name", LINEAR)
+@on_meshes(
+    ", name",
+    [(name,) for name in LINEAR],
+    [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)],
+    [Mesh(tp=3), Mesh(dp=2, tp=4)],
+)
 def test_gradient(fw, mesh, name):
     """Weights that differ from rank to rank give each rank a dy of its own, unless the result is replicated."""
     forward, back = LINEAR[name]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairwise import pairs
 from tplab import Mesh, P
 from tplab.errors import MeshError, OutsideRunError, ShapeError
 from tplab.torch import (
@@ -146,9 +147,7 @@ def moves(num_ranks: int) -> dict[str, tuple[Callable, Callable]]:
     }
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=ids)
-@pytest.mark.parametrize("axis", AXES, ids=ids)
-@pytest.mark.parametrize("op", moves(2))
+@pytest.mark.parametrize("mesh, axis, op", pairs(MESHES, AXES, moves(2)), ids=ids)
 def test_data_arrives_bit_by_bit(mesh: Mesh, axis, op: str):
     num_ranks = mesh.axis_size(groups_of(mesh, axis))
     collective, wanted = moves(num_ranks)[op]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairwise import pairs
 from tplab import Mesh, P
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError
 from tplab.torch import (
@@ -128,9 +129,7 @@ def run_asynchronous(collective: Any, args: tuple, x: Tensor) -> Tensor:
 MODES = {"blocking": run_blocking, "asynchronous": run_asynchronous}
 
 
-@pytest.mark.parametrize("R", RANKS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*varying(2), *replicated(2)])
+@pytest.mark.parametrize("R, mode, name", pairs(RANKS, MODES, [*varying(2), *replicated(2)]))
 def test_gradients_are_those_of_the_whole(R: int, mode: str, name: str):
     is_varying = name in varying(R)
     collective, args, dense = (varying(R) | replicated(R))[name]
@@ -151,9 +150,9 @@ def test_gradients_are_those_of_the_whole(R: int, mode: str, name: str):
         assert close(dx, wanted[rank]), rank
 
 
-@pytest.mark.parametrize("R", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*varying(2), *(name for name in replicated(2) if name != "broadcast")])
+@pytest.mark.parametrize(
+    "R, mode, name", pairs([1, 3], MODES, [*varying(2), *(name for name in replicated(2) if name != "broadcast")])
+)
 def test_second_derivatives_are_those_of_the_whole(R: int, mode: str, name: str):
     is_varying = name in varying(R)
     collective, args, dense = (varying(R) | replicated(R))[name]
