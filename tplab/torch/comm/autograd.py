@@ -237,7 +237,8 @@ def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
     if row.transposed:
         op, *names = row.transposed
         about = {**call.about, "op": "sum", "sizes": forward.sizes}
-        back = Plan(this_rank().call(op, call.axis, tuple(about[name] for name in names)), dy)
+        params = tuple(about[name] for name in names)
+        back = Plan(this_rank().call(op, call.axis, params, splits=call.takes, takes=call.splits), dy)
         if reduction not in EXTREMES:
             return back
         assert forward.x is not None and forward.y is not None
@@ -259,6 +260,8 @@ def _sent_back(call: Call, dy: Tensor) -> Plan:
 
 def _batched(call: Call) -> Call:
     """The same collective where a dim is put in front of all others."""
+    if call.splits is not None:
+        raise NotImplementedError(f"vmap of {call.op} with sizes: pieces of different sizes are cut along dim 0 alone")
     params = tuple(param + 1 if name.endswith("dim") else param for name, param in call.about.items())
     return this_rank().call(call.op, call.axis, params, lambda *_: call.peers)  # type: ignore[arg-type]
 

@@ -29,20 +29,22 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], num_ranks: int):
         self.ranks, self.size = ranks, len(ranks)
         self.is_all = self.size == num_ranks
-        self._fresh: dict[Call, dict[int, Label]] = {}  # labels of results, where inputs were the ranks' own data
+        self._fresh: dict[
+            tuple[Any, ...], dict[int, Label]
+        ] = {}  # labels of results, where inputs were the ranks' own data
         self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
         self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
 
     def labels_after(self, call: Call, given: dict[int, Label]) -> dict[int, Label]:
         """The label of every position's result; `given` has those of the inputs that are not their rank's own data."""
-        known = self._fresh.get(call) if not given or self.is_all else None
+        known = self._fresh.get(call.key) if not given or self.is_all else None
         if known is None:
             own = [Label(-1, (rank,)) for rank in self.ranks]
             labels = own if self.is_all else [given.get(index, label) for index, label in enumerate(own)]
             known = {index: of_collective(call.op, labels, index, call.root) for index in range(self.size)}
             if not given or self.is_all:
-                self._fresh[call] = known
+                self._fresh[call.key] = known
         return known
 
 

@@ -210,15 +210,24 @@ class Rank(ABC):
             self._places[axis] = found
         return found
 
-    def call(self, op: str, axis: Axis, params: tuple[Any, ...] = (), peers: PeersOf | None = None) -> Call:
+    def call(
+        self,
+        op: str,
+        axis: Axis,
+        params: tuple[Any, ...] = (),
+        peers: PeersOf | None = None,
+        *,
+        splits: tuple[int, ...] | None = None,
+        takes: tuple[int, ...] | None = None,
+    ) -> Call:
         """The collective `op` along `axis` as this rank calls it. Made once, as programs call it again and again."""
         if axis.__class__ is list:
             axis = tuple(axis)
-        key = (op, axis, params)
+        key = (op, axis, params) if splits is None else (op, axis, params, splits, takes)
         found = self._calls.get(key)
         if found is None:
             place = self.place(axis)
-            found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params))
+            found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params), splits, takes)
         return found
 
     def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
