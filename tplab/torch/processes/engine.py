@@ -18,6 +18,7 @@ from tplab.trace.journal import Group
 
 _OP = dist.ReduceOp
 _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
+_REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 """The types that both engines add up."""
 
@@ -82,11 +83,11 @@ class Engine:
             backend.alltoall_base(taken, put, [], []).wait()
             parts = [row.view(x.dtype).view(pieces[0].shape) for row in taken.chunk(num_ranks)]
             return outcomes.joined(parts, join_dim)
-        elif x.dtype not in _ADDS:
-            return outcomes.results(call, _gathered(backend, x, shapes))[index]
-        else:
+        elif op in _REDUCES and x.dtype in _ADDS:
             result = _reduced(backend, call, x)
             return result.div_(len(shapes)) if call.reduction == "mean" else result
+        else:  # no engine has it
+            return outcomes.results(call, _gathered(backend, x, shapes))[index]
         return x
 
     def exchange(self, call: Call, x: Tensor, result: Tensor) -> None:
