@@ -44,7 +44,7 @@ class RecordedRank(Rank):
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
-        self._meter = Meter(rank, None)
+        self._meter = Meter(self, None)
         self._num_left_to_keep = record
         self._provenance = Provenance(
             rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size

@@ -18,7 +18,7 @@ async function render({ model, el: host }) {
     isPredicted ? el("span.tpl-key", {}, el("i.tpl-keydashed"), "predicted") : null, el("span.tpl-space"), choice));
   const drawing = el("svg.tpl-stacks", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   const tip = hint(root);
-  const figure = el("div.tpl-curves", { tabindex: "0", role: "group", "data-lm-suppress-shortcuts": "true",
+  const figure = el("div.tpl-curves", { tabindex: "0", role: "group",
     "aria-label": "memory over time: left and right arrow keys go through moments, up and down through ranks" }, drawing);
   const says = el("p.tpl-say", { "aria-live": "polite" });
   root.append(figure, says);

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,28 +18,57 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tplab.checking.steps import Frame, Step
 from tplab.checking.typed import statement
-from tplab.torch.private import DispatchMode, base_of, local_of, no_dispatch, phase, pytree
-from tplab.torch.ranks.log import Gradient, Key, Log, digest_of, is_wrapper
+from tplab.torch.private import base_of, local_of, no_dispatch, phase, pytree
 from tplab.torch.ranks.meter import tensors_in, traits_of
-from tplab.torch.ranks.operations import operands_of, steps_of
 from tplab.torch.ranks.rank import Call, Rank, this_rank
 from tplab.torch.ranks.storages import Storages
+from tplab.torch.ranks.watcher import Listener, is_fake, is_wrapper, watcher
+from tplab.torch.watching.steps import Operands, operands_of, steps_of
+
+Key = tuple[Any, ...]
+"""What tells a value from all others of a rank, and is the same for that of another rank."""
 
 
-class Followed:
-    """A rank's program whose operations are written down: it returns (what the program returns, the rank's `Log`)."""
+class Gradient(NamedTuple):
+    """A parameter and its gradient, at a line where an optimizer takes it; not `is_used`: it is there at the end."""
 
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn = fn
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    name: str
+    parameter: int
+    gradient: int
+    stack: tuple[Frame, ...]
+    is_used: bool = True
 
-    def __call__(self, *args: Any) -> tuple[Any, Log]:
-        with Follower(this_rank()) as follower:
-            for name, x in named(self.fn, args):
-                follower.begin_with(name, x)
-            result = self.fn(*args)
-            follower.end_with(result)
-        return result, follower.log
+
+class Log:
+    """What one rank has done.
+
+    steps       in order; their values have numbers
+    keys        of each value; digests: of its numbers, by key
+    others      statements that assign something else than a tensor
+    arguments, results   (name, value)
+    gradients   those that an optimizer was given, and those that are left at the end
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.keys: dict[int, Key] = {}
+        self.digests: dict[Key, int] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.others: set[Frame] = set()
+        self.arguments: list[tuple[str, int]] = []
+        self.results: list[tuple[str, int]] = []
+        self.gradients: list[Gradient] = []
+
+
+def digest_of(x: Tensor) -> int | None:
+    """A number that is the same for tensors with the same bits, and hardly ever for others."""
+    if x.device.type == "meta" or x.layout is not torch.strided:
+        return None
+    if is_wrapper(type(x)) or (x.numel() and not x.untyped_storage().nbytes()):
+        return None  # it has no memory, or has given it back, as FSDP does with gathered weights
+    plain = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    # a copy, as memory that NumPy has seen cannot be resized, which FSDP does
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
 def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor]]:
@@ -58,17 +88,16 @@ def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor
     return found
 
 
-class Follower(DispatchMode):
-    """Writes down this rank's operations, as long as it is open, in `log`.
+class Follower(Listener):
+    """Writes down in `heard` what a rank's program does, from its arguments to its end.
 
     A value is a view of some memory: as autograd makes new tensors of what it has saved, memory and shape tell what a
     tensor is. What is written to anew is another value from then on.
     """
 
-    def __init__(self, rank: Rank):
-        super().__init__()
-        self.log = Log()
-        self._rank = rank
+    def __init__(self, rank: Rank, fn: Callable[..., Any], args: Sequence[Any]):
+        self.heard = Log()
+        self._rank, self._given = rank, named(fn, args)
         self._numbers: Storages[dict[Any, int]] = Storages()
         self._counts: Counter[Key] = Counter()
         self._num = 0
@@ -78,18 +107,24 @@ class Follower(DispatchMode):
         self._lines: dict[FrameType, Frame] = {}
         self._is_paused = False
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> Self:
         self._rank.types = self
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps(optimizer)),
             register_optimizer_step_post_hook(lambda *_: self._steps(None)),
             register_module_parameter_registration_hook(self._register),
         ]
-        super().__enter__()
+        with no_dispatch():
+            for name, x in self._given:
+                number = self._new(x, ("argument", name))
+                self.heard.arguments.append((name, number))
+                self._note_parameter(name, x, number)
+        self._given.clear()
+        watcher().add(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        watcher().remove(self)
         self._rank.types = None
         for hook in self._hooks:
             hook.remove()
@@ -97,17 +132,11 @@ class Follower(DispatchMode):
 
     # --- what comes and goes -------------------------------------------------------------------------------------
 
-    def begin_with(self, name: str, x: Tensor) -> None:
-        with no_dispatch():
-            number = self._new(x, ("argument", name))
-        self.log.arguments.append((name, number))
-        self._note_parameter(name, x, number)
-
-    def end_with(self, result: Any) -> None:
+    def ends_with(self, result: Any) -> None:
         with no_dispatch():
             for path, x in pytree.tree_flatten_with_path(result)[0]:
                 if isinstance(x, Tensor):
-                    self.log.results.append((pytree.keystr(path), self._number(local_of(x))))
+                    self.heard.results.append((pytree.keystr(path), self._number(local_of(x))))
             self._gradients(())
 
     def _register(self, module: nn.Module, name: str, x: Tensor | None) -> None:
@@ -138,42 +167,39 @@ class Follower(DispatchMode):
 
     def _gradients(self, stack: tuple[Frame, ...]) -> None:
         """Note each parameter's gradient, where no line says more than where it was made."""
-        made = {step.output: step.stack for step in self.log.steps}
-        done = {(one.name, one.gradient) for one in self.log.gradients}
+        made = {step.output: step.stack for step in self.heard.steps}
+        done = {(one.name, one.gradient) for one in self.heard.gradients}
         for name, x, number in self._parameters.values():
             gradient = None if x.grad is None else self._number(local_of(x.grad))
             if gradient is not None and (name, gradient) not in done:
                 lines = stack or made.get(gradient, ())
-                self.log.gradients.append(Gradient(name, number, gradient, lines, bool(stack)))
-                key = ("gradient", self.log.keys[number], len(self.log.gradients))
-                self.log.keys[-gradient] = key
+                self.heard.gradients.append(Gradient(name, number, gradient, lines, bool(stack)))
+                key = ("gradient", self.heard.keys[number], len(self.heard.gradients))
+                self.heard.keys[-gradient] = key
                 if x.grad is not None and (digest := digest_of(local_of(x.grad))) is not None:
-                    self.log.digests[key] = digest
+                    self.heard.digests[key] = digest
 
     # --- operations ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
-        kwargs = kwargs or {}
-        if any(map(_is_fake, types)) or self._is_paused or this_rank() is not self._rank:
-            return func(*args, **kwargs)
-        with no_dispatch():
-            operands = operands_of(func, args, kwargs)
-            numbers = [self._number(x) for _, x in operands]
-        result = func(*args, **kwargs)
-        if any(_is_fake(type(x)) for x in tensors_in(result)):
-            return result  # DTensor asks what shape a result would have
-        with no_dispatch():
-            stack = self._stack()
-            for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before what it is for
-                if is_wrapper(type(x)):
-                    continue
+    def takes_whole(self, func: Any, args: Any) -> bool:
+        return False
+
+    def starts(self, func: Any, args: Any, kwargs: Any) -> tuple[Operands, list[int]] | None:
+        if self._is_paused:
+            return None
+        operands = operands_of(func, args, kwargs)
+        return operands, [self._number(x) for _, x in operands]
+
+    def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: tuple[Operands, list[int]] | None) -> None:
+        if note is None or any(is_fake(type(x)) for x in tensors_in(result)):
+            return  # or DTensor asks what shape a result would have
+        (operands, numbers), stack = note, self._stack()
+        for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before what it is for
+            if not is_wrapper(type(x)):
                 steps = steps_of(func, args, kwargs, operands, x, place)
                 self._take(steps, numbers, x, stack, traits_of(func).writes)
-        return result
 
-    def met(self, call: Call, x: Tensor, y: Tensor) -> None:
+    def met(self, call: Call, x: Tensor, y: Tensor, note: Any) -> None:
         """Write down a collective, which has made y of x."""
         (dim, to), axes = call.dims, self._axes(call.place.group)
         if call.row.takes == "root" and "dim" not in call.about:
@@ -197,7 +223,7 @@ class Follower(DispatchMode):
         is not counted among the copies that all ranks make."""
         with no_dispatch():
             known = self._numbers.get(y.untyped_storage()) or {}
-            was = self.log.keys.get(known.get(_place_of(y), -1), ())
+            was = self.heard.keys.get(known.get(_place_of(y), -1), ())
             step = Step("copy", "linear", (0,), shapes=(tuple(x.shape),), shape=tuple(y.shape))
             step.how = "linear" if x.shape == y.shape else "reshape"
             step.dims = (tuple(range(y.dim())),)
@@ -227,7 +253,7 @@ class Follower(DispatchMode):
                 self._num += 1
                 step.output = self._num
                 before, shape = (step.output,), (step.shape,)
-                self.log.steps.append(step)
+                self.heard.steps.append(step)
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -237,10 +263,10 @@ class Follower(DispatchMode):
         number = self._num
         if step is not None:
             step.output = number
-            self.log.steps.append(step)
-        self.log.keys[number], self.log.shapes[number] = key, tuple(x.shape)
+            self.heard.steps.append(step)
+        self.heard.keys[number], self.heard.shapes[number] = key, tuple(x.shape)
         if (digest := digest_of(x)) is not None:
-            self.log.digests[key] = digest
+            self.heard.digests[key] = digest
         storage = x.untyped_storage()
         known = self._numbers.get(storage)
         if known is None:
@@ -261,16 +287,16 @@ class Follower(DispatchMode):
                 known[other] = number
                 continue
             self._num += 1
-            shape = self.log.shapes.get(old, ())
+            shape = self.heard.shapes.get(old, ())
             takes = (number,) if is_whole else (old, number)
-            dims = tuple((None,) * len(self.log.shapes[one]) for one in takes)
-            same = self.log.shapes.get(old) == self.log.shapes[number]
+            dims = tuple((None,) * len(self.heard.shapes[one]) for one in takes)
+            same = self.heard.shapes.get(old) == self.heard.shapes[number]
             if is_whole and same:
                 dims = (tuple(range(len(shape))),)
             step = Step("copy", "linear", takes, self._num, dims=dims, shape=shape, stack=self._stack(), phase=phase())
             step.is_aside = True
-            self.log.steps.append(step)
-            self.log.shapes[self._num], known[other] = shape, self._num
+            self.heard.steps.append(step)
+            self.heard.shapes[self._num], known[other] = shape, self._num
 
     def _number(self, x: Tensor, key: Key | None = None) -> int:
         """The number of the value that a tensor holds. One that nobody has seen is new."""
@@ -280,7 +306,7 @@ class Follower(DispatchMode):
         if known:  # a view that autograd has made of what it had saved
             for place, number in known.items():
                 if place[0] == x.storage_offset() and np.prod(place[1]) == x.numel():
-                    step = Step("view", "reshape", (0,), shapes=(self.log.shapes[number],), shape=tuple(x.shape))
+                    step = Step("view", "reshape", (0,), shapes=(self.heard.shapes[number],), shape=tuple(x.shape))
                     self._take([step], [number], x, self._stack(), False)
                     return self._num
         stack = self._stack()
@@ -305,13 +331,9 @@ class Follower(DispatchMode):
             first, name = statement(*line)
             is_over = frame in found and statement(*found[frame])[0] != first and name in frame.f_locals
             if is_over and not isinstance(frame.f_locals[name], Tensor):
-                self.log.others.add((line[0], first))
+                self.heard.others.add((line[0], first))
         self._lines = found
         return tuple(found.values())
-
-
-def _is_fake(kind: type) -> bool:
-    return kind.__name__ == "FakeTensor"
 
 
 def _place_of(x: Tensor) -> Any:
