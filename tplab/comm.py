@@ -71,14 +71,17 @@ class Row:
         cut     (the input of a position, the position) -> its R pieces
         merge   several of them, combined or joined
         """
-        nothing: list[Array | None] = [None] * len(inputs)
+        found: list[Array | None] = [None] * len(inputs)
         if not self.takes:
-            return nothing
-        taken = [(inputs[root], root)] if self.takes == "root" else [(x, index) for index, x in enumerate(inputs)]
+            return found
+        positions = [root] if self.takes == "root" else range(len(inputs))
         if self.gives == "pieces":
-            return [merge(column) for column in zip(*(cut(x, index) for x, index in taken), strict=True)]
-        whole = merge([x for x, _ in taken])
-        return [whole if self.gives == "all" or index == root else None for index in range(len(inputs))]
+            return [merge(column) for column in zip(*(cut(inputs[index], index) for index in positions), strict=True)]
+        whole = merge([inputs[root]] if self.takes == "root" else inputs)
+        if self.gives == "all":
+            return [whole] * len(inputs)
+        found[root] = whole
+        return found
 
 
 def _table(*rows: Row) -> Mapping[str, Row]:
