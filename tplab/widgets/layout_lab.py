@@ -26,7 +26,9 @@ class LayoutLab(Card):
     is_stale   whether the settings are impossible, so that the last possible ones are still shown
     """
 
-    _esm = script("shell", "wire", "units", "canvas", "gantt", "nodes", "planmap", "planbars", "ownmodel", "layouts")
+    _esm = script(
+        "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "planmap", "planbars", "ownmodel", "layouts"
+    )
     _css = style()
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)

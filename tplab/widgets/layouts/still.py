@@ -14,6 +14,7 @@ from tplab.widgets.layouts import still_views
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS, badge, seconds_text
 from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, INK, LINE, PAPER, SOFT, WORK, Colour, hue, mix
 from tplab.widgets.paper.pen import Pen, fitted
 
@@ -56,7 +57,7 @@ def _legend(pen: Pen, bench: Workbench) -> None:
     _cross(pen, x + 6, y)
     x += 18 + pen.text(x + 18, y, "does not fit", size=10.5, fill=DIM, anchor="lm") + 14
     if bench.measured:
-        pen.diamond(x + 6, y)
+        draw_diamond(pen, x + 6, y)
         pen.text(x + 18, y, fitted(f"measured by {bench.by}", 10.5, 360), size=10.5, fill=DIM, anchor="lm")
     found = bench.survey
     many = f"{len(bench.shown)} of {found.considered:,} plans are drawn; {found.fitting:,} fit"
@@ -104,7 +105,7 @@ def _map(pen: Pen, bench: Workbench) -> None:
     for plan, took_, held in bench.measured:
         end = across(took_), up(gib[at[plan]] if held is None else held)
         pen.line([(across(seconds[at[plan]]), up(gib[at[plan]])), end], INK, 1)
-        pen.diamond(*end)
+        draw_diamond(pen, *end)
     best = bench.best
     marks = [(bench.chosen, "best, chosen" if bench.chosen == best else "chosen", ACCENT)]
     marks += [(best, "best", HUES[2])] if bench.chosen != best else []

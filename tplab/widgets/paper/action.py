@@ -1,4 +1,4 @@
-"""The bar of an action of a schedule, on a `Pen` or a `SvgPen`; static/canvas.js draws the same."""
+"""The bar of an action of a schedule, on a `Pen` or a `SvgPen`; static/action.js draws the same."""
 
 from __future__ import annotations
 

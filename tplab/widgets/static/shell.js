@@ -70,7 +70,7 @@ export function followTheme(root, changed) {
 export function colours(root) {
   const style = getComputedStyle(root);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  const found = { font: style.fontFamily };
+  const found = { font: style.fontFamily, read };
   for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
   found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
