@@ -1,14 +1,124 @@
-"""What the collectives of both frameworks accept: both share each check and its message."""
+"""A collective is a row of one table: what each rank gives and gets, and what else the rest of tplab must know of it.
+
+Everything that depends on which collective it is asks its row: what ranks get (in torch, and for the pictures of JAX),
+labels, types, gradients, bytes, words. Below the table are the checks of arguments, which both frameworks share.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from tplab.errors import MeshError, ShapeError, one_of
 
 REDUCTIONS = ("sum", "mean", "max", "min")
+EXTREMES = ("max", "min")
+
+Array = TypeVar("Array")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One collective over R ranks, or one kind of message.
+
+    takes        whose inputs go into it: "all"; only the "root"'s; for a message "one"; "": nothing is sent
+    gives        who gets the result: "all" of it every rank; position i its own one of R "pieces"; only the "root"; of
+                 a message "one"; "": there is none
+    combines     whether inputs are combined element by element (sum, max, ...); otherwise they are joined along a dim
+    params       the names of its parameters, as the program gives them: "op" is how it combines, "root" a position,
+                 and "dim", "split_dim", "concat_dim" are dims
+    hidden       the names of further parameters, which tplab adds: "sizes" are those of the pieces
+    type         what its result is along the axis: "I" where all ranks use it in the same way, so that its gradient
+                 is the same on every rank, too; "R" where each uses it in its own way; "V": it differs
+    transposed   the collective of its backward pass, and what that is given: names of parameters of this one. ():
+                 nothing is sent (type I), or the message goes back the way it came
+    words        what happens, in a sentence about {group}, and the {result} of combining
+    hlo          XLA's name for it; jax: the collective by which JAX does it, if XLA has none
+    """
+
+    name: str
+    takes: Literal["all", "root", "one", ""]
+    gives: Literal["all", "pieces", "root", "one", ""]
+    combines: bool = False
+    params: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    type: Literal["R", "I", "V"] = "V"
+    transposed: tuple[str, ...] = ()
+    words: str = ""
+    hlo: str = ""
+    jax: str = ""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank's input is only a part of the whole tensor, and may be of another size than the others'."""
+        return self.takes == "all" and self.gives in ("all", "root") and not self.combines
+
+    def about(self, params: Sequence[Any]) -> dict[str, Any]:
+        """The parameters by name."""
+        return dict(zip((*self.params, *self.hidden), params, strict=False))
+
+    def outcomes(
+        self,
+        inputs: Sequence[Array],
+        cut: Callable[[Array, int], Sequence[Array]],
+        merge: Callable[[Sequence[Array]], Array],
+        root: int = 0,
+    ) -> list[Array | None]:
+        """What each position gets from the inputs of all; None: nothing. What all get is one array, in all places.
+
+        cut     (the input of a position, the position) -> its R pieces
+        merge   several of them, combined or joined
+        """
+        nothing: list[Array | None] = [None] * len(inputs)
+        if not self.takes:
+            return nothing
+        taken = [(inputs[root], root)] if self.takes == "root" else [(x, index) for index, x in enumerate(inputs)]
+        if self.gives == "pieces":
+            return [merge(column) for column in zip(*(cut(x, index) for x, index in taken), strict=True)]
+        whole = merge([x for x, _ in taken])
+        return [whole if self.gives == "all" or index == root else None for index in range(len(inputs))]
+
+
+def _table(*rows: Row) -> Mapping[str, Row]:
+    return {row.name: row for row in rows}
+
+
+ROWS = _table(
+    Row(
+        "all_reduce", "all", "all", True, ("op",), type="I", hlo="all-reduce",
+        words="every rank of {group} ends with the {result} of all their tensors",
+    ),
+    Row(
+        "all_gather", "all", "all", False, ("dim",), type="R", hlo="all-gather",
+        transposed=("reduce_scatter", "dim", "op", "sizes"),
+        words="every rank of {group} ends with the pieces of all of them",
+    ),
+    Row(
+        "reduce_scatter", "all", "pieces", True, ("dim", "op"), ("sizes",), hlo="reduce-scatter",
+        transposed=("all_gather", "dim"),
+        words="every rank of {group} ends with its own slice of the {result} of their tensors",
+    ),
+    Row(
+        "all_to_all", "all", "pieces", False, ("split_dim", "concat_dim"), hlo="all-to-all",
+        transposed=("all_to_all", "concat_dim", "split_dim"),
+        words="every rank of {group} gives each of them a different piece",
+    ),
+    Row(
+        "broadcast", "root", "all", False, ("root",), type="I", hlo="collective-broadcast", jax="all_reduce",
+        words="every rank of {group} ends with a copy of one rank's tensor",
+    ),
+    Row("reduce", "all", "root", True, ("root", "op")),
+    Row("gather", "all", "root", False, ("root",)),
+    Row("scatter", "root", "pieces", False, ("root",)),
+    Row("barrier", "", "", words="the ranks of {group} wait for each other"),
+    Row("ppermute", "one", "one", params=("perm",), hlo="collective-permute"),
+    Row("ring_shift", "one", "one", params=("shift",), jax="ppermute"),
+    Row("send", "one", "one", params=("target",), hidden=("following", "device"), jax="ppermute"),
+    Row("receive", "", "one", params=("source",)),
+)  # fmt: skip
+"""All of them, by tplab's name."""
 
 
 def check_reduction(op: str, reduction: str, dtype: Any, *, is_fraction: bool, is_complex: bool) -> None:
@@ -17,7 +127,7 @@ def check_reduction(op: str, reduction: str, dtype: Any, *, is_fraction: bool, i
     The mean of integers need not be an integer, and complex numbers have no order. A sum of booleans is "any".
     """
     one_of("op", reduction, REDUCTIONS)
-    if is_complex and reduction in ("max", "min"):
+    if is_complex and reduction in EXTREMES:
         raise TypeError(f"{op}: there is no {reduction} of {dtype}; reduce the real and imaginary parts on their own")
     if reduction == "mean" and not (is_fraction or is_complex):
         raise TypeError(f"{op}: the mean of {dtype} would not be whole numbers; convert to a floating-point type first")

@@ -10,6 +10,8 @@ import torch
 from tplab import Mesh
 from tplab.errors import RankError
 from tplab.torch import all_reduce, axis_index, barrier, run
+from tplab.torch.ranks import simulated
+from tplab.torch.ranks.outcomes import results
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
@@ -95,6 +97,31 @@ def test_they_meet_again_after_a_long_turn():
         return chat()
 
     assert all(len(where) == 1 for where in run(program, MESH).per_rank)
+
+
+def test_a_meeting_of_many_ranks_is_no_long_turn(monkeypatch):
+    """The last one to come works for all. Here a short turn is shorter than what it does, and longer than a share."""
+    waited = []
+
+    def slow(call, inputs, splits=()):
+        start = time.thread_time()
+        while time.thread_time() - start < 2e-4 * len(inputs):
+            pass
+        waited.append(len(inputs))
+        return results(call, inputs, splits)
+
+    def program():
+        chat()
+        monkeypatch.setattr(simulated, "results", slow)
+        seen = []
+        for _ in range(4):
+            barrier()
+            seen.append(len(cores()))
+        return seen
+
+    seen = run(program, Mesh(tp=16)).per_rank
+    assert len(waited) >= 4
+    assert sum(of_rank.count(1) for of_rank in seen) > 32, seen  # this machine may be busy for a moment
 
 
 class Bystander:

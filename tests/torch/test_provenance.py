@@ -30,7 +30,8 @@ from tplab.torch import (
     run,
     start,
 )
-from tplab.torch.ranks import meter
+from tplab.torch.ranks import meeting, meter
+from tplab.trace.label import of_collective
 
 FOUR = Mesh(tp=4)
 SMALL, LARGE = 3, 5000  # elements: on both sides of where a received tensor makes us follow operations
@@ -488,3 +489,17 @@ def test_functional_collectives_go_on_where_operations_are_no_longer_followed(or
     out = run(program, FOUR, distributed=True)
     for x in out.per_rank:
         torch.testing.assert_close(x, torch.full((SMALL,), 1 + 0.5 * 8), rtol=0, atol=0)
+
+
+def test_labels_of_a_collective_are_worked_out_once_whichever_rank_comes_last(monkeypatch):
+    """Another rank comes last each time. Labels of n results from n inputs take n * n steps, so they are kept."""
+    seen = []
+    monkeypatch.setattr(meeting, "of_collective", lambda *args: seen.append(args) or of_collective(*args))
+
+    def program(x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = all_reduce(x, "tp") / 4
+        return x
+
+    run(program, FOUR, torch.ones(3))
+    assert len(seen) == 4

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tplab.checking.types import I, R, Type, V
+from tplab.comm import ROWS
 
 How = Literal["linear", "product", "first", "other", "unknown", "made", "reshape", "cast"]
 Frame = tuple[str, int]
@@ -58,7 +59,7 @@ class Step:
     over: str = "other"
     mixes: tuple[int, ...] = ()
     axes: tuple[str, ...] = ()
-    dim: int = 0
+    dim: int | None = 0
     to: int = 0
     reduction: str = ""
     narrows: int | None = None
@@ -186,20 +187,19 @@ def _cast(step: Step, axis: str, given: Type) -> Type:
                 f"copy_to(y, {axis!r}) where it enters work that the ranks of {axis!r} divide",
             )
         return I
-    if op in ("all_reduce", "reduce_scatter"):
-        _check_sum(step, axis, given)
-        return I if op == "all_reduce" else Type("V", step.dim)
-    if op == "broadcast":
+    if op == "gather_from":
         return I
-    if op in ("all_gather", "gather_from"):
-        return R if op == "all_gather" else I
     if op == "scatter_to":
         return Type("V", step.dim)
-    if op == "all_to_all":
-        return Type("V", step.dim) if given.is_equal or given.dim == step.to else V
-    if op in ("ring_shift", "ppermute") and given.is_equal:
-        return R if op == "ring_shift" else V
-    return V
+    if (row := ROWS.get(op)) is None:
+        return V
+    if row.combines:
+        _check_sum(step, axis, given)
+    if op == "all_to_all" and not (given.is_equal or given.dim == step.to):
+        return V
+    if op == "ring_shift" and given.is_equal:
+        return R
+    return Type("V", step.dim) if row.gives == "pieces" else Type(row.type)
 
 
 def _check_sum(step: Step, axis: str, given: Type) -> None:

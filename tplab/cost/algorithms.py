@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tplab.comm import ROWS
 from tplab.cost.link import Link
 from tplab.errors import ClusterError
 
@@ -81,10 +82,7 @@ ALGORITHMS: dict[str, dict[str, Callable[[float, int, int], Terms]]] = {
 _TWO_LINKS = ("bidirectional", "split")
 PIPELINED = (("broadcast", "ring"), ("reduce", "ring"))
 
-ALL_BUT_OWN = ("reduce_scatter", "all_to_all", "scatter")
-"""In these, a rank does not send its own piece."""
-
-GATHERS = ("all_gather", "gather")
+GATHERS = [name for name, row in ROWS.items() if row.gathers]
 """In these, a rank's input is only a part of the whole tensor."""
 
 OPS = tuple(ALGORITHMS)

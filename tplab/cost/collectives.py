@@ -50,8 +50,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tplab.comm import ROWS
 from tplab.cost.algorithms import (
-    ALL_BUT_OWN,
     PIPELINED,
     Cost,
     algorithms,
@@ -128,9 +128,13 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
     hops, reached = 0, 1
     while reached < R:
         hops, reached = hops + 1, reached * (links_per_rank + 1)
-    factor = {"all_reduce": 2 * (R - 1), "all_gather": (R - 1) * R, **dict.fromkeys(ALL_BUT_OWN, R - 1)}
-    sent = 0 if op == "barrier" else factor.get(op, R) * nbytes / R
-    if op in ("ppermute", "ring_shift"):
+    row = ROWS[op]
+    if row.takes == "all" and row.gives == "all":
+        factor = 2 * (R - 1) if row.combines else (R - 1) * R
+    else:
+        factor = R - 1 if row.gives == "pieces" else R if row.takes else 0
+    sent = factor * nbytes / R
+    if row.takes == "one":
         hops = 1
     seconds = max(hops * link.latency, link.latency + sent / links_per_rank / link.bandwidth)
     return Cost(seconds, hops, whole(sent), "lower bound")
@@ -170,22 +174,19 @@ def bytes_sent(op: str, num_elements: int | Sequence[int], itemsize: int, num_ra
             f"{op}: index {index} of {num_ranks} ranks, inputs of {num_elements} elements of {itemsize} bytes; "
             "index must be one of the ranks (0 or more), with one input for each, and sizes cannot be negative"
         )
-    if num_ranks == 1 or op == "barrier":
+    row = ROWS[op]
+    if num_ranks == 1 or not row.takes:
         return 0
     following = (index + 1) % num_ranks
     pieces = cut(elements, num_ranks, "even")
-    if op == "all_reduce":
+    if row.takes == "all" and row.gives == "all" and row.combines:
         sent = 2 * elements - len(pieces[index]) - len(pieces[following])
-    elif op == "all_gather":
+    elif row.takes == "all" and row.gives == "all":
         sent = (num_ranks - 1) * elements if alike else sum(num_elements) - num_elements[following]
-    elif op in ("reduce", "gather"):
-        sent = elements if index else 0
-    elif op == "scatter" and index:
-        sent = 0
-    elif op in ALL_BUT_OWN:
-        sent = elements - len(pieces[index])
-    elif op == "broadcast":
+    elif row.gives == "pieces":
+        sent = elements - len(pieces[index]) if row.takes == "all" or not index else 0
+    elif row.takes == "root":
         sent = elements if index < num_ranks - 1 else 0
-    else:  # ppermute, ring_shift: one message
-        sent = elements
+    else:  # to the root; or a message
+        sent = elements if index or row.takes == "one" else 0
     return sent * itemsize

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, raised
-from tplab.exercises.exercise import Exercise, Framework
-from tplab.exercises.trials import run_of
+from tplab.exercises.check import Answer, Verdict, but
+from tplab.exercises.verdict import refuse
 from tplab.mesh import Mesh
 
 MESH, MANY = Mesh(tp=4), 400_000
@@ -18,54 +18,45 @@ MESH, MANY = Mesh(tp=4), 400_000
 ROUGH = 1e-4
 
 
-def for_any_vocabulary(
-    fn: Callable[..., Any], exercise: Exercise, verdict: Verdict, framework: Framework, num_numbers: int
-) -> Verdict:
-    """The verdict on a program that is right for few entries: whether it also is for many, and sends no more. Ids must
+def for_any_vocabulary(answer: Answer, num_numbers: int) -> Verdict:
+    """What is said of a program that is right for few entries: whether it also is for many, and sends no more. Ids must
     be integers, and right for logits in bfloat16, which cannot hold an id."""
-    sent = {}
+    sent, exercise, panels = dict[int, int](), answer.exercise, answer.verdict.panels
     are_ids = "ids" in exercise.results
     runs = [(num_entries, "float32", _close_logits(num_entries)) for num_entries in (24, MANY)]
     for num_entries, dtype, logits in [*runs, (MANY, "bfloat16", _whole_logits(MANY))][: 3 if are_ids else 2]:
         tensors = {"logits": logits} | ({"ids": logits.argmax(-1)} if "ids" in exercise.specs else {})
-        specs = tuple(exercise.specs[name] for name in tensors)
-        program = _narrowed(fn, framework) if dtype == "bfloat16" else fn
-        try:
-            out = run_of(framework)(program, MESH, *tensors.values(), in_specs=specs)
-        except Exception as error:
-            return Verdict(False, raised(error, fn, exercise.name, MESH))
+        narrowed = replace(answer, fn=_narrowed(answer)) if dtype == "bfloat16" else answer
+        out = narrowed.run(MESH, tensors)
         (want,) = (value for name, value in exercise.plain(tensors).items() if name in exercise.results)
-        found = out.per_rank[0].detach() if framework == "torch" else out.per_rank[0]
+        found = out.per_rank[0].detach() if answer.framework == "torch" else out.per_rank[0]
         kind = str(found.dtype).removeprefix("torch.")
-        got = np.asarray(found.double() if framework == "torch" else found, float)
+        got = np.asarray(found.double() if answer.framework == "torch" else found, float)
         if not np.allclose(got, want, rtol=ROUGH, atol=ROUGH):
             token = int(np.flatnonzero(~np.isclose(got, want, rtol=ROUGH, atol=ROUGH))[0])
-            text = (
-                f"{exercise.name} is right on the check's small examples. With {num_entries:,} entries, in {dtype}, "
-                f"token {token} gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
-                "Is some number in your program large enough, or exact enough, only for a few entries?"
+            refuse(
+                f" is right on the check's small examples. With {num_entries:,} entries, in {dtype}, token {token} "
+                f"gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
+                "Is some number in your program large enough, or exact enough, only for a few entries?",
+                panels,
             )
-            return Verdict(False, text, verdict.panels)
         if are_ids and "int" not in kind:
-            text = (
-                f"{exercise.name}: the numbers are right, but they are {kind}.\nAn id looks up a row: return integers."
-            )
-            return Verdict(False, text, verdict.panels)
+            but(f"they are {kind}.\nAn id looks up a row: return integers.", panels)
         sent.setdefault(num_entries, out.trace.bytes_sent())
     if sent[MANY] > sent[24]:
-        text = (
-            f"{exercise.name}: the numbers are right, but on {MESH} it sends {sent[24]:,} bytes for 24 entries and "
-            f"{sent[MANY]:,} for {MANY:,}.\n{num_numbers} numbers per token tell the other ranks all that they need."
+        but(
+            f"on {MESH} it sends {sent[24]:,} bytes for 24 entries and {sent[MANY]:,} for {MANY:,}.\n{num_numbers} "
+            "numbers per token tell the other ranks all that they need.",
+            panels,
         )
-        return Verdict(False, text, verdict.panels)
-    return Verdict(True, f"{verdict.text}\nIt sends the same however many entries there are.", verdict.panels)
+    return answer.says("It sends the same however many entries there are.")
 
 
-def _narrowed(fn: Callable[..., Any], framework: Framework) -> Callable[..., Any]:
-    """`fn` for logits in bfloat16, which NumPy does not have."""
+def _narrowed(answer: Answer) -> Callable[..., Any]:
+    """The learner's function for logits in bfloat16, which NumPy does not have."""
 
     def program(logits: Any) -> Any:
-        return fn(logits.bfloat16() if framework == "torch" else logits.astype("bfloat16"))
+        return answer.fn(logits.bfloat16() if answer.framework == "torch" else logits.astype("bfloat16"))
 
     return program
 

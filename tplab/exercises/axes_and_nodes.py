@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade, not_started, untouched
+from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, added_up_again
+from tplab.exercises.verdict import check, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -115,23 +116,18 @@ def _meshes(batch: int, hidden: int, ranks: int) -> list[tuple[int, int]]:
     return [(dp, tp) for dp, tp in pairs if batch % dp == 0 and hidden % tp == 0]
 
 
+@check("best_mesh")
 def check_best_mesh(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
-    if not_started(fn):
-        return untouched("best_mesh")
     for case in SIZES:
         batch, width, hidden, ranks = case
-        where = f"batch {batch:,}, width {width:,}, hidden width {hidden:,}, {ranks} ranks"
-        try:
-            given = fn(batch, width, hidden, ranks)
-        except Exception as error:
-            return Verdict(False, f"{where}: best_mesh raises {type(error).__name__}: {error}")
+        where = f"for batch {batch:,}, width {width:,}, hidden width {hidden:,}, {ranks} ranks"
+        with on(where):
+            given = fn(*case)
         if fault := _fault(given, case):
-            return Verdict(False, f"best_mesh returns {given!r} for {where}.\n{fault}", _panels(case, given))
-    text = "best_mesh finds a mesh that sends the fewest bytes, for every size tried.\n"
-    return Verdict(
-        True, f"{text}One row per mesh, one column for activations and one for gradients.", _panels(SIZES[0])
-    )
+            refuse(f" returns {given!r} {where}.\n{fault}", _panels(case, given))
+    text = " finds a mesh that sends the fewest bytes, for every size tried.\n"
+    return right(f"{text}One row per mesh, one column for activations and one for gradients.", _panels(SIZES[0]))
 
 
 def _is_pair(given: Any) -> bool:

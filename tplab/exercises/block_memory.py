@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again, bytes_of_a_sum
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
@@ -19,9 +19,9 @@ from tplab.exercises.plain_block import (
     rms_norm,
 )
 from tplab.exercises.trials import weight
+from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
-from tplab.trace.trace import Trace
 
 TOKENS = P(None, "tp")
 MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the backward pass, so that it is not kept
@@ -80,47 +80,42 @@ def _token_mistakes(terms: Callable[[Tensors], np.ndarray]) -> tuple[Mistake, ..
 # --- what a rank sends and keeps -------------------------------------------------------------------------------------
 
 
-def _graded(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict:
-    """The verdict on the numbers; on a sum that every rank receives whole; and in torch, on whether a rank keeps only
-    its own tokens outside of the matmuls."""
-    traces: list[Trace] = []
-    verdict = grade(fn, exercise, framework, traces.append)
-    if not verdict.passed:
-        return verdict
-    for trace in traces:
-        size = exercise.tensors(np.random.default_rng(0), trace.mesh)["x"].size
-        for event in trace.events:
-            if event.op == "all_reduce" and np.prod(event.shape) >= size and len(event.group) > 1:
-                text = (
-                    f"{exercise.name}: the numbers are right, but on {trace.mesh} an all_reduce adds up "
-                    f"{list(event.shape)} on every rank, and each rank uses only its own tokens of the sum.\n"
-                    "A reduce_scatter gives each rank just these, and sends half as much."
-                )
-                return Verdict(False, text, verdict.panels)
-    if framework == "jax":
-        return verdict
-    kept, keeps_all = _kept(fn, exercise)
-    if keeps_all:
-        text = (
-            f"{exercise.name}: the numbers are right, but on {KEPT_ON} each rank keeps x of all tokens for its "
-            f"backward pass, {kept:,} bytes with the rest.\nThe norm needs one token at a time. So which should come "
-            "first, the norm or the gather?"
-        )
-        return Verdict(False, text, verdict.panels)
-    return Verdict(True, f"{verdict.text}\nOn {KEPT_ON} a rank keeps {kept:,} bytes.", verdict.panels)
-
-
 KEPT_ON = Mesh(tp=4)
 
 
-def _kept(fn: Callable[..., Any], exercise: Exercise) -> tuple[int, bool]:
-    """The bytes that rank 0 keeps for its backward pass, and whether x of all tokens is among them."""
-    from tplab.torch import run, saved_tensors
+def _thrifty(answer: Answer) -> Verdict:
+    """Refuse a sum that every rank receives whole; and in torch, a rank that keeps more than its own tokens outside of
+    the matmuls."""
+    panels = answer.verdict.panels
+    for trace in answer.traces:
+        size = answer.tensors(trace.mesh)["x"].size
+        for event in trace.events:
+            if event.op == "all_reduce" and np.prod(event.shape) >= size and len(event.group) > 1:
+                but(
+                    f"on {trace.mesh} an all_reduce adds up {list(event.shape)} on every rank, and each rank uses only "
+                    "its own tokens of the sum.\nA reduce_scatter gives each rank just these, and sends half as much.",
+                    panels,
+                )
+    if answer.framework == "jax":
+        return answer.verdict
+    kept, keeps_all = _kept(answer)
+    if keeps_all:
+        but(
+            f"on {KEPT_ON} each rank keeps x of all tokens for its backward pass, {kept:,} bytes with the rest.\nThe "
+            "norm needs one token at a time. So which should come first, the norm or the gather?",
+            panels,
+        )
+    return answer.says(f"On {KEPT_ON} a rank keeps {kept:,} bytes.")
 
-    tensors = exercise.tensors(np.random.default_rng(0), KEPT_ON)
+
+def _kept(answer: Answer) -> tuple[int, bool]:
+    """The bytes that rank 0 keeps for its backward pass, and whether x of all tokens is among them."""
+    tensors = answer.tensors(KEPT_ON)
 
     def program(whole: Any, *own: Any) -> tuple[int, bool]:
         from torch.autograd.graph import saved_tensors_hooks
+
+        from tplab.torch import saved_tensors
 
         own = tuple(tensor.clone().requires_grad_() for tensor in own)
         in_order, found = whole.flatten().sort().values, []
@@ -131,11 +126,11 @@ def _kept(fn: Callable[..., Any], exercise: Exercise) -> tuple[int, bool]:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            fn(*own)
-        return saved_tensors(fn, *own).bytes, any(found)
+            answer.fn(*own)
+        return saved_tensors(answer.fn, *own).bytes, any(found)
 
-    specs = (P(), *(exercise.specs[name] for name in tensors))
-    return run(program, KEPT_ON, tensors["x"], *tensors.values(), in_specs=specs).per_rank[0]
+    specs = (P(), *(answer.exercise.specs[name] for name in tensors))
+    return run_on(KEPT_ON, program, tensors["x"], *tensors.values(), in_specs=specs).per_rank[0]
 
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -
 
     x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
     """
-    return _graded(fn, SEQUENCE_MLP, framework)
+    return grade(fn, SEQUENCE_MLP, framework, _thrifty)
 
 
 # --- a block with its tokens split ---------------------------------------------------------------------------------
@@ -247,4 +242,4 @@ TOKENS_SPLIT = Exercise(
 
 def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
-    return _graded(fn, TOKENS_SPLIT, framework)
+    return grade(fn, TOKENS_SPLIT, framework, _thrifty)

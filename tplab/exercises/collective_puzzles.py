@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Moving
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, added_up_again, own_part
+from tplab.exercises.verdict import Refused
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.event import Event
@@ -260,7 +261,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
     """
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
-    puzzle, name, traces = PUZZLES[number], f"puzzle_{number}", list[Trace]()
+    puzzle, name = PUZZLES[number], f"puzzle_{number}"
     exercise = Exercise(
         name,
         tensors=puzzle.tensors,
@@ -272,17 +273,19 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         is_precise=True,
         meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),
     )
-    verdict = grade(fn, exercise, framework, traces.append)
+
+    def within_budget(answer: Answer) -> Verdict:
+        for trace in answer.traces:
+            if fault := _fault(trace, puzzle):
+                raise Refused(Moving(False, f": the numbers are right, but {fault}", trace))
+        tried = " and ".join(str(ranks) for ranks in puzzle.sizes[1:] if ranks > 2)
+        text = f" is solved.\n{puzzle.budget()}. It also keeps its budgets on {tried} ranks."
+        return Moving(True, text, answer.traces[0])
+
+    verdict = grade(fn, exercise, framework, within_budget)
     if verdict.passed is None:
-        return Verdict(None, f"{name}: not started. {puzzle.budget()}.\nReplace the `...`, then run this cell again.")
-    if not verdict.passed:
-        return verdict
-    for trace in traces:
-        if fault := _fault(trace, puzzle):
-            return Moving(False, f"{name}: the numbers are right, but {fault}", trace)
-    tried = " and ".join(str(ranks) for ranks in puzzle.sizes[1:] if ranks > 2)
-    text = f"{name} is solved.\n{puzzle.budget()}. It also keeps its budgets on {tried} ranks."
-    return Moving(True, text, traces[0])
+        verdict.text = f"{name}: not started. {puzzle.budget()}.\nReplace the `...`, then run this cell again."
+    return verdict
 
 
 def _fault(trace: Trace, puzzle: Puzzle) -> str:

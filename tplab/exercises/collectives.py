@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, added_up_again, bytes_of_a_sum, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace.trace import Trace
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
@@ -78,12 +77,15 @@ def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
 
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """
-    traces: list[Trace] = []
-    verdict = grade(fn, SUM_UP, framework, traces.append)
-    for trace in traces if verdict.passed else ():
+    return grade(fn, SUM_UP, framework, _shared)
+
+
+def _shared(answer: Answer) -> Verdict:
+    """Refuse a rank that sends more than the others. The total has been compared: a star sends as much as a ring."""
+    for trace in answer.traces:
         sent = [trace.bytes_sent(rank=rank) for rank in trace.mesh.ranks]
-        if max(sent) > sum(sent) / len(sent):  # the total has been compared already: a star sends as much as a ring
+        if max(sent) > sum(sent) / len(sent):
             busiest, share = sent.index(max(sent)), sum(sent) // len(sent)
             text = f"on {trace.mesh} rank {busiest} sends {max(sent):,} bytes, where in a ring each sends {share:,}"
-            return Verdict(False, f"{SUM_UP.name}: the numbers are right, but {text}.\n{PIECE_BY_PIECE}")
-    return verdict
+            but(f"{text}.\n{PIECE_BY_PIECE}")
+    return answer.verdict

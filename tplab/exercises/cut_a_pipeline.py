@@ -6,16 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
 from tplab.errors import ShapeError
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
+from tplab.exercises.verdict import Refused, Verdict, check, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, partition
 from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
@@ -105,86 +104,71 @@ FILLED = ([1, 4, 2, 2, 2], [2, 3, 1, 3, 2], [5, 1, 1, 1], [1, 1, 1, 1, 9], [1, 2
 """Costs of layers, to be cut for 4, 3 and 2 ranks."""
 
 
+@check("fill", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
     """Whether `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is as
     small as possible. The learner's cut is drawn under 1F1B."""
-    name = "fill"
-    if wrong := not_a_function(fill, name) or (untouched(name) if not_started(fill) else None):
-        return wrong
-    if lazy := library_call(fill, ("partition", "Trial"), ("tplab",)):
-        return borrowed(name, lazy)
     shown: Verdict | None = None
-    for costs in FILLED:
-        for ranks in (4, 3, 2):
-            trial = Trial(
-                f"layers of {costs} steps on {ranks} ranks", costs, [0] * len(costs), [0] * len(costs), ranks, 1
-            )
-            given = list(costs)
-            try:
-                found = fill(given, ranks)
-                wrong_form = _form(trial, found)
-            except Exception as error:
-                return Verdict(False, f"{raised(error, fill, name, Mesh(pp=ranks))}\nThis was with {trial.name}.")
-            if wrong_form:
-                return Verdict(False, f"{name}, {trial.name}: {wrong_form}. Every stage needs a layer.")
-            if given != costs:
-                return Verdict(False, f"{name}, {trial.name}: it changes the list that it is given.")
-            has = trial.has([int(bound) for bound in found])
-            best = partition(costs, ranks).largest
-            forward = np.array(has, float)
-            drawn = one_f_one_b(ranks, 8), Costs(forward, forward, forward)
-            if max(has) > best:
-                text = f"{name}, {trial.name}: the stages have {has} steps.\nThe largest could have {best:g}."
-                last = has[-1] == max(has)
-                hint = (
-                    "The last stage takes whatever is left, however much that is."
-                    if last
-                    else "The largest stage sets the pace. How full may a stage be, and how full must it be?"
-                )
-                return Drawn(False, f"{text}\n{hint}", *drawn)
-            shown = shown or Drawn(True, f"{name} is right: no cut of {len(FILLED)} models for 2, 3 and 4 ranks has a "
-                                   f"smaller largest stage.\nThis is {trial.name}:", *drawn)  # fmt: skip
+    for costs, ranks in product(FILLED, (4, 3, 2)):
+        none = [0] * len(costs)
+        trial = Trial(f"layers of {costs} steps on {ranks} ranks", costs, none, none, ranks, 1)
+        given = list(costs)
+        with on(f"with {trial.name}"):
+            found = fill(given, ranks)
+            if wrong_form := _form(trial, found):
+                refuse(f", {trial.name}: {wrong_form}. Every stage needs a layer.")
+        if given != costs:
+            refuse(f", {trial.name}: it changes the list that it is given.")
+        has = trial.has([int(bound) for bound in found])
+        best, forward = partition(costs, ranks).largest, np.array(has, float)
+        drawn = one_f_one_b(ranks, 8), Costs(forward, forward, forward)
+        if max(has) > best:
+            text = f", {trial.name}: the stages have {has} steps.\nThe largest could have {best:g}.\n"
+            if has[-1] == max(has):
+                text += "The last stage takes whatever is left, however much that is."
+            else:
+                text += "The largest stage sets the pace. How full may a stage be, and how full must it be?"
+            raise Refused(Drawn(False, text, *drawn))
+        text = f" is right: no cut of {len(FILLED)} models for 2, 3 and 4 ranks has a smaller largest stage.\n"
+        shown = shown or Drawn(True, f"{text}This is {trial.name}:", *drawn)
     assert shown is not None
     return shown
 
 
+@check("my_cut", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     """Whether `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
     rank of 1F1B needs more than `limit` bytes and the busiest rank has as little to do as possible.
 
     It is tried on small models given as numbers, then on `layers`, measured with a microbatch `ids`; that cut is run.
     """
-    name = "my_cut"
-    if wrong := not_a_function(cut, name) or (untouched(name) if not_started(cut) else None):
-        return wrong
-    if lazy := library_call(cut, ("partition", "Trial"), ("tplab",)):
-        return borrowed(name, lazy)
     known = getattr(cut, "__globals__", {})
     if any(isinstance(known.get(one), Trial) for one in cut.__code__.co_names):
-        return borrowed(name, "Trial")
+        refuse(": `Trial` does the work. Here you write it yourself.")
     trial, bounds = SMALL[0], []
-    try:
-        for trial in (*SMALL, *_real(layers, ids)):
-            lists = list(trial.costs), list(trial.weights), list(trial.kept)
-            before = Untouched({})
-            given = cut(*lists, trial.ranks, trial.limit)
+    for trial in (*SMALL, *_real(layers, ids)):
+        lists = list(trial.costs), list(trial.weights), list(trial.kept)
+        before = Untouched({})
+        with on(f"with {trial.name}"):
+            try:
+                given = cut(*lists, trial.ranks, trial.limit)
+            except Exception as error:
+                if trial.limit < math.inf:
+                    error.args = (f"{error}\n{NONE_FITS}",)
+                raise
             harm = before.damage()
             if given is None and trial.limit < math.inf:
-                return Verdict(False, f"{name}, {trial.name}: it returned None.\n{NONE_FITS}")
+                refuse(f", {trial.name}: it returned None.\n{NONE_FITS}")
             if wrong := _form(trial, given):
-                return Verdict(False, f"{name}, {trial.name}: {wrong}.")
-            if lists != (list(trial.costs), list(trial.weights), list(trial.kept)):
-                return Verdict(False, f"{name}, {trial.name}: it changes the lists that it is given.")
-            if harm:
-                return Verdict(False, f"{name}, {trial.name}: {harm}")
-            bounds = [int(bound) for bound in (() if given is None else given)]
-            if verdict := _graded(name, trial, bounds):
-                return verdict
-        text = f"{name} is right: no cut within the limit has a smaller largest stage."
-        return Verdict(True, f"{text}\n{_run_it(trial, bounds, layers, ids)}", _panels(trial, bounds)[:2])
-    except Exception as error:
-        text = raised(error, cut, name, Mesh(pp=trial.ranks))
-        return Verdict(False, f"{text}\nThis was with {trial.name}." + f" {NONE_FITS}" * (trial.limit < math.inf))
+                refuse(f", {trial.name}: {wrong}.")
+        if lists != (list(trial.costs), list(trial.weights), list(trial.kept)):
+            refuse(f", {trial.name}: it changes the lists that it is given.")
+        if harm:
+            refuse(f", {trial.name}: {harm}")
+        bounds = [int(bound) for bound in given]  # pyright: ignore[reportOptionalIterable]
+        _refuse_unless_best(trial, bounds)
+    text = " is right: no cut within the limit has a smaller largest stage."
+    return right(f"{text}\n{_run_it(trial, bounds, layers, ids)}", _panels(trial, bounds)[:2])
 
 
 NONE_FITS = (
@@ -231,21 +215,19 @@ def _form(trial: Trial, given: Any) -> str:
     return ""
 
 
-def _graded(name: str, trial: Trial, bounds: list[int]) -> Verdict | None:
-    """The verdict on what is wrong with a cut; None if nothing is."""
+def _refuse_unless_best(trial: Trial, bounds: list[int]) -> None:
     takes, has, best = trial.takes(bounds), trial.has(bounds), trial.best()
     panels = _panels(trial, bounds)
     for rank, num_bytes in enumerate(takes):
         if num_bytes > trial.limit:
-            text = f"{name}, {trial.name}: {bounds} gives rank {rank} {num_bytes:,} bytes."
+            text = f", {trial.name}: {bounds} gives rank {rank} {num_bytes:,} bytes."
             held = trial.ranks - rank
             hint = f"Under 1F1B, rank {rank} of {trial.ranks} keeps {held} microbatch{'es' if held > 1 else ''}."
-            return Verdict(False, f"{text}\n{hint}", panels)
+            refuse(f"{text}\n{hint}", panels)
     if max(has) > best.largest * (1 + 1e-9):
         worse = trial.makespan(bounds) / trial.makespan(best.bounds)
-        text = f"{name}, {trial.name}: {bounds} is within the limit, but takes {worse:.2f} times as long as needed."
-        return Verdict(False, f"{text}\n{_hint(trial, bounds, max(has), best.largest)}", panels)
-    return None
+        text = f", {trial.name}: {bounds} is within the limit, but takes {worse:.2f} times as long as needed."
+        refuse(f"{text}\n{_hint(trial, bounds, max(has), best.largest)}", panels)
 
 
 def _panels(trial: Trial, bounds: list[int]) -> list[Panel]:
@@ -279,7 +261,7 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
     """The memory that the cut needs when it runs on real tensors, for a batch and a step of Adam."""
     import torch
 
-    from tplab.torch import run, stages_of, train_batch
+    from tplab.torch import stages_of, train_batch
 
     schedule = one_f_one_b(trial.ranks, 2 * trial.ranks)
 
@@ -291,7 +273,7 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
         made = [[p, p.grad, *optimizer.state[p].values()] for p in stages.parameters()]
         return sum(x.nbytes for xs in made for x in xs if x.dim())
 
-    out = run(program, Mesh(pp=trial.ranks))
+    out = run_on(Mesh(pp=trial.ranks), program)
     took = [held + int(most) for held, most in zip(out.per_rank, out.trace.peak_bytes)]
     free = replace(trial, limit=math.inf).best().bounds
     return (

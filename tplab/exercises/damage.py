@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tplab.exercises.verdict import refuse
+
 
 class Untouched:
     """Remembers tensors of torch, and the global generators of torch, NumPy and Python, to say later what has changed.
@@ -50,6 +52,11 @@ class Untouched:
                     "Every random number that the rest of the program draws from it is then another one."
                 )
         return ""
+
+    def refuse(self, but: str = "") -> None:
+        """End a check if something has changed: ": it changes its argument ..."."""
+        if harm := self.damage():
+            refuse(f": {but}{harm}")
 
 
 def _gradient(tensor: Any) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
+from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -29,29 +28,21 @@ TARGETS = {
 VOCABULARY = 3
 
 
+@check("my_loss")
 def check_loss(my_loss: Loss) -> Verdict:
     """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
 
     logits [n, V], targets [n], of this rank; a target of -100 does not count. Runs on 2, 3 and 1 simulated ranks of
     axis "dp"; on three, one rank has no token that counts.
     """
-    if not_started(my_loss):
-        return untouched("my_loss")
-    panels: list[Panel] = []
-    for num_ranks in TARGETS:
-        found = _weighed(my_loss, num_ranks)
-        if isinstance(found, Verdict):
-            return found
-        panels = panels or found
-    return Verdict(True, "my_loss is right: every counted token has the same weight, on 1, 2 and 3 ranks.", panels)
+    panels = [_weighed(my_loss, num_ranks) for num_ranks in TARGETS]
+    return right(" is right: every counted token has the same weight, on 1, 2 and 3 ranks.", panels[0])
 
 
-def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
-    """The verdict on what is wrong or, if nothing is, pictures of the tokens' weights."""
+def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
+    """Pictures of the tokens' weights, if they are right."""
     import torch
     from torch.nn import functional as F
-
-    from tplab.torch import run
 
     targets = torch.tensor(TARGETS[num_ranks])
     logits = torch.tensor(np.random.default_rng(0).normal(size=(*targets.shape, VOCABULARY)))
@@ -62,39 +53,30 @@ def _weighed(my_loss: Loss, num_ranks: int) -> Verdict | list[Panel]:
         loss = my_loss(own, targets[0])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
-        if harm := before.damage():
-            return torch.zeros_like(own), loss.detach(), harm
+        before.refuse()
         loss.backward()
-        return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach(), ""
+        return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
 
-    try:
-        out = run(program, Mesh(dp=num_ranks), logits, targets, in_specs=P("dp"))
-    except Exception as error:
-        return Verdict(False, raised(error, my_loss, "my_loss", Mesh(dp=num_ranks)))
-    if harm := next(filter(None, (harm for *_, harm in out.per_rank)), ""):
-        return Verdict(False, f"my_loss: {harm}")
-    got = torch.stack([grad for grad, *_ in out.per_rank]) / num_ranks
-    mean = float(sum(loss for _, loss, _ in out.per_rank)) / num_ranks
+    out = run_on(Mesh(dp=num_ranks), program, logits, targets, in_specs=P("dp"))
+    got = torch.stack([grad for grad, _ in out.per_rank]) / num_ranks
+    mean = float(sum(loss for _, loss in out.per_rank)) / num_ranks
     whole = logits.clone().requires_grad_()
     right_mean = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
     (want,) = torch.autograd.grad(right_mean, whole)
+    right_mean = right_mean.detach()
     counted = (targets != IGNORED).numpy()
     along = (got * want).sum(-1) / want.square().sum(-1).clamp(min=1e-30)
-    weights = np.where(counted, along.numpy(), 0.0)
-    right = np.where(counted, 1.0, 0.0)
+    weights, ones = np.where(counted, along.numpy(), 0.0), np.where(counted, 1.0, 0.0)
+    panels = beside("yours", weights, ones, ~np.isclose(weights, ones))
     # A count in float32 is a right answer, and 1/3 in float32 is off by 1e-8.
-    if torch.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(mean, float(right_mean.detach()), rtol=1e-6):
-        if any(event.bytes >= logits[0].nbytes for event in out.trace.events if event.kind in ("collective", "send")):
-            return Verdict(False, f"my_loss: the numbers are right, but {WHOLE_BATCH}")
-        return [Panel("yours", weights), Panel("right", right)]
-    if bool((got[~torch.tensor(counted)] != 0).any()):
-        return Verdict(False, f"my_loss is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
-    off = ~np.isclose(weights, right)
-    panels = [Panel("yours", weights, off)]
-    panels.append(Panel("right", right))
-    hint = _hint(mean, float(right_mean.detach()), weights, counted)
-    text = f"my_loss is wrong on {num_ranks} ranks. {hint}"
-    return Verdict(False, f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
+    if not (torch.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(mean, float(right_mean), rtol=1e-6)):
+        if bool((got[~torch.tensor(counted)] != 0).any()):
+            refuse(f" is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
+        text = f" is wrong on {num_ranks} ranks. {_hint(mean, float(right_mean), weights, counted)}"
+        refuse(f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
+    if any(event.bytes >= logits[0].nbytes for event in out.trace.events if event.kind in ("collective", "send")):
+        refuse(f": the numbers are right, but {WHOLE_BATCH}")
+    return beside("yours", weights, ones)
 
 
 WHOLE_BATCH = """\
@@ -104,35 +86,22 @@ What is the least that ranks must tell each other, so that all of them divide by
 
 def _hint(mean: float, right_mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
     num_ranks, here = len(counted), counted.sum(1)
-    total = here.sum()
-
-    def each_is(expected: np.ndarray | float) -> bool:
-        return bool(np.allclose(weights, np.where(counted, expected, 0.0)))
-
-    if each_is((total / num_ranks / np.maximum(here, 1))[:, None]):
-        return (
-            "Each rank takes the mean of its own tokens.\nSo tokens weigh more on a rank that counts few of them. "
-            "How many tokens must every rank divide by?"
-        )
-    if each_is(1 / num_ranks):
-        return (
-            f"Every token weighs 1/{num_ranks} of what it should.\nThe gradients are averaged over the ranks "
-            "afterwards: which number of tokens per rank belongs to that?"
-        )
-    if each_is(total / num_ranks):
-        return "This is the sum of the losses. What must it be divided by?"
-    if each_is(total / counted.size):
-        return "The tokens that are ignored are counted in the denominator."
+    total, one = here.sum(), weights[counted][0]
     if not np.isfinite(mean):
         return "A rank without a counted token has a loss of nan: the mean of no numbers is 0/0.\nDivide the sum."
-    if each_is(1):
-        return (
-            f"The gradients are right, but the mean of the ranks' losses is {mean:.3f}, and not {right_mean:.3f}.\n"
-            "What do you add up over the ranks besides the counts?"
-        )
-    if each_is(one := weights[counted][0]):
-        return f"Every token weighs {one:.3g} times what it should. Which number must every rank divide by?"
-    return "The tokens do not all have the same weight."
+    known = {
+        "Each rank takes the mean of its own tokens.\nSo tokens weigh more on a rank that counts few of them. How many "
+        "tokens must every rank divide by?": (total / num_ranks / np.maximum(here, 1))[:, None],
+        f"Every token weighs 1/{num_ranks} of what it should.\nThe gradients are averaged over the ranks afterwards: "
+        "which number of tokens per rank belongs to that?": 1 / num_ranks,
+        "This is the sum of the losses. What must it be divided by?": total / num_ranks,
+        "The tokens that are ignored are counted in the denominator.": total / counted.size,
+        f"The gradients are right, but the mean of the ranks' losses is {mean:.3f}, and not {right_mean:.3f}.\nWhat do "
+        "you add up over the ranks besides the counts?": 1,
+        f"Every token weighs {one:.3g} times what it should. Which number must every rank divide by?": one,
+    }
+    expected = {text: np.where(counted, weight, 0.0) for text, weight in known.items()}
+    return hint(weights, expected, "The tokens do not all have the same weight.", slack=1e-6)
 
 
 # --- gradients sent during the backward pass --------------------------------------------------------------------------
@@ -143,64 +112,57 @@ ENOUGH = 0.8
 """How much of the communication must be hidden, on eight ranks of a modelled H100 node."""
 
 
+@check("my_replicas", not_with=("data_parallel", "DistributedDataParallel"))
 def check_replicas(my_replicas: Replicas) -> Verdict:
     """Whether `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass still runs.
 
     It is called once, before the first step, and `finish()` after each backward pass, also when gradients are added up
     over several of them. Runs three backward passes on 2, 3 and 1 ranks, and one on the shapes of a large model.
     """
-    name = "my_replicas"
-    if not_started(my_replicas):
-        return untouched(name)
-    if lazy := library_call(my_replicas, ("data_parallel", "DistributedDataParallel")):
-        return borrowed(name, lazy)
     for num_ranks in (2, 3, 1):
-        verdict = _averaged(my_replicas, num_ranks)
-        if verdict is not None:
-            return verdict
-    try:
-        (few, sent), (many, sent_later) = (_left_over(my_replicas, steps) for steps in (3, 9))
-    except Exception as error:
-        return Verdict(False, raised(error, my_replicas, name, Mesh(dp=2)))
+        _average(my_replicas, num_ranks)
+    (few, sent), (many, sent_later) = (_left_over(my_replicas, steps) for steps in (3, 9))
     if many > few:
-        text = f"{name}: the gradients are right, but after 3 steps it keeps {few:,} bytes, and after 9 steps {many:,}."
-        return Verdict(False, f"{text}\nWhat has arrived should be forgotten: is there a list that only grows?")
+        but(
+            f"after 3 steps it keeps {few:,} bytes, and after 9 steps {many:,}.\nWhat has arrived should be forgotten: "
+            "is there a list that only grows?"
+        )
     if sent_later > 3 * sent:
-        text = f"{name}: the gradients are right, but 3 steps send {sent:,} bytes, and 9 steps {sent_later:,}."
-        return Verdict(False, f"{text}\nEvery step should send the same: are hooks registered again in each step?")
-    try:
+        but(
+            f"3 steps send {sent:,} bytes, and 9 steps {sent_later:,}.\nEvery step should send the same: are hooks "
+            "registered again in each step?"
+        )
+    with on(Mesh(dp=8)):
         trace = traced(my_replicas)
-    except Exception as error:
-        return Verdict(False, raised(error, my_replicas, name, Mesh(dp=8)))
     needed = 2 * 7 / 8 * LARGE_LAYERS * LARGE_WIDTH**2 * 2  # of eight ranks in bfloat16
     events = trace.select(rank=0, kind="collective").events
     if (sent := sum(event.bytes for event in events if event.op != "broadcast")) > 1.01 * needed:
-        text = f"{name}: the gradients are right, but rank 0 of 8 sends {sent / 1e6:,.0f} MB, where {needed / 1e6:,.0f}"
-        return Timed(False, f"{text} would do.\nOne all_reduce per gradient is enough.", trace)
+        text = f"rank 0 of 8 sends {sent / 1e6:,.0f} MB, where {needed / 1e6:,.0f} would do."
+        but(f"{text}\nOne all_reduce per gradient is enough.", trace)
     hidden = _share_hidden(trace)
     if hidden < ENOUGH:
-        text = f"{name}: the gradients are right, but {hidden:.0%} of the communication is hidden.\n"
+        below = "Below is one step on a modelled H100 node."
         if _leaves_early(trace) and hidden > 0.05:
-            text += (
-                "Below is one step on a modelled H100 node. Which gradients leave later than they could, or are waited "
-                "for\nwhile other layers have yet to compute theirs?"
+            why = (
+                f"{below} Which gradients leave later than they could, or are waited for\nwhile other layers have yet "
+                "to compute theirs?"
             )
         elif _leaves_early(trace):
-            text += (
+            why = (
                 "Gradients leave while the backward pass runs, but the rank waits until each one has arrived.\n"
                 "start(all_reduce, ...) begins to send. When is the mean needed?"
             )
         else:
-            text += (
-                "Below is one step on a modelled H100 node. When is the gradient of the last layer complete, and when "
-                "does it leave?"
-            )
-        return Timed(False, text, trace)
-    text = (
-        f"{name} is right: the means, on 1, 2 and 3 ranks, step after step.\n{hidden:.0%} of the communication is "
-        "hidden. Below is one step on a modelled H100 node."
-    )
-    return Timed(True, text, trace)
+            why = f"{below} When is the gradient of the last layer complete, and when does it leave?"
+        but(f"{hidden:.0%} of the communication is hidden.\n{why}", trace)
+    text = f" is right: the means, on 1, 2 and 3 ranks, step after step.\n{hidden:.0%} of the communication is hidden."
+    return Timed(True, f"{text} Below is one step on a modelled H100 node.", trace)
+
+
+def but(text: str, trace: Trace | None = None) -> None:
+    """End the check: the gradients are right, but this is not."""
+    text = f": the gradients are right, but {text}"
+    raise Refused(Timed(False, text, trace) if trace else Verdict(False, text))
 
 
 def _share_hidden(trace: Trace) -> float:
@@ -216,11 +178,9 @@ def _leaves_early(trace: Trace) -> bool:
     return len(sent) > 0 and sent.min() < trace.select(rank=0, kind="compute", op="mm").column("start").max()
 
 
-def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
-    """What is wrong with it on this many ranks; None if nothing is."""
+def _average(my_replicas: Replicas, num_ranks: int) -> None:
+    """Refuse gradients that are not the means, on this many ranks."""
     import torch
-
-    from tplab.torch import run
 
     random = np.random.default_rng(1)
     xs = torch.tensor(random.normal(size=(num_ranks, 3, ROWS, WIDTH)))
@@ -229,7 +189,7 @@ def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
 
-    def program(model: Any, xs: Any) -> tuple[list[list[Any]], str]:
+    def program(model: Any, xs: Any) -> list[list[Any]]:
         before = Untouched(dict(model.named_parameters()))
         finish, found = my_replicas(model), []
         if not callable(finish):
@@ -240,45 +200,35 @@ def _averaged(my_replicas: Replicas, num_ranks: int) -> Verdict | None:
             model(x).square().mean().backward()
             finish()
             found.append([p.grad.clone() for p in model.parameters()])
-        return found, before.damage()
+        before.refuse()
+        return found
 
-    mesh = Mesh(dp=num_ranks)
-    try:
-        per_rank = run(program, mesh, model, xs, in_specs=(P(), P("dp"))).per_rank
-    except Exception as error:
-        return Verdict(False, raised(error, my_replicas, "my_replicas", mesh))
-    if harm := next(filter(None, (harm for _, harm in per_rank)), ""):
-        return Verdict(False, f"my_replicas: {harm}")
+    per_rank = run_on(Mesh(dp=num_ranks), program, model, xs, in_specs=(P(), P("dp"))).per_rank
+    means = [_gradients(model, [x[step] for x in xs]) for step in range(3)]
     for step in range(3):
         own = [_gradients(model, [x[step]]) for x in xs]
-        want = _gradients(model, [x[step] for x in xs])
-        got = [found[step] for found, _ in per_rank]
+        got, want = [found[step] for found in per_rank], means[step]
+        begin = f" is wrong on {num_ranks} ranks"
         if step == 2:
-            before = _gradients(model, [x[1] for x in xs])
             if all(_alike(mine, want) for mine in got) and num_ranks > 1:
-                return Verdict(
-                    False,
-                    f"my_replicas is wrong on {num_ranks} ranks when gradients are added up over two backward passes: "
-                    "what the first\nhas left in p.grad is lost. A hook of `register_hook` sees the new gradient "
-                    "alone. One of\n`register_post_accumulate_grad_hook` comes after p.grad has been added to.",
+                refuse(
+                    f"{begin} when gradients are added up over two backward passes: what the first\nhas left in p.grad "
+                    "is lost. A hook of `register_hook` sees the new gradient alone. One of\n"
+                    "`register_post_accumulate_grad_hook` comes after p.grad has been added to."
                 )
-            want = [a + b for a, b in zip(before, want)]
-        if not all(_alike(mine, want) for mine in got):
-            return Verdict(False, _what_is_wrong(got, own, want, num_ranks, step))
-    return None
-
-
-def _what_is_wrong(got: Sequence[Any], own: Sequence[Any], want: Any, num_ranks: int, step: int) -> str:
-    begin = f"my_replicas is wrong on {num_ranks} ranks, in step {step + 1}"
-    if step == 2:
-        return f"{begin}, which adds to the gradients of step 2: p.grad is not the sum of the two means."
-    if all(_alike(mine, alone) for mine, alone in zip(got, own)):
-        return f"{begin}: every rank keeps its own gradients. Where does the mean get back into p.grad?"
-    if all(_alike(mine, [num_ranks * grad for grad in want]) for mine in got):
-        return f"{begin}: the gradients are added up. They must be averaged."
-    if step:
-        return f"{begin}: step 1 was right. What is left over from it when the second backward pass begins?"
-    return f"{begin}: the gradients are not the means over the ranks."
+            want = [a + b for a, b in zip(means[1], want)]
+        if all(_alike(mine, want) for mine in got):
+            continue
+        begin += f", in step {step + 1}"
+        if step == 2:
+            refuse(f"{begin}, which adds to the gradients of step 2: p.grad is not the sum of the two means.")
+        if all(_alike(mine, alone) for mine, alone in zip(got, own)):
+            refuse(f"{begin}: every rank keeps its own gradients. Where does the mean get back into p.grad?")
+        if all(_alike(mine, [num_ranks * grad for grad in want]) for mine in got):
+            refuse(f"{begin}: the gradients are added up. They must be averaged.")
+        if step:
+            refuse(f"{begin}: step 1 was right. What is left over from it when the second backward pass begins?")
+        refuse(f"{begin}: the gradients are not the means over the ranks.")
 
 
 def _layers(width: int, count: int, **options: Any) -> Any:
@@ -305,7 +255,7 @@ def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int]:
     that all ranks have sent."""
     import torch
 
-    from tplab.torch import LiveBytes, run
+    from tplab.torch import LiveBytes
 
     def program() -> int:
         model, x = _layers(WIDTH, LAYERS, dtype=torch.float64), torch.ones(ROWS, WIDTH, dtype=torch.float64)
@@ -320,7 +270,7 @@ def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int]:
                 finish()
             return live.now()
 
-    out = run(program, Mesh(dp=2))
+    out = run_on(Mesh(dp=2), program)
     return max(out.per_rank), out.trace.bytes_sent()
 
 

@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import MOST_WORK, Verdict, not_a_function, not_started, raised, untouched
+from tplab.exercises.check import MOST_WORK
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Framework
 from tplab.exercises.trials import run_of, share_of_work, weight
+from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
 
 TOKENS, WIDTH = 96, 16
 BLOCK_MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(tp=1))
-Fault = tuple[str, list[Panel]]
 
 
 # --- the bug: a block with two masks ---------------------------------------------------------------------------------
 
 
+@check("block")
 def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
 
@@ -32,44 +33,35 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
     The weights are chosen so that the result shows the masks: every hidden feature is 1, and feature f adds 2**f.
     """
-    if wrong := not_a_function(fn, "block"):
-        return wrong
-    if not_started(fn):
-        return untouched("block")
     panels: list[Panel] = []
     for mesh in BLOCK_MESHES:
         num_features = 9 if mesh.axis_size("tp") == 3 else 8
         x, a, b = _tensors(num_features)
-        args = [array.astype(np.float32) for array in (x, a, b)]
-        dy = weight(x)
+        dy, args = weight(x), [array.astype(np.float32) for array in (x, a, b)]
         program = (_in_torch if framework == "torch" else _in_jax)(fn)
         specs = (P(), P(), P(None, "tp"), P("tp", None))
-        try:
+        with on(mesh):
             results = run_of(framework)(program, mesh, dy.astype(np.float32), *args, in_specs=specs).per_rank
-            found, dx, again = ([np.asarray(result[place], float) for result in results] for place in (0, 1, 2))
-            harm = next((result[3] for result in results if framework == "torch" and result[3]), "")
-        except Exception as error:
-            return Verdict(False, raised(error, fn, "block", mesh))
+        found, dx, again = ([np.asarray(result[place], float) for result in results] for place in (0, 1, 2))
         if found[0].shape != x.shape:
-            return Verdict(False, f"block: the result has shape {list(found[0].shape)}, but x has {list(x.shape)}.")
+            refuse(f": the result has shape {list(found[0].shape)}, but x has {list(x.shape)}.")
+        if (found[0] == 0).any():  # x is 1 here, and nothing that is added is < 0
+            lost = found[0] == 0
+            hint = f"x is 1 everywhere, but {lost.mean():.0%} of the result is 0. Drop only what the block adds to x."
+            panel = corner("rank 0, the result", found[0], lost)
+            refuse(f": x does not pass through, on {mesh}.\n{hint}", [panel])
         added = [result - x for result in found]
-        if fault := (
-            _fault_of_x(found[0], mesh)
-            or _fault_outside(added, mesh, num_features)
-            or _fault_inside(added[0], mesh, num_features)
-            or _fault_of_draws(added[0], again[0] - x, mesh)
-        ):
-            return Verdict(False, *fault)
-        if harm:
-            return Verdict(False, f"block: the masks are right, but {harm}")
-        if fault := _fault_backward(dx, dy, added[0], a, b, mesh):
-            return Verdict(False, *fault)
+        _look_outside(added, mesh, num_features)
+        _look_inside(added[0], mesh, num_features)
+        _look_at_draws(added[0], again[0] - x, mesh)
+        if harm := next((result[3] for result in results if framework == "torch" and result[3]), ""):
+            refuse(f": the masks are right, but {harm}")
+        _look_backward(dx, dy, added[0], a, b, mesh)
         panels = panels or _kept(added[0], mesh, num_features)[1]
-    if fault := _undivided(fn, framework):
-        return Verdict(False, fault)
+    _look_at_work(fn, framework)
     listed = ", ".join(map(str, BLOCK_MESHES))
-    text = f"block is right on {listed}.\nInside, each rank draws its own mask. Outside, all ranks draw the same one."
-    return Verdict(True, text, panels)
+    text = f" is right on {listed}.\nInside, each rank draws its own mask. Outside, all ranks draw the same one."
+    return right(text, panels)
 
 
 def _tensors(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,16 +112,8 @@ def _in_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     return program
 
 
-def _fault_of_x(y: np.ndarray, mesh: Mesh) -> Fault | None:
-    """What is wrong if the block does not return x plus something: x is 1 here, and nothing that is added is < 0."""
-    if (y != 0).all():
-        return None
-    hint = f"x is 1 everywhere, but {(y == 0).mean():.0%} of the result is 0. Drop only what the block adds to x."
-    return f"block: x does not pass through, on {mesh}.\n{hint}", [corner("rank 0, the result", y, y == 0)]
-
-
-def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Fault | None:
-    """What is wrong with what the block adds to x: it differs between ranks, or the wrong fraction of it is zero."""
+def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> None:
+    """Refuse what the block adds to x if it differs between ranks, or if the wrong fraction of it is zero."""
     for rank, array in enumerate(added):
         differs = array != added[0]
         if differs.any():
@@ -144,48 +128,44 @@ def _fault_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Fa
             else:
                 hint = "The ranks also differ in entries that both of them keep. Is the sum over the ranks missing?"
             panels = [corner(f"rank {r}, what it adds", added[r], differs) for r in (0, rank)]
-            return f"block: ranks 0 and {rank} of {mesh} return different tensors.\n{hint}", panels
+            refuse(f": ranks 0 and {rank} of {mesh} return different tensors.\n{hint}", panels)
     known = [corner("rank 0, what it adds", added[0])]
     tokens = added[0][added[0].any(-1)]  # a token without any entry may have lost all of its hidden features
     share = float((tokens == 0).mean()) if tokens.size else 1.0
     if is_off(share, added[0].size):
         hint = f"{share:.0%} of what the block adds to x is dropped, but it should be half. Drop once, after the sum."
-        return f"block: outside, p is not 1/2 on {mesh}.\n{hint}", known
+        refuse(f": outside, p is not 1/2 on {mesh}.\n{hint}", known)
     codes = added[0] / 4
     if not ((codes == codes.round()) & (codes >= 0) & (codes < 2**num_features)).all():
         hint = (
             "Each dropout doubles what it keeps, so two of them make it 4 times as large. Is one of them missing, or "
             "before the sum?"
         )
-        return f"block: what it adds to x is not what two dropouts leave, on {mesh}.\n{hint}", known
-    return None
+        refuse(f": what it adds to x is not what two dropouts leave, on {mesh}.\n{hint}", known)
 
 
-def _fault_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> Fault | None:
-    """What is wrong with the masks of the hidden features, which can be read from each token's sum."""
+def _look_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> None:
+    """Refuse wrong masks of the hidden features, which can be read from each token's sum."""
     kept, panels = _kept(added, mesh, num_features)
     own = np.split(kept, mesh.axis_size("tp"), axis=1)
     if (kept == kept[0]).all():
-        return f"block: inside, the same hidden features are dropped for every token, on {mesh}.", panels
+        refuse(f": inside, the same hidden features are dropped for every token, on {mesh}.", panels)
     alike = [(i, j) for i, j in combinations(range(len(own)), 2) if (own[i] == own[j]).all()]
     if alike:
         hint = (
             "A row is a token, a column is a hidden feature of the rank, and 1 means kept. These ranks drop their\n"
             "features together, although these have nothing to do with each other. Along which axis must masks differ?"
         )
-        ranks = (
-            "every rank" if len(alike) == len(own) * (len(own) - 1) // 2 else f"ranks {alike[0][0]} and {alike[0][1]}"
-        )
-        draws = "draws" if ranks == "every rank" else "draw"
-        return f"block: inside, {ranks} of {mesh} {draws} the same mask.\n{hint}", panels
+        all_are = len(alike) == len(own) * (len(own) - 1) // 2
+        ranks, draw = ("every rank", "draws") if all_are else (f"ranks {alike[0][0]} and {alike[0][1]}", "draw")
+        refuse(f": inside, {ranks} of {mesh} {draw} the same mask.\n{hint}", panels)
     if is_off(1 - kept.mean(), kept.size):
         hint = f"{1 - kept.mean():.0%} of the hidden features are dropped, but it should be half."
-        return f"block: inside, p is not 1/2 on {mesh}.\n{hint}", panels
-    return None
+        refuse(f": inside, p is not 1/2 on {mesh}.\n{hint}", panels)
 
 
-def _fault_of_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> Fault | None:
-    """What is wrong if the block is run again and draws the masks of the first time."""
+def _look_at_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> None:
+    """Refuse a block that is run again and draws the masks of the first time."""
     both = added.any(-1) & again.any(-1)  # the tokens whose masks show in both results
     masks = {
         "outside": (added != 0, again != 0),
@@ -195,12 +175,11 @@ def _fault_of_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> Fault |
         if (first[both] == second[both]).all():
             hint = "Training would drop the same numbers in every step. Each draw needs a mask of its own."
             panels = [corner("first run", added), corner("second run", again)]
-            return f"block: {place}, the mask is the same whenever the block runs, on {mesh}.\n{hint}", panels
-    return None
+            refuse(f": {place}, the mask is the same whenever the block runs, on {mesh}.\n{hint}", panels)
 
 
-def _undivided(fn: Callable[..., Any], framework: Framework) -> str:
-    """What is wrong if every rank computes the whole block; "" if they share the work."""
+def _look_at_work(fn: Callable[..., Any], framework: Framework) -> None:
+    """Refuse a block that every rank computes whole."""
     mesh, specs = BLOCK_MESHES[0], {"x": P(), "a": P(None, "tp"), "b": P("tp", None)}
 
     def with_key(x: Any, a: Any, b: Any) -> Any:
@@ -209,45 +188,38 @@ def _undivided(fn: Callable[..., Any], framework: Framework) -> str:
         return fn(x, a, b, jax.random.key(0))
 
     tensors = {name: array.astype(np.float32) for name, array in zip(specs, _tensors(8))}
-    num_ranks = mesh.axis_size("tp")
-    share = share_of_work(framework, fn if framework == "torch" else with_key, specs, tensors, "tp", num_ranks)
-    if share < MOST_WORK:
-        return ""
-    return (
-        f"block: the masks are right, but on {mesh} the busiest rank does {share:.0%} of what one rank alone would do."
-        "\nLet each rank compute with its own columns of a and its own rows of b."
-    )
+    program = fn if framework == "torch" else with_key
+    if (share := share_of_work(framework, program, specs, tensors, "tp", mesh.axis_size("tp"))) >= MOST_WORK:
+        refuse(
+            f": the masks are right, but on {mesh} the busiest rank does {share:.0%} of what one rank alone would do.\n"
+            "Let each rank compute with its own columns of a and its own rows of b."
+        )
 
 
-def _fault_backward(
+def _look_backward(
     dx: list[np.ndarray], dy: np.ndarray, added: np.ndarray, a: np.ndarray, b: np.ndarray, mesh: Mesh
-) -> Fault | None:
-    """What is wrong with the gradient of x, given the masks that the result shows."""
+) -> None:
+    """Refuse a gradient of x that is wrong, given the masks that the result shows."""
     codes = (added.max(-1) / 4).astype(int)  # a token without any sum passes no gradient on, whatever it has kept
     inside = 2 * (codes[:, None] >> np.arange(len(b)) & 1)
     dh = ((2 * dy * (added != 0)) @ b.T) * inside
-    right = dy + dh @ a.T
+    want = dy + dh @ a.T
     num_ranks = mesh.axis_size("tp")
     own = [dy + part @ rows.T for part, rows in zip(np.split(dh, num_ranks, 1), np.split(a, num_ranks, 1))]
-    slack = 1e-4 * np.abs(right).max()
+    slack = 1e-4 * np.abs(want).max()
     for rank in mesh.ranks:
-        off = ~(np.abs(dx[rank] - right) <= slack)
+        off = ~(np.abs(dx[rank] - want) <= slack)
         if off.any():
-            if all(np.allclose(one, dy, rtol=0, atol=slack) for one in dx):
-                hint = "No gradient comes back through the two layers. Is something detached?"
-            elif all(np.allclose(one, part, rtol=0, atol=slack) for one, part in zip(dx, own)):
-                hint = (
-                    "It is only the part that comes through this rank's own hidden features. What adds up the "
-                    "gradients of the ranks?"
-                )
-            else:
-                hint = "Each dropout passes a gradient on where it has kept a number, twice as large."
-            panels = [corner(f"dx, rank {rank}", dx[rank], off), corner("right", right)]
-            return (
-                f"block: the masks are right, but the gradient of x is not, on rank {rank} of {mesh}.\n{hint}",
-                panels,
+            known = {
+                "No gradient comes back through the two layers. Is something detached?": [dy] * num_ranks,
+                "It is only the part that comes through this rank's own hidden features. What adds up the gradients of "
+                "the ranks?": own,
+            }
+            said = hint(
+                dx, known, "Each dropout passes a gradient on where it has kept a number, twice as large.", slack
             )
-    return None
+            panels = [corner(f"dx, rank {rank}", dx[rank], off), corner("right", want)]
+            refuse(f": the masks are right, but the gradient of x is not, on rank {rank} of {mesh}.\n{said}", panels)
 
 
 def _kept(added: np.ndarray, mesh: Mesh, num_features: int) -> tuple[np.ndarray, list[Panel]]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace.trace import Trace
 
 # Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
 MESHES = (Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1))
@@ -98,20 +97,17 @@ TOTAL = _on_a_ring(
 )
 
 
-def _between_neighbours(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> Verdict:
-    """The verdict, also on messages that skip a rank."""
-    traces: list[Trace] = []
-    verdict = grade(fn, exercise, framework, traces.append)
-    for trace in traces if verdict.passed else ():
+def _between_neighbours(answer: Answer) -> Verdict:
+    """Refuse messages that skip a rank."""
+    for trace in answer.traces:
         for event in trace.events:
             if event.peer is not None and (event.peer - event.rank) % trace.mesh.size not in (1, trace.mesh.size - 1):
-                text = (
-                    f"{exercise.name}: the numbers are right, but on {trace.mesh} rank {event.rank} exchanges messages "
-                    f"with rank {event.peer}, which is not its neighbour.\n"
-                    "Pass on what has just arrived, one hop at a time."
+                but(
+                    f"on {trace.mesh} rank {event.rank} exchanges messages with rank {event.peer}, which is not its "
+                    "neighbour.\nPass on what has just arrived, one hop at a time.",
+                    answer.verdict.panels,
                 )
-                return Verdict(False, text, verdict.panels)
-    return verdict
+    return answer.verdict
 
 
 def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
@@ -119,7 +115,7 @@ def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
     x [1]   ->   their sum [1], the same on every rank of axis "ring"
     """
-    return _between_neighbours(fn, TOTAL, framework)
+    return grade(fn, TOTAL, framework, _between_neighbours)
 
 
 # --- the exercise --------------------------------------------------------------------------------------------------
@@ -170,4 +166,4 @@ def check_largest(fn: Callable[..., Any], framework: Framework = "torch") -> Ver
 
     x [1]   ->   largest [1], the same on every rank of axis "ring"
     """
-    return _between_neighbours(fn, LARGEST, framework)
+    return grade(fn, LARGEST, framework, _between_neighbours)

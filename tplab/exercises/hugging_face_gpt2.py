@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from tplab.checking.report import ParallelReport
-from tplab.errors import PlanError, RankError
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import MOST_WORK, Verdict, borrowed, not_started, raised, untouched
+from tplab.exercises.check import MOST_WORK
 from tplab.exercises.damage import Untouched
 from tplab.exercises.trials import share_of_work
+from tplab.exercises.verdict import Refused, Verdict, check, on, refuse, run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -88,26 +87,31 @@ class Reported(Verdict):
         return {"text/plain": self.text, "text/html": lines + table}
 
 
-def _wrong(name: str, mesh: Mesh, report: ParallelReport) -> Reported:
-    first = report.wrong[0]  # the one that explains most of the others
-    text = (
-        f"{name}: on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
-        f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
-    )
-    return Reported(False, text, report)
+def _compare(mesh: Mesh, sharded: Callable[[Any], Any], model: Any) -> ParallelReport:
+    """The report on a model that `sharded` has sharded; refused if a tensor differs."""
+    from tplab.torch import check_parallel
+
+    with on(mesh):
+        report = check_parallel(sharded, model, inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
+    if not report.ok:
+        first = report.wrong[0]  # the one that explains most of the others
+        text = (
+            f": on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
+            f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
+        )
+        raise Refused(Reported(False, text, report))
+    return report
 
 
+@check(takes=(type, FunctionType), how="Give the class itself.")
 def check_row(layer: Callable[..., Any]) -> Verdict:
     """Whether `layer(given)` is the row-parallel form, over "tp", of a GPT-2's Conv1D `given`.
 
     It replaces mlp.c_proj in every block of a sharded GPT-2. check_parallel compares the result with the unsharded
     model, and each rank may hold only its share of the weight.
     """
-    from tplab.torch import check_parallel, gpt2_plan, parallelize
+    from tplab.torch import gpt2_plan, parallelize
 
-    name = getattr(layer, "__name__", "the layer")
-    if not isinstance(layer, type | FunctionType):
-        return Verdict(False, f"{name}: this is an object of type {type(layer).__name__}. Give the class itself.")
     held: list[int] = []
     harm: list[str] = []
 
@@ -124,32 +128,26 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
     report = None
     for mesh in MESHES:
         held.clear()
-        try:
-            report = check_parallel(model, small_gpt2(), inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
-        except Exception as error:
-            return Verdict(False, raised(error, getattr(layer, "forward", layer), name, mesh))
-        if not report.ok:
-            return _wrong(name, mesh, report)
+        report = _compare(mesh, model, small_gpt2())
         if any(harm):
-            return Verdict(False, f"{name}: the numbers are right, but {next(filter(None, harm))}")
+            refuse(f": the numbers are right, but {next(filter(None, harm))}")
         given = small_gpt2().transformer.h[0].mlp.c_proj
         share = given.weight.numel() // mesh.axis_size("tp") + given.bias.numel()
         if max(held) > share:
-            text = (
-                f"{name}: the numbers are right, but on {mesh} a rank holds {max(held):,} parameters of this layer, "
-                f"where {share:,} would do.\nIn a row-parallel layer, each rank holds its own rows of the weight."
+            refuse(
+                f": the numbers are right, but on {mesh} a rank holds {max(held):,} parameters of this layer, where "
+                f"{share:,} would do.\nIn a row-parallel layer, each rank holds its own rows of the weight."
             )
-            return Verdict(False, text)
     assert report is not None
     if (share := _share_of_work(layer)) >= MOST_WORK:
-        text = (
-            f"{name}: the numbers are right, but each of {MOST_RANKS} ranks does {share:.0%} of the whole layer's work."
-            "\nMultiply by the rank's own rows, and add up the results."
+        refuse(
+            f": the numbers are right, but each of {MOST_RANKS} ranks does {share:.0%} of the whole layer's work.\n"
+            "Multiply by the rank's own rows, and add up the results."
         )
-        return Verdict(False, text)
     listed = ", ".join(map(str, MESHES))
-    text = f"{name} is right: logits, loss and every gradient equal the unsharded model's on {listed}."
-    return Reported(True, text, report)
+    return Reported(
+        True, f" is right: logits, loss and every gradient equal the unsharded model's on {listed}.", report
+    )
 
 
 def _share_of_work(layer: Callable[..., Any]) -> float:
@@ -163,14 +161,12 @@ def _share_of_work(layer: Callable[..., Any]) -> float:
 def check_llama_plan(plan: Callable[[], Mapping[str, Any] | None] | Mapping[str, Any]) -> Verdict:
     """Whether `plan()`, or `plan` itself, is a correct plan for `small_llama()`: with it, the model computes the same
     as before, and no matrix is whole on every rank."""
-    from tplab.torch import check_parallel, parallelize, run
-
     name = getattr(plan, "__name__", "the plan")
-    plan_of = plan if callable(plan) else lambda: plan
-    if callable(plan) and not_started(plan):
-        return untouched(name)
-    if lazy := library_call(plan_of, ("llama_plan",), ("tplab",)):
-        return borrowed(name, lazy)
+    return check(name, ("llama_plan",), ("tplab",))(_planned)(plan if callable(plan) else lambda: plan)
+
+
+def _planned(plan_of: Callable[[], Mapping[str, Any] | None]) -> Verdict:
+    from tplab.torch import parallelize
 
     def sharded(whole: Any) -> Any:
         plan = plan_of()
@@ -183,24 +179,14 @@ def check_llama_plan(plan: Callable[[], Mapping[str, Any] | None] | Mapping[str,
 
     report, here, model = None, {}, small_llama()
     for mesh in MESHES:
-        try:
-            report = check_parallel(sharded, small_llama(), inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
-            if mesh.size == MOST_RANKS:
-                here = run(lambda whole: sizes(sharded(whole)), mesh, small_llama()).per_rank[0]
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
-            if isinstance(cause, PlanError):
-                return Verdict(False, f"{name}, on {mesh}: {cause}")
-            return Verdict(False, raised(error, plan_of, name, mesh))
-        if not report.ok:
-            return _wrong(name, mesh, report)
+        report = _compare(mesh, sharded, small_llama())
+        if mesh.size == MOST_RANKS:
+            here = run_on(mesh, lambda whole: sizes(sharded(whole)), small_llama()).per_rank[0]
     whole = [key for key, given in model.named_parameters() if given.dim() > 1 and here.get(key) == given.numel()]
     percent = 100 * sum(here.values()) / sum(sizes(model).values())
     held = f"each of {MOST_RANKS} ranks holds {percent:.0f}% of the parameters"
     if whole:
         more = f", and {len(whole) - 1} more" if len(whole) > 1 else ""
-        text = f"{name} computes the right numbers, but {held}.\nEvery rank holds all of {whole[0]}{more}."
-        return Verdict(False, text)
+        refuse(f" computes the right numbers, but {held}.\nEvery rank holds all of {whole[0]}{more}.")
     assert report is not None
-    listed = ", ".join(map(str, MESHES))
-    return Reported(True, f"{name} is right on {listed}; {held}.", report)
+    return Reported(True, f" is right on {', '.join(map(str, MESHES))}; {held}.", report)

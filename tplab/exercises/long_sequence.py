@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade, raised
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.trials import run_of, weight
+from tplab.exercises.trials import weight
+from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -156,44 +157,40 @@ def check_gradients(fn: Callable[..., Any]) -> Verdict:
 
     q, k, v [S/cp, d]   ->   o [S/cp, d]
     """
-    exercise = replace(GRADIENTS, name=getattr(fn, "__name__", GRADIENTS.name))
-    verdict = grade(fn, exercise)
-    if not verdict.passed:
-        return verdict
-    mesh = Mesh(cp=8)
-    try:
-        kept = _held(fn, mesh)[-1]
-        few, many = (max(_held(fn, Mesh(cp=ranks), backward=True)) for ranks in (4, 8))
-    except Exception as error:
-        return Verdict(False, raised(error, fn, exercise.name, mesh))
+    return grade(fn, replace(GRADIENTS, name=getattr(fn, "__name__", GRADIENTS.name)), then=_keeps_little)
+
+
+def _keeps_little(answer: Answer) -> Verdict:
+    kept, panels = _held(answer, 8)[-1], answer.verdict.panels
+    few, many = (max(_held(answer, ranks, backward=True)) for ranks in (4, 8))
     if kept > MOST_KEPT:
-        text = (
-            f"{exercise.name}: the numbers are right, but on {mesh} a rank keeps {kept:.0f} times as much as its q\n"
+        but(
+            f"on {Mesh(cp=8)} a rank keeps {kept:.0f} times as much as its q\n"
             "for the backward pass. q, k, v, o and the log-sum-exp are only 4 times as much. Whose keys and values,\n"
-            "or which tiles, are kept besides? Let them travel, and compute them, once more."
+            "or which tiles, are kept besides? Let them travel, and compute them, once more.",
+            panels,
         )
-        return Verdict(False, text, verdict.panels)
     if many > 1.2 * few:
-        text = (
-            f"{exercise.name}: the numbers are right, but in the backward pass a rank holds\n"
-            f"{few:.0f} times as much as its q on 4 ranks, and {many:.0f} times on 8. One tile at a time is enough."
+        but(
+            f"in the backward pass a rank holds\n{few:.0f} times as much as its q on 4 ranks, and {many:.0f} times on "
+            "8. One tile at a time is enough.",
+            panels,
         )
-        return Verdict(False, text, verdict.panels)
-    return verdict
+    return answer.verdict
 
 
-def _held(fn: Callable[..., Any], mesh: Mesh, backward: bool = False) -> list[float]:
+def _held(answer: Answer, num_ranks: int, backward: bool = False) -> list[float]:
     """What the fullest rank holds at each moment of a forward pass, or of both passes, relative to its q."""
 
     def program(*arguments: Any) -> Any:
-        out = fn(*(argument.requires_grad_() for argument in arguments))
+        out = answer.fn(*(argument.requires_grad_() for argument in arguments))
         if backward:
             out.sum().backward()
         return out.detach() if backward else out
 
-    rng = np.random.default_rng(0)
-    tensors = [rng.standard_normal((16 * mesh.size, 16)) for _ in NAMES]
-    run = run_of("torch")(program, mesh, *tensors, in_specs=TOKENS, out_specs=TOKENS, count_memory=True)
+    rng, mesh = np.random.default_rng(0), Mesh(cp=num_ranks)
+    tensors = [rng.standard_normal((16 * num_ranks, 16)) for _ in NAMES]
+    run = run_on(mesh, program, *tensors, in_specs=TOKENS, out_specs=TOKENS, count_memory=True)
     fullest = max(mesh.ranks, key=lambda rank: max(run.memory[rank].totals))
     return [int(total) / (16 * 16 * 8) for total in run.memory[fullest].totals]
 
@@ -296,29 +293,26 @@ def check_causal_ring(fn: Callable[..., Any]) -> Verdict:
 
     q, k, v [S/cp, d], consecutive tokens   ->   o [S/cp, d]
     """
-    exercise = replace(CAUSAL, name=getattr(fn, "__name__", CAUSAL.name))
-    verdict = grade(fn, exercise)
-    if not verdict.passed:
-        return verdict
-    try:
-        work = [_flops(fn, Mesh(cp=num_ranks)) for num_ranks in (4, 1)]
-    except Exception as error:
-        return Verdict(False, raised(error, fn, exercise.name, Mesh(cp=4)))
+    return grade(fn, replace(CAUSAL, name=getattr(fn, "__name__", CAUSAL.name)), then=_skips_tiles)
+
+
+def _skips_tiles(answer: Answer) -> Verdict:
+    work = [_flops(answer, Mesh(cp=num_ranks)) for num_ranks in (4, 1)]
     share, busiest = sum(work[0]) / max(sum(work[1]), 1), max(work[0]) / max(sum(work[0]), 1)
     if share > MOST_TILES:
-        text = (
-            f"{exercise.name}: the numbers are right, but four ranks together compute {min(share, 1):.0%} of the\n"
+        but(
+            f"four ranks together compute {min(share, 1):.0%} of the\n"
             "square of scores, and 10 of its 16 tiles would do. Which tiles are masked completely? Skip those,\n"
-            "instead of computing and masking them."
+            "instead of computing and masking them.",
+            answer.verdict.panels,
         )
-        return Verdict(False, text, verdict.panels)
-    shares = f"Four ranks compute {share:.0%} of the square of scores, and the busiest one does {busiest:.0%} of that."
-    return Verdict(True, f"{verdict.text}\n{shares}", verdict.panels)
+    return answer.says(
+        f"Four ranks compute {share:.0%} of the square of scores, and the busiest one does {busiest:.0%} of that."
+    )
 
 
-def _flops(fn: Callable[..., Any], mesh: Mesh) -> list[float]:
+def _flops(answer: Answer, mesh: Mesh) -> list[float]:
     """The FLOPs of each rank, with tiles so large that nothing else counts."""
     rng = np.random.default_rng(0)
-    tensors = [rng.standard_normal((256, 64)) for _ in NAMES]
-    trace = run_of("torch")(fn, mesh, *tensors, in_specs=TOKENS, cluster="h100").trace
+    trace = answer.run(mesh, {name: rng.standard_normal((256, 64)) for name in NAMES}, cluster="h100").trace
     return [float(trace.select(rank=rank, kind="compute").column("flops").sum()) for rank in mesh.ranks]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from tplab.cost.matmul import matmul_flops
-from tplab.exercises.check import Verdict, grade, raised
+from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Timed
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
 from tplab.exercises.trials import weight
+from tplab.exercises.verdict import Refused, on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -118,10 +119,7 @@ def check_gather_product(fn: Callable[..., Any]) -> Verdict:
 
     x [T, D/tp]   w [F/tp, D]   ->   y [T, F/tp]
     """
-    verdict = _graded(fn, GATHER)
-    if verdict.passed and isinstance(verdict, Timed) and _directions(verdict.trace) < 2:
-        return Timed(True, f"{verdict.text}\n{ONE_WAY}", verdict.trace)
-    return verdict
+    return _graded(fn, GATHER, lambda trace: ONE_WAY if _directions(trace) < 2 else "")
 
 
 ONE_WAY = (
@@ -140,44 +138,39 @@ def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
 
     x [T, D/tp]   w [F, D/tp]   ->   y [T, F/tp]
     """
-    verdict = _graded(fn, SCATTER)
-    if verdict.passed and isinstance(verdict, Timed):
-        piece = 2 * TOKENS * WIDTH // NUM_RANKS  # bytes, in bfloat16
-        if (pieces := verdict.trace.bytes_sent(rank=0) / piece) > NUM_RANKS - 1:
-            text = f"Each of {NUM_RANKS} ranks sends {pieces:g} pieces of the sum, and {NUM_RANKS - 1} would do."
-            return Timed(True, f"{verdict.text}\n{text} Does the first one hold anything?", verdict.trace)
-    return verdict
+    return _graded(fn, SCATTER, _needless_hop)
 
 
-def _graded(fn: Callable[..., Any], exercise: Exercise) -> Verdict:
-    name = getattr(fn, "__name__", exercise.name)
-    verdict = grade(fn, replace(exercise, name=name))
-    if not verdict.passed:
-        return verdict
-    try:
-        trace = traced(fn, exercise)
-    except Exception as error:
-        return Verdict(False, raised(error, fn, name, Mesh(tp=NUM_RANKS)))
-    hidden = overlap(trace).share_of_possible
-    if hidden < ENOUGH:
-        text = (
-            f"{name}: the numbers are right, but it hides {hidden:.0%} of the communication that it could hide.\n"
-            f"Below is your layer with {TOKENS:,} tokens on a modelled H100 node. What is there to compute between\n"
-            "`start` and `wait`?"
-        )
-        return Timed(False, text, trace)
-    flops = max(trace.select(rank=rank, kind="compute").column("flops").sum() for rank in range(NUM_RANKS))
-    if (times := flops * NUM_RANKS / matmul_flops(TOKENS, 4 * WIDTH, WIDTH)) > MOST_WORK:
-        text = (
-            f"{name}: the numbers are right, but a rank computes {times:.1f} times as much as in one matmul.\n"
-            "Behind each hop, multiply only one piece."
-        )
-        return Timed(False, text, trace)
-    text = (
-        f"{verdict.text}\n{hidden:.0%} of the communication that can be hidden is hidden. Below is your layer with "
-        f"{TOKENS:,} tokens\non a modelled H100 node."
-    )
-    return Timed(True, text, trace)
+def _needless_hop(trace: Trace) -> str:
+    pieces = trace.bytes_sent(rank=0) / (2 * TOKENS * WIDTH // NUM_RANKS)  # bytes of a piece, in bfloat16
+    text = f"Each of {NUM_RANKS} ranks sends {pieces:g} pieces of the sum, and {NUM_RANKS - 1} would do."
+    return f"{text} Does the first one hold anything?" if pieces > NUM_RANKS - 1 else ""
+
+
+def _graded(fn: Callable[..., Any], exercise: Exercise, remark: Callable[[Trace], str]) -> Verdict:
+    def hidden_at_a_real_size(answer: Answer) -> Verdict:
+        with on(Mesh(tp=NUM_RANKS)):
+            trace = traced(fn, exercise)
+        hidden = overlap(trace).share_of_possible
+        flops = max(trace.select(rank=rank, kind="compute").column("flops").sum() for rank in range(NUM_RANKS))
+        times = flops * NUM_RANKS / matmul_flops(TOKENS, 4 * WIDTH, WIDTH)
+        if hidden < ENOUGH:
+            wrong = (
+                f"it hides {hidden:.0%} of the communication that it could hide.\nBelow is your layer with {TOKENS:,} "
+                "tokens on a modelled H100 node. What is there to compute between\n`start` and `wait`?"
+            )
+        elif times > MOST_WORK:
+            wrong = f"a rank computes {times:.1f} times as much as in one matmul.\n"
+            wrong += "Behind each hop, multiply only one piece."
+        else:
+            text = (
+                f"{answer.verdict.text}\n{hidden:.0%} of the communication that can be hidden is hidden. Below is your "
+                f"layer with {TOKENS:,} tokens\non a modelled H100 node."
+            )
+            return Timed(True, f"{text}\n{remark(trace)}".rstrip(), trace)
+        raise Refused(Timed(False, f": the numbers are right, but {wrong}", trace))
+
+    return grade(fn, replace(exercise, name=getattr(fn, "__name__", exercise.name)), then=hidden_at_a_real_size)
 
 
 def traced(fn: Callable[..., Any], exercise: Exercise) -> Trace:

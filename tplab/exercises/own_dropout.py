@@ -6,16 +6,16 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
-from tplab.exercises.dropout import Fault, corner, is_off
+from tplab.exercises.dropout import corner, is_off
+from tplab.exercises.verdict import Verdict, check, refuse, right, run_on
 from tplab.mesh import Mesh
+from tplab.widgets.matrices import Panel
 
 MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1))
 MANY = Mesh(tp=130)
@@ -27,44 +27,30 @@ _FEW = Mesh(tp=12), (*range(30), 100, 1000, 10_000), (8, 16)
 _Masks = dict[tuple[Any, int], list[np.ndarray]]  # by axis and key: what each rank returned, divided by x
 
 
+@check("drop", not_with=("dropout",), libraries=("tplab",))
 def check_drop(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(x, p, key, axis)`, in torch, is a dropout whose mask depends on the key and, along `axis`, the rank.
 
     x any shape   p the fraction that is dropped   key an integer, the same on every rank   axis as in tplab's dropout
     """
-    name = "drop"
-    if wrong := not_a_function(fn, name):
-        return wrong
-    if not_started(fn):
-        return untouched(name)
-    if lazy := library_call(fn, ("dropout",), ("tplab",)):
-        return borrowed(name, lazy)
-    panels: list[Any] = []
-    mesh = MESHES[0]
-    try:
-        with _hashed(fn) as texts:
-            for mesh in MESHES:
-                masks, harm = _drawn(fn, mesh)
-                for fault in _faults(masks, mesh):
-                    return Verdict(False, f"{name}, on {mesh}: {fault[0]}", fault[1])
-                if harm:
-                    return Verdict(False, f"{name}, on {mesh}: the masks are right, but {harm}")
-                panels = panels or _by_rank(masks["tp", 0])
-            for mesh, keys, shape in (_FEW, (MANY, (0, 1, 2), (6, 16))):
-                for fault in _fault_of_keys(_many(fn, mesh, keys, shape), (None, "tp"), apart="tp"):
-                    return Verdict(False, f"{name}, on {mesh}: {fault[0]}", fault[1])
-    except Exception as error:
-        return Verdict(False, raised(error, fn, name, mesh))
+    panels: list[Panel] = []
+    with _hashed(fn) as texts:
+        for mesh in MESHES:
+            masks, harm = _drawn(fn, mesh)
+            _look(masks, mesh)
+            if harm:
+                refuse(f", on {mesh}: the masks are right, but {harm}")
+            panels = panels or [corner(f"rank {rank}", mask) for rank, mask in enumerate(masks["tp", 0])]
+        for mesh, keys, shape in (_FEW, (MANY, (0, 1, 2), (6, 16))):
+            _look_at_keys(_many(fn, mesh, keys, shape), (None, "tp"), mesh, apart="tp")
     if texts:
-        return Verdict(
-            False,
-            f"{name}: it draws the right masks here, but it takes `hash` of the text {texts[0]!r}, which is another "
-            "number in every Python process.\nOn a cluster each rank is a process, and the ranks would not agree. The "
-            "rank's index is a number: use that alone.",
+        refuse(
+            f": it draws the right masks here, but it takes `hash` of the text {texts[0]!r}, which is another number "
+            "in every Python process.\nOn a cluster each rank is a process, and the ranks would not agree. The rank's "
+            "index is a number: use that alone."
         )
-    listed = ", ".join(map(str, MESHES))
-    text = f"{name} is right on {listed}.\nNo two draws share a mask on up to {MANY.size} ranks."
-    return Verdict(True, f"{text} Here are its masks inside, on {MESHES[0]}.", panels)
+    text = f" is right on {', '.join(map(str, MESHES))}.\nNo two draws share a mask on up to {MANY.size} ranks."
+    return right(f"{text} Here are its masks inside, on {MESHES[0]}.", panels)
 
 
 @contextmanager
@@ -101,7 +87,7 @@ def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
     are out of step."""
     import torch
 
-    from tplab.torch import axis_index, run
+    from tplab.torch import axis_index
 
     calls = [(axis, key) for axis in _AXES[len(mesh.shape)] for key in _KEYS]
 
@@ -120,7 +106,7 @@ def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
             results.append((y.detach() / whole if y.shape == x.shape else y.detach()).numpy())
         return results, harm or _of_other_kinds(fn)
 
-    out = run(program, mesh)
+    out = run_on(mesh, program)
     masks = {call: [results[place] for results, _ in out.per_rank] for place, call in enumerate(calls)}
     harm = next((harm for _, harm in out.per_rank if harm), "")
     if not harm and (num_bytes := out.trace.bytes_sent()):
@@ -152,48 +138,40 @@ def _many(fn: Callable[..., Any], mesh: Mesh, keys: tuple[int, ...], shape: tupl
     """What ranks get for many keys, or many ranks."""
     import torch
 
-    from tplab.torch import run
-
-    calls = [(axis, key) for axis in (None, "tp") for key in keys]
-    per_rank = run(lambda: [fn(torch.ones(shape), 0.5, key, axis).detach() for axis, key in calls], mesh).per_rank
+    calls = [*product((None, "tp"), keys)]
+    per_rank = run_on(mesh, lambda: [fn(torch.ones(shape), 0.5, key, axis).detach() for axis, key in calls]).per_rank
     return {call: [results[place].numpy() for results in per_rank] for place, call in enumerate(calls)}
-
-
-def _by_rank(masks: list[np.ndarray]) -> list[Any]:
-    return [corner(f"rank {rank}", mask) for rank, mask in enumerate(masks)]
 
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
 
-def _faults(masks: _Masks, mesh: Mesh) -> Iterator[Fault]:
-    """What is wrong with the masks, the most basic first."""
+def _look(masks: _Masks, mesh: Mesh) -> None:
+    """Refuse masks that are wrong, the most basic first."""
     first = masks[None, 0][0]
     if first.shape != (32, 16):
-        yield f"the result has shape {list(first.shape)}, but x has [32, 16].", []
-        return
+        refuse(f", on {mesh}: the result has shape {list(first.shape)}, but x has [32, 16].")
+    shown = [corner("rank 0", first)]
     if not all((np.isclose(mask, 1 / (1 - _P)) | (mask == 0)).all() for drawn in masks.values() for mask in drawn):
         text = f"with p = {_P}, every number of x must become 0 or x / {1 - _P}. The table shows y / x."
-        yield text, [corner("rank 0", first)]
-        return
+        refuse(f", on {mesh}: {text}", shown)
     share = float(np.mean([mask == 0 for drawn in masks.values() for mask in drawn[:1]]))
     if is_off(share, first.size * len(masks), _P):
-        yield f"with p = {_P}, {share:.0%} of the numbers are dropped.", [corner("rank 0", first)]
+        refuse(f", on {mesh}: with p = {_P}, {share:.0%} of the numbers are dropped.", shown)
     if len({int((mask == 0).sum()) for drawn in masks.values() for mask in drawn}) == 1:
         text = "every mask drops equally many numbers. Each number is dropped with probability p, whatever the others"
-        yield f"{text} do.", [corner("rank 0", first)]
-    for (axis, key), drawn in masks.items():
-        yield from _fault_of_ranks(axis, key, drawn, mesh)
-    yield from _fault_of_keys(masks, _AXES[len(mesh.shape)])
+        refuse(f", on {mesh}: {text} do.", shown)
+    for (axis, _), drawn in masks.items():
+        _look_at_ranks(axis, drawn, mesh)
+    _look_at_keys(masks, _AXES[len(mesh.shape)], mesh)
 
 
-def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) -> Iterator[Fault]:
+def _look_at_ranks(axis: Any, drawn: list[np.ndarray], mesh: Mesh) -> None:
     """Ranks at the same position along the axis must draw the same mask, and at different positions different masks."""
     for one, other in combinations(mesh.ranks, 2):
         is_equal = bool(((drawn[one] != 0) == (drawn[other] != 0)).all())
         if is_equal == (axis is None or mesh.index(one, axis) == mesh.index(other, axis)):
             continue
-        panels = [corner(f"rank {rank}", drawn[rank]) for rank in (one, other)]
         if is_equal:
             hint = f"ranks {one} and {other} draw the same mask with axis={axis!r}, but they hold different data."
         else:
@@ -202,23 +180,20 @@ def _fault_of_ranks(axis: Any, key: int, drawn: list[np.ndarray], mesh: Mesh) ->
                 "A generator made from the key alone is the same on every rank. torch's own generator is not: "
                 "here the ranks\nhave drawn from it a different number of times."
             )
-        yield hint, panels
-        return
+        refuse(f", on {mesh}: {hint}", [corner(f"rank {rank}", drawn[rank]) for rank in (one, other)])
 
 
-def _fault_of_keys(masks: _Masks, axes: Sequence[Any], apart: Any = None) -> Iterator[Fault]:
+def _look_at_keys(masks: _Masks, axes: Sequence[Any], mesh: Mesh, apart: Any = None) -> None:
     """Draws with different keys must have different masks, even on different ranks and along different axes. Along the
     axis `apart`, all ranks are at different places."""
     orders = [[axis] for axis in axes] + [list(axes)]
     for order in orders:
         known: dict[bytes, tuple[Any, int, int]] = {}
-        for axis, key in ((axis, key) for key in sorted({key for _, key in masks}) for axis in order):
+        for key, axis in product(sorted({key for _, key in masks}), order):
             for rank, mask in enumerate(masks[axis, key]):
                 other_axis, other_key, other = known.setdefault((mask != 0).tobytes(), (axis, key, rank))
                 if other_key == key and not (axis == other_axis == apart and rank != other and apart):
                     continue
-                panels = [corner(f"key {other_key}, rank {other}", masks[other_axis, other_key][other])]
-                panels.append(corner(f"key {key}, rank {rank}", mask))
                 if axis != other_axis:
                     hint = (
                         f"rank {rank} draws the same mask with key {key} and axis={axis!r} as rank {other} with key "
@@ -231,5 +206,5 @@ def _fault_of_keys(masks: _Masks, axes: Sequence[Any], apart: Any = None) -> Ite
                         f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "
                         f"{other_key}.\nTwo different pairs of key and index must never give the same seed."
                     )
-                yield hint, panels
-                return
+                panels = [corner(f"key {other_key}, rank {other}", masks[other_axis, other_key][other])]
+                refuse(f", on {mesh}: {hint}", [*panels, corner(f"key {key}, rank {rank}", mask)])

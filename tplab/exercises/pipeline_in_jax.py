@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.trace.trace import Trace
 
 MICROBATCHES, ROWS, WIDTH = 5, 1, 3
 MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
@@ -132,7 +131,8 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
     w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D], the same on every rank of "pp"
     """
     hint = "In which tick does the last microbatch leave the last rank?"
-    return _in_ticks(fn, PIPELINE, MICROBATCHES + 4 - 2, hint, "Compute only the stage of the microbatch of this tick.")
+    too_much = "Compute only the stage of the microbatch of this tick."
+    return grade(fn, PIPELINE, "jax", lambda answer: _in_ticks(answer, MICROBATCHES + 4 - 2, hint, too_much))
 
 
 FOUR = Mesh(pp=4)
@@ -141,56 +141,42 @@ MANY_ROWS = 20
 trace still keeps the values of such a microbatch."""
 
 
-def _in_ticks(fn: Callable[..., Any], exercise: Exercise, exchanges: int, too_slow: str, too_much: str) -> Verdict:
-    """The verdict, also on how often the ranks exchange messages, and on how much they compute in between.
+def _in_ticks(answer: Answer, exchanges: int, too_slow: str, too_much: str) -> Verdict:
+    """The verdict also on how often the ranks exchange messages, and on how much they compute in between.
 
     exchanges   the fewest on four ranks. One more passes: the last tick may send what no rank wants
     too_slow, too_much   the hints
     """
-    traces: list[Trace] = []
-    verdict = grade(fn, exercise, "jax", traces.append)
-    if not verdict.passed:
-        return verdict
-    took = _exchanges(traces)
-    ticks, matmuls = _ticks(fn, exercise) if exchanges <= took <= exchanges + 1 else (0, 0)
+    trace = next(trace for trace in answer.traces if trace.mesh == FOUR)  # of the forward pass, which comes first
+    took = max(len(trace.select(rank=rank, kind="send").events) for rank in FOUR.ranks)
+    ticks, matmuls = _ticks(answer) if exchanges <= took <= exchanges + 1 else (0, 0)
     if took < exchanges:
-        fault = (
+        but(
             f"on {FOUR} the ranks exchange messages only {took} times. A pipeline needs at least {exchanges}.\n"
             "Send one microbatch at a time, from each rank to the next, with `ppermute`."
         )
-    elif took > exchanges + 1:
-        fault = f"on {FOUR} the ranks exchange messages {took} times, where {exchanges} would do.\n{too_slow}"
-    elif matmuls > 1:
-        fault = f"on {FOUR} a rank does {matmuls} matmuls per tick, where one stage needs 1.\n{too_much}"
-    elif ticks > exchanges + 1:
-        fault = (
+    if took > exchanges + 1:
+        but(f"on {FOUR} the ranks exchange messages {took} times, where {exchanges} would do.\n{too_slow}")
+    if matmuls > 1:
+        but(f"on {FOUR} a rank does {matmuls} matmuls per tick, where one stage needs 1.\n{too_much}")
+    if ticks > exchanges + 1:
+        but(
             f"on {FOUR} it takes {ticks} ticks, where {exchanges + 1} would do.\nIn one of them no rank computes "
             "anything that is needed, and all ranks take the time for it: the bubble is longer. Leave it out."
         )
-    else:
-        return verdict
-    return Verdict(False, f"{exercise.name}: the numbers are right, but {fault}")
+    return answer.verdict
 
 
-def _exchanges(traces: list[Trace]) -> int:
-    """How often a rank sends something, in the forward pass on four ranks, which comes first; 0 without one."""
-    trace = next((trace for trace in traces if trace.mesh == FOUR), None)
-    return max(len(trace.select(rank=rank, kind="send").events) for rank in FOUR.ranks) if trace else 0
-
-
-def _ticks(fn: Callable[..., Any], exercise: Exercise) -> tuple[int, int]:
+def _ticks(answer: Answer) -> tuple[int, int]:
     """In how many ticks a rank does a matmul of a stage's size, and the most of them that a rank does in one tick; a
     batched one counts several times.
 
     A rank's tick ends when it sends. What it does before that for the first time does not count if rank 0 does not send
     its result: there the program may compute an output only to know its shape.
     """
-    from tplab.jax import run
-
-    tensors = exercise.tensors(np.random.default_rng(0), FOUR)
+    tensors = answer.tensors(FOUR)
     tensors = {**tensors, "xs": np.repeat(tensors["xs"], MANY_ROWS, axis=1)}
-    arrays = [array.astype(np.float32) for array in tensors.values()]
-    trace = run(fn, FOUR, *arrays, in_specs=tuple(exercise.specs.values()), cluster="h100").trace
+    trace = answer.run(FOUR, tensors, cluster="h100").trace
     output = np.tanh(tensors["xs"][0] @ tensors["w"].reshape(-1, WIDTH, WIDTH)[0])
     first = trace.select(rank=0, kind="send").events[0].values
     has_begun = first is not None and np.allclose(first, output, atol=1e-4)
@@ -296,10 +282,6 @@ def check_loop(fn: Callable[..., Any]) -> Verdict:
 
     w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"
     """
-    return _in_ticks(
-        fn,
-        LOOP,
-        ROUNDS * 4 + 4 - 2,
-        "Must microbatch 0 wait for the others before its second round?",
-        "Choose one of the two matrices first, and then multiply.",
-    )
+    hint = "Must microbatch 0 wait for the others before its second round?"
+    too_much = "Choose one of the two matrices first, and then multiply."
+    return grade(fn, LOOP, "jax", lambda answer: _in_ticks(answer, ROUNDS * 4 + 4 - 2, hint, too_much))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, not_started, raised, untouched
+from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
@@ -18,62 +18,51 @@ from tplab.widgets.matrices import Panel
 VOCABULARY, SEQUENCE, MICROBATCHES = 65, 16, 4
 
 
+@check("my_layers")
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
-    name = "my_layers"
-    if not_started(model):
-        return untouched(name)
-    ranks = 1
-    try:
-        (hidden,) = _run(_hidden, 1, model)
-        (right,) = _run(_gradients, 1, model)
-        for ranks in (2, 4):
-            found: dict[str, np.ndarray] = {}
-            for grads in _run(_gradients, ranks, model):
-                found |= grads
-            for key in right:
-                if not np.allclose(found[key], right[key], rtol=1e-4, atol=1e-7):
-                    return _differs(name, ranks, key, found[key], right[key], hidden)
-    except Exception as error:
-        return Verdict(False, raised(error, model, name, Mesh(pp=ranks)))
+    (hidden,), (whole,) = _run(_hidden, 1, model), _run(_gradients, 1, model)
+    found: dict[str, np.ndarray] = {}
+    for ranks in (2, 4):
+        found = {key: grad for grads in _run(_gradients, ranks, model) for key, grad in grads.items()}
+        for key, want in whole.items():
+            if not np.allclose(found[key], want, rtol=1e-4, atol=1e-7):
+                place, _, parameter = key.partition(".")
+                why = f"{hidden[0].upper()}{hidden[1:]}." if hidden else "Do all ranks begin with the same values?"
+                text = f": on {ranks} ranks the gradient of layer {place}'s {parameter} differs from that of one rank."
+                refuse(f"{text}\n{why}", _panels(ranks, found[key], want))
     if hidden:
-        return Verdict(False, f"{name}: {hidden}.")
+        refuse(f": {hidden}.")
     layers = list(model())
     if not any({0, len(layers) - 1} <= set(places) for places in ties(layers).values()):
-        return Verdict(
-            False,
-            f"{name}: every rank trains what it has, but the head and the embedding are now two matrices.\n"
-            "Which spec says that two layers share one matrix, whichever ranks they are on?",
+        refuse(
+            ": every rank trains what it has, but the head and the embedding are now two matrices.\n"
+            "Which spec says that two layers share one matrix, whichever ranks they are on?"
         )
-    if (rows := right.get("0.weight")) is not None and len(rows) == VOCABULARY:
+    if (rows := whole.get("0.weight")) is not None and len(rows) == VOCABULARY:
         absent = np.setdiff1d(np.arange(VOCABULARY), _batch()[0].numpy())
         if len(absent) and not np.any(rows[absent]):
-            return Verdict(
-                False,
-                f"{name}: the matrix gets a gradient only from the embedding: rows of tokens that are not in the batch "
-                "get none, and the head gives one to every row.\nWhat cuts the head off from it, such as `detach()`?",
+            refuse(
+                ": the matrix gets a gradient only from the embedding: rows of tokens that are not in the batch get "
+                "none, and the head gives one to every row.\nWhat cuts the head off from it, such as `detach()`?"
             )
     if not _run(_is_normed, 1, model)[0]:
-        return Verdict(
-            False,
-            f"{name}: every gradient equals that of one rank, but this is another model: nothing normalises what the "
-            "head gets.\nWhere has the norm gone that was between the last block and the head?",
+        refuse(
+            ": every gradient equals that of one rank, but this is another model: nothing normalises what the head "
+            "gets.\nWhere has the norm gone that was between the last block and the head?"
         )
-    if any(grad.shape == (VOCABULARY,) for grad in right.values()):
-        return Verdict(
-            False,
-            f"{name}: every gradient equals that of one rank, but this is another model: its head has a bias of "
-            f"{VOCABULARY} numbers.\nThe head had the embedding's matrix and nothing else: bias=False.",
+    if any(grad.shape == (VOCABULARY,) for grad in whole.values()):
+        refuse(
+            ": every gradient equals that of one rank, but this is another model: its head has a bias of "
+            f"{VOCABULARY} numbers.\nThe head had the embedding's matrix and nothing else: bias=False."
         )
-    text = f"{name} is right: on 2 and 4 ranks every gradient equals that of one rank, including the tied one."
-    return Verdict(True, text, _panels(4, found["0.weight"], right["0.weight"]) if "0.weight" in found else [])
+    text = " is right: on 2 and 4 ranks every gradient equals that of one rank, including the tied one."
+    return right(text, _panels(4, found["0.weight"], whole["0.weight"]) if "0.weight" in found else [])
 
 
 def _run(program: Callable[..., Any], ranks: int, model: Callable[[], Sequence[Any]]) -> list[Any]:
-    from tplab.torch import run
-
-    return list(run(program, Mesh(pp=ranks), model, ranks).per_rank)
+    return list(run_on(Mesh(pp=ranks), program, model, ranks).per_rank)
 
 
 def _batch() -> tuple[Any, Any]:
@@ -167,13 +156,6 @@ def _leaves(x: Any) -> list[Any]:
     return found
 
 
-def _differs(name: str, ranks: int, key: str, got: np.ndarray, want: np.ndarray, hidden: str) -> Verdict:
-    place, _, parameter = key.partition(".")
-    why = f"{hidden[0].upper()}{hidden[1:]}." if hidden else "Do all ranks begin with the same values?"
-    text = f"{name}: on {ranks} ranks the gradient of layer {place}'s {parameter} differs from that of one rank."
-    return Verdict(False, f"{text}\n{why}", _panels(ranks, got, want))
-
-
 def _panels(ranks: int, got: np.ndarray, want: np.ndarray) -> list[Panel]:
     return [Panel(f"gradient, {ranks} ranks", got), Panel("gradient, one rank", want)]
 
@@ -191,54 +173,49 @@ WIDTH = 4
 MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
 
 
+@check("most_bytes")
 def check_most_bytes(most_bytes: MostBytes) -> Verdict:
     """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, compared
     with ranks that train a model of unequal stages. stage_bytes[s] is what stage s keeps for one microbatch."""
-    name = "most_bytes"
-    if not_started(most_bytes):
-        return untouched(name)
     panels: list[Panel] = []
     for schedule in SCHEDULES:
         stage_bytes, held = _held(schedule)
-        where = f"{schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
-        try:
+        where = f"with {schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
+        with on(where):
             lent = list(stage_bytes)
             given = [most_bytes(row, lent) for row in schedule.by_rank()]
             if lent != stage_bytes:
-                return Verdict(False, f"{name}: it changes its argument stage_bytes, which its caller may still need.")
+                refuse(": it changes its argument stage_bytes, which its caller may still need.")
             found = np.array(given, float)
-        except Exception as error:
-            return Verdict(False, f"{name}, with {where}: {type(error).__name__}: {error}")
         if found.shape != held.shape or not np.isfinite(found).all():
-            return Verdict(False, f"{name}, with {where}: return one number of bytes per row. It returned {given}.")
+            refuse(f", {where}: return one number of bytes per row. It returned {given}.")
         shown = [Panel("yours, bytes by rank", found, found != held), Panel("what each rank held", held)]
         if (found != held).any():
             rank = int(np.flatnonzero(found != held)[0])
-            text = f"{name}: with {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
-            return Verdict(False, f"{text}\n{_why(schedule, stage_bytes, found)}", shown)
+            text = f": {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
+            refuse(f"{text}\n{_why(schedule, stage_bytes, found)}", shown)
         panels = panels or shown
     listed = ", ".join(f"{schedule.name} on {schedule.num_ranks}" for schedule in SCHEDULES)
-    return Verdict(True, f"{name} is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
+    return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
 
 
 def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> str:
     """A hint from what the wrong numbers look like."""
     rows = schedule.by_rank()
     forwards = [[action for action in row if action.kind == "F"] for row in rows]
-    counts = [_most(row, [1] * schedule.num_stages) for row in rows]
+    counts = np.array([_most(row, [1] * schedule.num_stages) for row in rows])
     stages = [sorted({action.stage for action in row}) for row in rows]
     known = {
         "This is the sum over all forwards. A backward lets go of what its forward has kept.":
             [sum(stage_bytes[action.stage] for action in row) for row in forwards],
         "These are microbatches. How many bytes does each of them take?": counts,
-        "This is what is left at the end of the row. When is it at its largest?": [0] * len(rows),
+        "This is what is left at the end of the row. When is it at its largest?": 0,
         "Every microbatch has been counted with the bytes of the rank's largest stage.":
-            [count * max(stage_bytes[stage] for stage in own) for count, own in zip(counts, stages)],
+            counts * [max(stage_bytes[stage] for stage in own) for own in stages],
         "Every microbatch has been counted with the bytes of the rank's first stage.":
-            [count * stage_bytes[own[0]] for count, own in zip(counts, stages)],
+            counts * [stage_bytes[own[0]] for own in stages],
     }  # fmt: skip
-    hint = next((hint for hint, guess in known.items() if (found == np.array(guess, float)).all()), "")
-    return hint or f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch."
+    return hint(found, known, f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch.")
 
 
 def _most(row: Sequence[Action], stage_bytes: Sequence[int]) -> int:
@@ -255,7 +232,7 @@ def _held(schedule: Schedule) -> tuple[list[int], np.ndarray]:
     from torch import nn
     from torch.nn import functional as F
 
-    from tplab.torch import run, split_batch, stages_of, train_batch
+    from tplab.torch import split_batch, stages_of, train_batch
 
     hidden = range(7, 1, -1)  # so that the first stage of a rank keeps the most
     layers = [nn.Sequential(nn.Linear(WIDTH, n), nn.Tanh(), nn.Linear(n, WIDTH)) for n in hidden]
@@ -264,6 +241,6 @@ def _held(schedule: Schedule) -> tuple[list[int], np.ndarray]:
         stages, x = stages_of(layers, schedule, "uniform"), torch.ones(schedule.num_microbatches, WIDTH)
         train_batch(schedule, stages, split_batch(x, x, schedule.num_microbatches), F.mse_loss)
 
-    trace = run(program, Mesh(pp=schedule.num_ranks)).trace
+    trace = run_on(Mesh(pp=schedule.num_ranks), program).trace
     sizes = measured_costs(schedule, trace).activation
     return [int(size) for size in np.broadcast_to(sizes, schedule.num_stages)], trace.peak_bytes.astype(float)

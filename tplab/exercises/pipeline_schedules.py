@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tplab.errors import ScheduleError, TplabError
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, untouched
 from tplab.exercises.drawn import Drawn
+from tplab.exercises.verdict import Refused, Verdict, check, hint, on, refuse
 from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
 
 Cells = str | Sequence[str]
@@ -20,42 +21,31 @@ LIBRARY = (*(rule.__name__ for rule in RULES.values()), "auto_schedule")
 SIZES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 5))
 
 
+@check(not_with=("one_f_one_b",))
 def check_one_f_one_b(row: Row) -> Verdict:
     """Whether `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text, "F0 F1 B0 ...", or in a list."""
-    name = getattr(row, "__name__", "row").replace("<lambda>", "my_row")
-    if lazy := library_call(row, ("one_f_one_b",)):
-        return borrowed(name, lazy)
     for ranks, microbatches in SIZES:
-        where = f"{ranks} ranks and {microbatches} microbatches"
-        try:
-            rows = [row(rank, ranks, microbatches) for rank in range(ranks)]
-            if rows[0] is None or rows[0] is ...:
-                return untouched(name)
-            schedule = _of_rows(rows)
-        except Exception as error:
-            return Verdict(False, f"{name}: {type(error).__name__} with {where}: {error}")
+        where = f"with {ranks} ranks and {microbatches} microbatches"
+        with on(where):
+            schedule = _of_rows([row(rank, ranks, microbatches) for rank in range(ranks)])
         if schedule.num_microbatches != microbatches:
-            return Verdict(False, f"{name}: with {where}, its rows have {_count(schedule.num_microbatches)}.")
-        wrong = faults(schedule, at_most=1)
-        if wrong:
-            return Drawn(False, f"{name}: with {where} it cannot run.\n{wrong[0]}.{_hint(schedule)}", schedule)
-        right = one_f_one_b(ranks, microbatches)
-        if schedule != right:
-            held, best = simulate(schedule).peak_activations, simulate(right).peak_activations
-            rank = next(rank for rank in range(ranks) if schedule.by_rank()[rank] != right.by_rank()[rank])
-            took, least = simulate(schedule).makespan, simulate(right).makespan
-            says = [f"it takes {took:g} steps, where 1F1B takes {least:g}"] if took != least else []
-            if held[rank] != best[rank]:
-                says.append(f"rank {rank} holds {_count(held[rank])}, where 1F1B holds {best[rank]:g}")
+            refuse(f": {where}, its rows have {_count(schedule.num_microbatches)}.")
+        if wrong := faults(schedule, at_most=1):
+            raise Refused(Drawn(False, f": {where} it cannot run.\n{wrong[0]}.{_hint(schedule)}", schedule))
+        best = one_f_one_b(ranks, microbatches)
+        if schedule != best:
+            mine, theirs = simulate(schedule), simulate(best)
+            rank = next(rank for rank in range(ranks) if schedule.by_rank()[rank] != best.by_rank()[rank])
+            says = [f"it takes {mine.makespan:g} steps, where 1F1B takes {theirs.makespan:g}"]
+            says *= mine.makespan != theirs.makespan
+            if (held := mine.peak_activations[rank]) != (least := theirs.peak_activations[rank]):
+                says.append(f"rank {rank} holds {_count(held)}, where 1F1B holds {least:g}")
             found = ", and ".join(says) or f"rank {rank} runs its actions in another order"
-            return Drawn(
-                False,
-                f"{name}: with {where} it runs, but it is not 1F1B.\n{found[0].upper()}{found[1:]}.{_hint(schedule)}",
-                schedule,
-            )
+            text = f": {where} it runs, but it is not 1F1B.\n{found[0].upper()}{found[1:]}.{_hint(schedule)}"
+            raise Refused(Drawn(False, text, schedule))
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
     shown = _of_rows([row(rank, 4, 8) for rank in range(4)])
-    return Drawn(True, f"{name} is right, for ranks x microbatches {listed}. This is 4 x 8:", shown)
+    return Drawn(True, f" is right, for ranks x microbatches {listed}. This is 4 x 8:", shown)
 
 
 def _count(microbatches: float) -> str:
@@ -66,17 +56,19 @@ def _hint(schedule: Schedule) -> str:
     """A hint from the numbers of forwards before the first backward."""
     ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
     ahead = [next((i for i, a in enumerate(row) if a.kind != "F"), len(row)) for row in schedule.by_rank()]
+    rank = np.arange(ranks)
     known = {
         "Rank r runs r forwards ahead. Which rank waits longest for its first gradient, the first or the last?":
-            [min(rank, microbatches - 1) + 1 for rank in range(ranks)],
+            np.minimum(rank, microbatches - 1) + 1,
         "One forward too many before the first backward: the last rank can run B0 right after F0.":
-            [min(ranks - rank, microbatches - 1) + 1 for rank in range(ranks)],
+            np.minimum(ranks - rank, microbatches - 1) + 1,
         "Every rank runs the same number of forwards ahead. The last one could send a gradient back at once.":
-            [min(ranks - 1, microbatches - 1) + 1] * ranks,
-        "All forwards come first: that is GPipe.": [microbatches] * ranks,
-        "No forwards run ahead: each microbatch waits for the one before it to come back.": [1] * ranks,
+            min(ranks - 1, microbatches - 1) + 1,
+        "All forwards come first: that is GPipe.": microbatches,
+        "No forwards run ahead: each microbatch waits for the one before it to come back.": 1,
     }  # fmt: skip
-    return next((f"\n{hint}" for hint, pattern in known.items() if ahead == pattern and ranks > 1), "")
+    said = hint(ahead, known) if ranks > 1 else ""
+    return f"\n{said}" if said else ""
 
 
 @dataclass(frozen=True)
@@ -119,47 +111,42 @@ def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
     puzzle, name = PUZZLES[number], f"puzzle {number}"
-    if lazy := library_call(fn, LIBRARY):
-        return borrowed(name, lazy)
+    verdict = check(name, LIBRARY)(_solves)(fn, puzzle)
+    if verdict.passed is None:
+        verdict.text = f"{name}: not started. {puzzle}.\nReplace the `...`, then run this cell again."
+    return verdict
+
+
+def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
+    given = fn()
+    if isinstance(given, list | tuple) and all(isinstance(row, str) for row in given):
+        given = "\n".join(given)
     try:
-        given = fn()
-        if given is None or given is ...:
-            return Verdict(None, f"{name}: not started. {puzzle}.\nReplace the `...`, then run this cell again.")
-        if isinstance(given, list | tuple) and all(isinstance(row, str) for row in given):
-            given = "\n".join(given)
         schedule = _read(given) if isinstance(given, str) else given
-        if not isinstance(schedule, Schedule):
-            return Verdict(False, f"{name}: return a schedule, or its picture as text. It returned {given!r}.")
-        return _judged(name, puzzle, schedule)
     except TplabError as error:
-        return Verdict(False, f"{name}: {error}")
-    except Exception as error:
-        return Verdict(False, f"{name}: {type(error).__name__}: {error}")
-
-
-def _judged(name: str, puzzle: Puzzle, schedule: Schedule) -> Verdict:
+        refuse(f": {error}")
+    if not isinstance(schedule, Schedule):
+        refuse(f": return a schedule, or its picture as text. It returned {given!r}.")
     shape = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
+    limit, text = puzzle.slots, ""
     if shape != (puzzle.ranks, puzzle.microbatches, puzzle.ranks):
-        return Drawn(
-            False,
-            f"{name}: your schedule has {shape[0]} ranks, {_count(shape[1])} and {shape[2]} stages. It should have "
-            f"{puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank.",
-            schedule,
+        limit = None
+        text = (
+            f": your schedule has {shape[0]} ranks, {_count(shape[1])} and {shape[2]} stages. It should have "
+            f"{puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank."
         )
-    if wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
+    elif wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
         late = "\nThe columns of a picture are ticks. Without dots, each action runs as soon as it can, as drawn here."
-        ticks = wrong[0].kind == "tick"
-        return Drawn(False, f"{name}: {wrong[0]}.{late if ticks else ''}", schedule, limit=puzzle.slots)
-    run = simulate(schedule, Costs())
-    if run.makespan > puzzle.makespan:
-        text = f"{name}: it runs, in {run.makespan:g} steps. {puzzle.makespan:g} are possible."
-        return Drawn(False, f"{text}\n{puzzle.hint}", schedule, limit=puzzle.slots)
-    if puzzle.ranks > 3 and schedule.by_rank() == auto_schedule(*shape[:2], memory_limit=puzzle.slots).by_rank():
-        text = "this is, action for action, the schedule that `auto_schedule` finds. Now write one of your own."
-        return Drawn(False, f"{name}: {text}", schedule, limit=puzzle.slots)
-    best = " No schedule can be shorter." if run.gap < 1e-9 else ""
-    held = _count(run.peak_activations.max())
-    return Drawn(True, f"{name} is solved: {run.makespan:g} steps, {held} held.{best}", schedule, limit=puzzle.slots)
+        text = f": {wrong[0]}.{late if wrong[0].kind == 'tick' else ''}"
+    elif (run := simulate(schedule, Costs())).makespan > puzzle.makespan:
+        text = f": it runs, in {run.makespan:g} steps. {puzzle.makespan:g} are possible.\n{puzzle.hint}"
+    elif puzzle.ranks > 3 and schedule.by_rank() == auto_schedule(*shape[:2], memory_limit=puzzle.slots).by_rank():
+        text = ": this is, action for action, the schedule that `auto_schedule` finds. Now write one of your own."
+    else:
+        best = " No schedule can be shorter." if run.gap < 1e-9 else ""
+        held = _count(run.peak_activations.max())
+        return Drawn(True, f" is solved: {run.makespan:g} steps, {held} held.{best}", schedule, limit=limit)
+    return Drawn(False, text, schedule, limit=limit)
 
 
 def _read(text: str) -> Schedule:

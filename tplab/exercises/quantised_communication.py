@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Verdict, grade
+from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
-from tplab.exercises.trials import run_of
+from tplab.exercises.network_levels import few_rows
+from tplab.exercises.verdict import refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.widgets.matrices import Panel
 
 # --- the bug to repair: codes of different scales ------------------------------------------------------------------
 
@@ -114,28 +114,37 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
     The numbers are integer multiples of each rank's own step: 4 bits hold them without an error.
     """
-    verdict = grade(fn, ADD_UP, framework)
-    if not verdict.passed and "entries are off" not in verdict.text:
+    verdict = grade(fn, ADD_UP, framework, _few_bytes)
+    if "entries are off" not in verdict.text:
         return verdict
-    if not verdict.passed:  # other codes, of 8 bits or with a scale for each block, may be right too
-        try:
-            is_fine = _noise(fn, framework) <= NOISE and _sent_to_add_up(fn, framework) <= ENOUGH
-            few, many = (_noise(fn, framework, num_ranks, 1.0) for num_ranks in (2, 8)) if is_fine else (1.0, 1.0)
-        except Exception:
+    answer = Answer(fn, ADD_UP, framework, [], verdict)
+    try:  # other codes, of 8 bits or with a scale for each block, may be right too
+        if _noise(answer) > NOISE or _sent_to_add_up(answer) > ENOUGH:
             return verdict
-        if many > GROWTH * few:
-            return Verdict(False, f"add_up: the more ranks, the larger its error.\n{AGAIN}")
-        return Verdict(True, f"add_up is right: {CLOSE}.") if is_fine else verdict
-    if (noise := _noise(fn, framework)) > NOISE:
-        text = f"add_up: for numbers between two codes, its error is {noise:.1f} times as large as it must be."
-        return Verdict(False, f"{text}\nWhich code is the nearest? To turn 2.9 into int8 gives 2.")
-    sent, mesh = _sent_to_add_up(fn, framework), ADD_UP.meshes[2]
+        few, many = (_noise(answer, num_ranks, 1.0) for num_ranks in (2, 8))
+    except Exception:
+        return verdict
+    if many > GROWTH * few:
+        return Verdict(False, f"add_up: the more ranks, the larger its error.\n{AGAIN}")
+    return Verdict(True, f"add_up is right: {CLOSE}.")
+
+
+def _few_bytes(answer: Answer) -> Verdict:
+    if (noise := _noise(answer)) > NOISE:
+        refuse(
+            f": for numbers between two codes, its error is {noise:.1f} times as large as it must be.\nWhich code is "
+            "the nearest? To turn 2.9 into int8 gives 2."
+        )
+    sent, mesh = _sent_to_add_up(answer), ADD_UP.meshes[2]
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
     if sent > ENOUGH:
-        text = f"add_up: the numbers are right, but on {mesh} a rank sends {sent} bytes, where {ENOUGH} are enough."
-        return Verdict(False, f"{text}\nSend the codes, which take a byte each here, along with the scales.")
-    remark = f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
-    return Verdict(True, f"{verdict.text}\n{remark}", verdict.panels)
+        but(
+            f"on {mesh} a rank sends {sent} bytes, where {ENOUGH} are enough.\nSend the codes, which take a byte each "
+            "here, along with the scales."
+        )
+    return answer.says(
+        f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
+    )
 
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
@@ -147,13 +156,11 @@ ENOUGH = 3 * (24 + 4 * 4)
 """Bytes that a rank of four sends: codes of a byte each, and with each row all scales of the rank."""
 
 
-def _sent_to_add_up(fn: Callable[..., Any], framework: Framework) -> int:
-    mesh = ADD_UP.meshes[2]
-    x = ADD_UP.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
-    return run_of(framework)(fn, mesh, x, in_specs=ADD_UP.specs["x"]).trace.bytes_sent(rank=0)
+def _sent_to_add_up(answer: Answer) -> int:
+    return answer.run(ADD_UP.meshes[2]).trace.bytes_sent(rank=0)
 
 
-def _noise(fn: Callable[..., Any], framework: Framework, num_ranks: int = 3, outlier: float = 200.0) -> float:
+def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
     """The error for numbers that are no multiples of a step, relative to that of 4 bits and a scale for each rank, for
     the receiver where this is largest. One row of each sender is `outlier` times as large as the others, so large that
     even codes of 8 bits with another row's scale cannot hold it."""
@@ -163,8 +170,7 @@ def _noise(fn: Callable[..., Any], framework: Framework, num_ranks: int = 3, out
         x[rank, (rank + 1) % num_ranks] *= outlier
     scales = np.abs(x).max((1, 2), keepdims=True) / 7
     best = ((x / scales).round() * scales - x).sum(0)
-    rows = x.reshape(num_ranks * num_ranks, -1)
-    found = run_of(framework)(fn, Mesh(dp=num_ranks), rows, in_specs=P("dp")).per_rank
+    found = answer.run(Mesh(dp=num_ranks), {"x": x.reshape(num_ranks * num_ranks, -1)}).per_rank
     off = np.concatenate([np.asarray(one) for one in found]) - x.sum(0)
     return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
 
@@ -213,36 +219,9 @@ def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -
 
     x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this rank
     """
-    verdict = grade(fn, REDUCE_TWICE, framework)
-    if not verdict.passed:
-        return verdict
-    for mesh in REDUCE_TWICE.meshes:
-        if fault := _too_much_across(fn, mesh, framework):
-            return fault
-    return Verdict(True, f"{verdict.text}\nOnly sums of a node cross to other nodes.", verdict.panels)
+    return grade(fn, REDUCE_TWICE, framework, _only_sums_cross)
 
 
-def _too_much_across(fn: Callable[..., Any], mesh: Mesh, framework: Framework) -> Verdict | None:
-    """What is wrong if the sum is right but more is sent from node to node than necessary."""
-    nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
-    x = REDUCE_TWICE.tensors(np.random.default_rng(0), mesh)["x"].astype(np.float32)
-    trace = run_of(framework)(fn, mesh, x, in_specs=REDUCE_TWICE.specs["x"]).trace
-    row = 3 * 4  # bytes of three float32
-    across = [(trace.bytes_sent(rank=rank) - trace.bytes_sent(rank=rank, axis="gpu")) / row for rank in mesh.ranks]
-    enough = nodes - 1
-    if nodes == 1 or max(across) <= enough:
-        inside = max(trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks) / row
-        if inside <= (least := (gpus - 1) * nodes):
-            return None
-        return Verdict(
-            False,
-            f"reduce_twice: the numbers are right, but on {mesh} a GPU sends {inside:.0f} rows inside its node, and "
-            f"{least} would do.\nEach GPU needs the node's sums for its own index only, one row for each node.",
-        )
-    sent = np.array(across).reshape(nodes, gpus)
-    text = (
-        f"reduce_twice: the numbers are right, but on {mesh} a GPU sends {max(across):.0f} rows over axes other than "
-        f"gpu, and {enough} would do.\nOne row per node, one column per GPU: the rows that it sends to other nodes. "
-        "Which of the two levels should come first?"
-    )
-    return Verdict(False, text, [Panel("yours", sent, sent > enough), Panel("enough", np.full((nodes, gpus), enough))])
+def _only_sums_cross(answer: Answer) -> Verdict:
+    few_rows(answer, "Each GPU needs the node's sums for its own index only, one row for each node.")
+    return answer.says("Only sums of a node cross to other nodes.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.graphs import Graphs
+from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -25,41 +26,34 @@ TOKENS = {1: (5,), 2: (6, 2), 3: (1, 7, 4), 4: (3, 0, 8, 2)}
 TOKEN_MESHES = (Mesh(dp=2, tp=1), Mesh(dp=4, tp=1), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
 
 
+@check()
 def check_token_mean(token_mean: Callable[[Any, Any], Any]) -> Verdict:
     """Whether `token_mean(losses, mask)` is a loss whose gradients, averaged over 'dp', are those of the mean over all
     tokens of all ranks.
 
     losses, mask [tokens of this rank]   ->   a loss []; mask is 1 where a token counts and 0 elsewhere
     """
-    name = getattr(token_mean, "__name__", "token_mean")
-    if not_started(token_mean):
-        return untouched(name)
     panels: list[Panel] = []
     for mesh in TOKEN_MESHES:
         counts = TOKENS[mesh.axis_size("dp")]
-        try:
-            found, damage, sent = _token_gradients(token_mean, mesh, counts)
-        except Exception as error:
-            return Verdict(False, raised(error, token_mean, name, mesh))
-        if damage:
-            return Verdict(False, f"{name}: {damage}")
+        found, sent = _token_gradients(token_mean, mesh, counts)
         want = _whole_token_gradient(counts)
-        if text := _wrong_mean(found, want, counts):
-            where = f"{name} on {mesh}, where the ranks of 'dp' have {_listed(counts)} tokens"
-            return Verdict(False, f"{where}: {text}", _panels(found[0], want, "your gradient of w"))
+        shown = _panels(found[0], want, "your gradient of w")
+        if text := _wrong_mean(found, want, len(counts)):
+            refuse(f" on {mesh}, where the ranks of 'dp' have {_listed(counts)} tokens: {text}", shown)
         if sent > 1.5 * 8 * LENGTH * (len(counts) - 1):
             text = f"the gradients are right, but rank 0 sends {sent:,} bytes, as if to gather all losses."
             way = f"The losses stay where they are. Which one number, of 8 bytes, do {len(counts)} ranks need?"
-            return Verdict(False, f"{name} on {mesh}: {text}\n{way}")
-        panels = panels or _panels(found[0], want, "your gradient of w")
+            refuse(f" on {mesh}: {text}\n{way}")
+        panels = panels or shown
     meshes = ", ".join(map(str, TOKEN_MESHES))
-    return Verdict(True, f"{name} is right.\nIts gradients are those of the mean over all tokens on {meshes}.", panels)
+    return right(f" is right.\nIts gradients are those of the mean over all tokens on {meshes}.", panels)
 
 
 def _panels(found: Tensor, want: Tensor, title: str) -> list[Panel]:
     """A gradient beside the right one; what differs is marked."""
-    got, right = found.double().numpy(force=True), want.numpy(force=True)
-    return [Panel(title, got, ~(abs(got - right) <= 1e-5 * abs(right).max())), Panel("right", right)]
+    got, best = found.double().numpy(force=True), want.numpy(force=True)
+    return beside(title, got, best, ~(abs(got - best) <= 1e-5 * abs(best).max()))
 
 
 def _tokens(index: int, count: int) -> tuple[Tensor, Tensor]:
@@ -73,13 +67,11 @@ def _tokens(index: int, count: int) -> tuple[Tensor, Tensor]:
 
 def _token_gradients(
     token_mean: Callable[[Any, Any], Any], mesh: Mesh, counts: Sequence[int]
-) -> tuple[list[Tensor], str, int]:
-    """Each rank's gradient after averaging over 'dp', what the function has damaged, and the bytes rank 0 has sent."""
+) -> tuple[list[Tensor], int]:
+    """Each rank's gradient after averaging over 'dp', and the bytes rank 0 has sent."""
     import torch
 
-    from tplab.torch import all_reduce, axis_index, run
-
-    damages: list[str] = []
+    from tplab.torch import all_reduce, axis_index
 
     def program() -> Tensor:
         index = axis_index("dp")
@@ -90,9 +82,7 @@ def _token_gradients(
         loss = token_mean(losses, mask)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TypeError(f"it must return one number, as a tensor; it returned {_described(loss)}")
-        if damage := before.damage():
-            damages.append(damage)
-            return all_reduce(torch.zeros_like(w), "dp", "mean")
+        before.refuse()
         if loss.requires_grad:
             loss.sum().backward()
         if w.grad is None:
@@ -102,9 +92,9 @@ def _token_gradients(
             )
         return all_reduce(w.grad, "dp", "mean")
 
-    out = run(program, mesh, distributed=True)
+    out = run_on(mesh, program, distributed=True)
     averaging = 2 * 8 * WIDTH * (len(counts) - 1) // len(counts)
-    return out.per_rank, next(iter(damages), ""), out.trace.bytes_sent(rank=0) - averaging
+    return out.per_rank, out.trace.bytes_sent(rank=0) - averaging
 
 
 def _described(value: Any) -> str:
@@ -123,7 +113,7 @@ def _whole_token_gradient(counts: Sequence[int]) -> Tensor:
     return w.grad
 
 
-def _wrong_mean(found: Sequence[Tensor], want: Tensor, counts: Sequence[int]) -> str:
+def _wrong_mean(found: Sequence[Tensor], want: Tensor, ranks: int) -> str:
     """What is wrong with the gradients; "" if nothing is."""
     if any(one.isnan().any() for one in found):
         return "the gradients are not numbers.\nA rank without tokens divides 0 by 0: what should all ranks divide by?"
@@ -135,15 +125,14 @@ def _wrong_mean(found: Sequence[Tensor], want: Tensor, counts: Sequence[int]) ->
         )
     if abs(ratio - 1) < 1e-6:
         return ""
-    return f"the gradients are {ratio:.4g} times as large as they should be.\n{_token_hint(ratio, len(counts))}"
-
-
-def _token_hint(ratio: float, ranks: int) -> str:
-    if abs(ratio * ranks - 1) < 1e-6:
-        return "Averaging divides by the number of ranks: who has done that already?"
-    if abs(ratio - ranks) < 1e-6:
-        return "Something is summed over the ranks that is already whole."
-    return "What do you divide the sum by, and what does averaging over the ranks divide it by?"
+    known = {
+        "Averaging divides by the number of ranks: who has done that already?": 1 / ranks,
+        "Something is summed over the ranks that is already whole.": ranks,
+    }
+    why = hint(
+        ratio, known, "What do you divide the sum by, and what does averaging over the ranks divide it by?", 1e-6
+    )
+    return f"the gradients are {ratio:.4g} times as large as they should be.\n{why}"
 
 
 def _ratio(found: Sequence[Tensor], want: Tensor) -> float | None:
@@ -165,6 +154,7 @@ WEIGHTS = {"scale": None, "up": 1, "down": 0}
 """Parameter -> the dim along which 'tp' cuts it."""
 
 
+@check()
 def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
     """Whether `step(net, x, y)` leaves the gradients of the mean squared error over the whole batch in `net`, and
     returns that error on every rank.
@@ -172,25 +162,25 @@ def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
     net     a tensor-parallel MLP; its `scale` is the same on all ranks, and `up` and `down` are cut along 'tp'
     x, y    [rows of this rank, WIDTH], cut along 'dp'
     """
-    name = getattr(step, "__name__", "step")
-    if not_started(step):
-        return untouched(name)
     panels: list[Panel] = []
     for mesh in STEP_MESHES:
-        try:
-            seen, num_bytes = _stepped(step, mesh)
-        except Exception as error:
-            return Verdict(False, raised(error, step, name, mesh))
-        text, shown = _wrong_step(seen, mesh)
-        if text or (text := _too_much(num_bytes, mesh)):
-            return Verdict(False, f"{name} on {mesh}: {text}", shown)
+        seen, num_bytes = _stepped(step, mesh)
+        shown = _compare(seen, mesh)
         panels = panels or shown
+        ranks, parts = mesh.axis_size("dp"), mesh.axis_size("tp")
+        needed = 2 * (ranks - 1) * 8 * (WIDTH + 2 * WIDTH * HIDDEN // parts) // ranks
+        if num_bytes > 2 * needed:
+            refuse(
+                f" on {mesh}: the gradients are right, but rank 0 sends {num_bytes:,} bytes along 'dp', and an "
+                f"all_reduce of the gradients sends {needed:,}.\nDoes it gather rows of other ranks, or what the model "
+                "makes of them?"
+            )
     meshes = ", ".join(map(str, STEP_MESHES))
-    return Verdict(True, f"{name} is right.\nThe loss and all gradients are those of one rank on {meshes}.", panels)
+    return right(f" is right.\nThe loss and all gradients are those of one rank on {meshes}.", panels)
 
 
-Seen = dict[str, Any]
-"""What one rank has after a step: loss, rows, damage, and the gradient of each parameter."""
+Seen = tuple[float, dict[str, Any]]
+"""What one rank has after a step: the loss, and the gradient of each parameter."""
 
 
 def _whole() -> dict[str, Tensor]:
@@ -238,8 +228,8 @@ def _net(rows: list[int], graphs: Graphs) -> nn.Module:
 
 
 def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[Seen], int]:
-    """What each rank has after a step, and the bytes that rank 0 has sent along 'dp'."""
-    from tplab.torch import axis_index, axis_size, run
+    """What each rank has after a step, and the bytes that rank 0 has sent along 'dp'. Refuses what it leaves behind."""
+    from tplab.torch import axis_index, axis_size
 
     def program() -> Seen:
         rows, graphs = [], Graphs()
@@ -247,18 +237,27 @@ def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[See
         x, y = (whole.chunk(axis_size("dp"))[axis_index("dp")].clone() for whole in _batch())
         before, weights = Untouched({"x": x, "y": y}), Untouched(dict(net.named_parameters()), generators=False)
         loss = step(net, x, y)
-        grads = {key: parameter.grad for key, parameter in net.named_parameters()}
-        damage = before.damage()
+        parameters = dict(net.named_parameters())
+        for key, parameter in parameters.items():
+            if parameter.grad is None:
+                refuse(f" on {mesh}: {key} has no gradient. Call loss.backward().")
+        if graphs.alive:
+            refuse(f" on {mesh}: the graph of this step is still in memory. Call backward() without retain_graph.")
+        if frozen := [key for key, parameter in parameters.items() if not parameter.requires_grad]:
+            refuse(f" on {mesh}: it leaves {frozen[0]} without requires_grad, so the next step would not train it.")
         if weights.damage():
-            damage = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
-        if frozen := [key for key, parameter in net.named_parameters() if not parameter.requires_grad]:
-            damage = f"it leaves {frozen[0]} without requires_grad, so the next step would not train it."
-        if graphs.alive and None not in grads.values():
-            damage = "the graph of this step is still in memory. Call backward() without retain_graph."
-        return {"loss": _number(loss), "rows": max(rows, default=0), "own": len(x), "damage": damage, **grads}
+            refuse(f" on {mesh}: {STEPPED}")
+        before.refuse(f"on {mesh}, ")
+        if max(rows) > len(x):
+            text = "the model gets more rows than the rank's own, so the ranks of 'dp' no longer share the work."
+            refuse(f" on {mesh}: {text}")
+        return _number(loss), {key: parameter.grad for key, parameter in parameters.items()}
 
-    out = run(program, mesh, distributed=True)
+    out = run_on(mesh, program, distributed=True)
     return out.per_rank, out.trace.bytes_sent(rank=0, axis="dp")
+
+
+STEPPED = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
 
 
 def _number(loss: Any) -> float:
@@ -271,53 +270,32 @@ def _number(loss: Any) -> float:
     return float(loss)
 
 
-def _too_much(num_bytes: int, mesh: Mesh) -> str:
-    """What is wrong with so many bytes along 'dp'; "" if they are no more than gradients need."""
-    ranks, parts = mesh.axis_size("dp"), mesh.axis_size("tp")
-    needed = 2 * (ranks - 1) * 8 * (WIDTH + 2 * WIDTH * HIDDEN // parts) // ranks
-    if num_bytes <= 2 * needed:
-        return ""
-    return (
-        f"the gradients are right, but rank 0 sends {num_bytes:,} bytes along 'dp', and an all_reduce of the gradients "
-        f"sends {needed:,}.\nDoes it gather rows of other ranks, or what the model makes of them?"
-    )
-
-
-def _wrong_step(seen: Sequence[Seen], mesh: Mesh) -> tuple[str, list[Panel]]:
-    """What is wrong with it on this mesh, "" if nothing is; and a picture of a gradient."""
+def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
+    """A picture of a gradient, if the loss and all gradients are those of one device."""
     import torch
 
     whole = {key: value.requires_grad_() for key, value in _whole().items()}
     x, y = _batch()
     error = (torch.tanh(x * whole["scale"] @ whole["up"]) @ whole["down"] - y).square().mean()
     error.backward()
-    for rank in seen:
-        if missing := [key for key in WEIGHTS if rank[key] is None]:
-            return f"{missing[0]} has no gradient. Call loss.backward().", []
-        if rank["damage"]:
-            return rank["damage"], []
-    if max(rank["rows"] - rank["own"] for rank in seen) > 0:
-        return "the model gets more rows than the rank's own, so the ranks of 'dp' no longer share the work.", []
     panels: list[Panel] = []
-    for key, dim in WEIGHTS.items():
+    for (key, dim), (rank, (_, found)) in product(WEIGHTS.items(), enumerate(seen)):
         want = whole[key].grad
         assert want is not None
-        size = mesh.axis_size("tp")
-        for rank, one in enumerate(seen):
-            piece = want if dim is None else want.chunk(size, dim)[mesh.index(rank, "tp")]
-            shown = _panels(one[key], piece, f"your gradient of {key}, rank {rank}")
-            if not torch.allclose(one[key].double(), piece, rtol=1e-5, atol=1e-9):
-                return f"the gradient of {key} {_gradient_hint(one[key].double(), piece, rank)}", shown
-            panels = panels or shown
-    whole_loss = error.item()
-    for rank, one in enumerate(seen):
-        if abs(one["loss"] - whole_loss) > 1e-5 * whole_loss:
-            times = one["loss"] / whole_loss
-            return (
-                f"all gradients are right, and the loss that rank {rank} returns is {times:.4g} times that of the "
-                "whole batch.\nOver which ranks is the loss the same, and over which is it a part?"
-            ), panels
-    return "", panels
+        piece = want if dim is None else want.chunk(mesh.axis_size("tp"), dim)[mesh.index(rank, "tp")]
+        shown = _panels(found[key], piece, f"your gradient of {key}, rank {rank}")
+        if not torch.allclose(found[key].double(), piece, rtol=1e-5, atol=1e-9):
+            refuse(f" on {mesh}: the gradient of {key} {_gradient_hint(found[key].double(), piece, rank)}", shown)
+        panels = panels or shown
+    for rank, (loss, _) in enumerate(seen):
+        if abs(loss - error.item()) > 1e-5 * error.item():
+            refuse(
+                f" on {mesh}: all gradients are right, and the loss that rank {rank} returns is "
+                f"{loss / error.item():.4g} times that of the whole batch.\n"
+                "Over which ranks is the loss the same, and over which is it a part?",
+                panels,
+            )
+    return panels
 
 
 def _gradient_hint(found: Tensor, want: Tensor, rank: int) -> str:

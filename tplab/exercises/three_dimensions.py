@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from tplab.cost import H100_NODE, Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
+from tplab.exercises.verdict import Verdict, check, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.schedules import one_f_one_b
@@ -151,39 +150,28 @@ def _names(config: GPTConfig, layer: int) -> list[str]:
     return [name.removeprefix(prefix) for name in gpt_specs(config) if name.startswith(prefix)]
 
 
+@check("my_clip", not_with=("clip_gradients", "gradient_norm"), libraries=("tplab",))
 def check_clipping(clip: Clip) -> Verdict:
     """Whether `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place: by
     max_norm / norm where the norm is larger than max_norm, and not at all where it is not."""
-    name = "my_clip"
-    if not_started(clip):
-        return untouched(name)
-    if lazy := library_call(clip, ("clip_gradients", "gradient_norm"), ("tplab",)):
-        return borrowed(name, lazy)
     for mesh, most in CLIPPED:
         whole = _alone(most)
-        try:
-            found, sent = _scales(mesh, clip, most)
-        except Exception as error:
-            return Verdict(False, raised(error, clip, name, mesh))
-        if fault := _damaged(found):
-            return Verdict(False, f"{name}: {fault}")
-        scales = [one.factor for one in found]
+        found, sent = _scales(mesh, clip, most)
+        scales = [factor for factor, _ in found]
         wrong = {rank: scale for rank, scale in enumerate(scales) if not abs(scale / whole - 1) <= NEAR}
         if wrong:
             rank, scale = next(iter(wrong.items()))
-            said = (
-                f"With max_norm {most:g} on {mesh}, rank {rank} multiplies its gradients by {scale:.6g}, but one "
-                f"device by {whole:.6g}."
+            refuse(
+                f": With max_norm {most:g} on {mesh}, rank {rank} multiplies its gradients by {scale:.6g}, but one "
+                f"device by {whole:.6g}.\n{_why(scales, whole)}"
             )
-            return Verdict(False, f"{name}: {said}\n{_why(scales, whole)}")
-        extra, held = sent - _scales(mesh, _nothing, most)[1], sum(one.bytes for one in found)
+        extra, held = sent - _scales(mesh, lambda *_: None, most)[1], sum(num_bytes for _, num_bytes in found)
         if extra > held / 4:
-            return Verdict(
-                False,
-                f"{name}: the factor is right, but on {mesh} ranks send {extra:,} bytes for it, and their gradients "
-                f"have {held:,}.\nA norm is a sum of squares: what is the least that ranks must tell each other?",
+            refuse(
+                f": the factor is right, but on {mesh} ranks send {extra:,} bytes for it, and their gradients have "
+                f"{held:,}.\nA norm is a sum of squares: what is the least that ranks must tell each other?"
             )
-    return Verdict(True, f"{name} is right: every rank scales by the same factor, that of one device, on three meshes.")
+    return right(" is right: every rank scales by the same factor, that of one device, on three meshes.")
 
 
 CLIPPED = (
@@ -192,26 +180,6 @@ CLIPPED = (
     (Mesh(dp=1, pp=4, tp=1), 0.1),
     (Mesh(dp=2, pp=2, tp=2), 1000.0),  # larger than the norm
 )
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """What a rank's gradients have become: multiplied by `factor`, all of them if `uneven` is empty."""
-
-    factor: float
-    uneven: str
-    bytes: int
-    damage: str
-
-
-def _nothing(*_: Any) -> None:
-    """Clips nothing."""
-
-
-def _damaged(found: Sequence[Scaled]) -> str:
-    """What else than one factor for all gradients is seen after clipping; "" if nothing is."""
-    harm = next((one.damage for one in found if one.damage), "")
-    return harm or next((f"on rank {rank} {one.uneven}" for rank, one in enumerate(found) if one.uneven), "")
 
 
 NEAR = 1e-4
@@ -238,21 +206,22 @@ def _why(scales: list[float], whole: float) -> str:
 @cache
 def _alone(most: float) -> float:
     """The factor by which one device scales its gradients."""
-    return _scales(Mesh(dp=1, pp=1, tp=1), None, most)[0][0].factor
+    return _scales(Mesh(dp=1, pp=1, tp=1), None, most)[0][0][0]
 
 
-def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[Scaled], int]:
-    """How each rank scales its gradients for a small GPT's first batch, and the bytes that all ranks send."""
+def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[tuple[float, int]], int]:
+    """How each rank scales its gradients for a small GPT's first batch, and their bytes; and the bytes that all ranks
+    send."""
     import torch
 
-    from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, run, split_batch, stages_of, train_batch
+    from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, split_batch, stages_of, train_batch
     from tplab.torch import vocab_parallel_cross_entropy as cross_entropy
     from tplab.torch.training.gpt_stages import load_whole
 
     ids = torch.arange(8 * 9).view(8, 9) % SMALL.vocab_size
     schedule = one_f_one_b(mesh.shape["pp"], 2)
 
-    def program() -> Scaled:
+    def program() -> tuple[float, int]:
         torch.set_default_dtype(torch.float64)
         stages = stages_of(gpt_layers(SMALL), schedule)
         load_whole(stages, SMALL, gpt_state(SMALL))
@@ -264,12 +233,13 @@ def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[Scaled], i
         before, remembered = {name: _gradient(p) for name, p in parameters.items()}, Untouched(parameters)
         (clip or clip_gradients)(stages, most, stage_specs(SMALL, stages.partition.bounds))
         after = {name: _gradient(p) for name, p in parameters.items()}
+        remembered.refuse()
+        if uneven := _uneven(before, after):
+            refuse(f": on rank {axis_index(mesh.axis_names)} {uneven}")
         norms = [torch.stack([grad.norm() for grad in grads.values()]).norm() for grads in (before, after)]
-        factor = float(norms[1] / norms[0])
-        num_bytes = sum(grad.nbytes for grad in before.values())
-        return Scaled(factor, _uneven(before, after), num_bytes, remembered.damage())
+        return float(norms[1] / norms[0]), sum(grad.nbytes for grad in before.values())
 
-    out = run(program, mesh)
+    out = run_on(mesh, program)
     return out.per_rank, out.trace.bytes_sent()
 
 

@@ -114,7 +114,7 @@ def share_of_work(
     framework: Framework, fn: Callable[..., Any], specs: Mapping[str, P], tensors: Tensors, axis: str, num_ranks: int
 ) -> float:
     """The FLOPs of the busiest of `num_ranks` ranks, relative to those of one rank alone with the same tensors."""
-    arrays, in_specs = _arrays(framework, tensors), tuple(specs[key] for key in tensors)
+    arrays, in_specs = arrays_for(framework, tensors), tuple(specs[key] for key in tensors)
     most = []
     for mesh in (Mesh(**{axis: num_ranks}), Mesh(**{axis: 1})):
         trace = run_of(framework)(fn, mesh, *arrays, in_specs=in_specs, cluster="h100").trace
@@ -122,8 +122,8 @@ def share_of_work(
     return float(most[0] / max(most[1], 1))
 
 
-def _arrays(framework: Framework, tensors: Tensors) -> list[np.ndarray]:
-    """The tensors; JAX computes in float32, and ids stay integers."""
+def arrays_for(framework: Framework, tensors: Tensors) -> list[np.ndarray]:
+    """The tensors as arrays; JAX computes in float32, and ids stay integers."""
     is_narrowed = [framework == "jax" and array.dtype.kind == "f" for array in tensors.values()]
     return [array.astype(np.float32) if is_so else array for array, is_so in zip(tensors.values(), is_narrowed)]
 
@@ -136,7 +136,7 @@ def _run(
     specs: tuple[P, ...],
     names: list[str],
 ) -> tuple[list[dict[str, np.ndarray]], Trace]:
-    out = run_of(framework)(program, mesh, *_arrays(framework, tensors), in_specs=specs)
+    out = run_of(framework)(program, mesh, *arrays_for(framework, tensors), in_specs=specs)
     return [{name: _array(one) for name, one in zip(names, results)} for results in out.per_rank], out.trace
 
 

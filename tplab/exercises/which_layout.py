@@ -11,8 +11,7 @@ from typing import Any
 
 from tplab.cost import find
 from tplab.errors import TplabError
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, untouched
+from tplab.exercises.verdict import Verdict, check, on, refuse, right
 from tplab.forecast import Forecast, Model, Plan, forecast, plans
 from tplab.forecast.measured import Run, playbook
 from tplab.forecast.why import LOST
@@ -103,31 +102,28 @@ MFU_PLANS = (
 """(model, tokens in a sequence, plan)."""
 
 
+class _Given(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"`one` has {', '.join(vars(self))}, and no {name}")
+
+
+@check()
 def check_mfu(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(forecast)` is the model FLOPs utilisation: what the model needs, whatever is computed twice. What it
     gets has a forecast's model, plan, batch, sequence and seconds, and no `mfu`."""
-    name = getattr(fn, "__name__", "utilisation")
-    if verdict := not_a_function(fn, name):
-        return verdict
-    if not_started(fn):
-        return untouched(name)
     for model, sequence, plan in MFU_PLANS:
         one = forecast(model, plan, CLUSTER, batch=4 * plan.ranks, sequence=sequence)
-        given = {key: getattr(one, key) for key in ("model", "plan", "batch", "sequence", "seconds")}
         how = "without recomputation" if plan.recompute == "none" else f"with {plan.recompute} recomputation"
         where = f"{model} on {plan.ranks} GPUs {how}, in sequences of {sequence:,} tokens"
-        try:
-            answer = fn(SimpleNamespace(**given))
+        with on(f"for {where}"):
+            answer = fn(_Given(**{key: getattr(one, key) for key in ("model", "plan", "batch", "sequence", "seconds")}))
             if answer is None:
-                return Verdict(False, f"{name} returned None for {where}; is a `return` missing?")
+                refuse(f" returned None for {where}; is a `return` missing?")
             got = float(answer)
-        except Exception as error:
-            has = f" `one` has {', '.join(given)}." if isinstance(error, AttributeError) else ""
-            return Verdict(False, f"{name}: {type(error).__name__} for {where}: {error}.{has}")
         if not abs(got / one.mfu - 1) <= 1e-3:
-            text = f"{name} is not right yet. For {where}, it is {one.mfu:.1%}, not {got:.1%}."
-            return Verdict(False, f"{text}\n{_hint(got / one.mfu, one)}".rstrip())
-    return Verdict(True, f"{name} is right: it counts each useful FLOP once, with and without recomputation.")
+            text = f" is not right yet. For {where}, it is {one.mfu:.1%}, not {got:.1%}."
+            refuse(f"{text}\n{_hint(got / one.mfu, one)}")
+    return right(" is right: it counts each useful FLOP once, with and without recomputation.")
 
 
 def _hint(ratio: float, one: Forecast) -> str:
@@ -197,30 +193,21 @@ def best_of(job: Job) -> Forecast:
     return plans(job.model, CLUSTER, gpus=job.gpus, batch=job.batch, sequence=job.sequence)[0]
 
 
+@check(not_with=FORBIDDEN, aside=" A rule needs no forecast of time: which plan would you try first?")
 def check_choose(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(model, gpus, batch, sequence)` chooses a plan that fits and is nearly as fast as the best, without
     forecasting times itself."""
-    name = getattr(fn, "__name__", "choose")
-    if verdict := not_a_function(fn, name):
-        return verdict
-    if not_started(fn):
-        return untouched(name)
-    if lazy := library_call(fn, FORBIDDEN):
-        return Verdict(
-            False, f"{borrowed(name, lazy).text} A rule needs no forecast of time: which plan would you try first?"
-        )
     lines, is_right = [], True
     for job in JOBS + MORE_JOBS:
         try:
-            plan = fn(Model.find(job.model), job.gpus, job.batch, job.sequence)
-            line, passed = _judged(job, plan)
+            line, passed = _judged(job, fn(Model.find(job.model), job.gpus, job.batch, job.sequence))
         except TplabError as error:
             line, passed = str(error), False
         except Exception as error:
             line, passed = f"{type(error).__name__}: {error}", False
         is_right &= passed
         lines.append(f"{job}:\n   {line}")
-    title = f"{name} is right for all {len(lines)} jobs." if is_right else f"{name} is not right yet."
+    title = f" is right for all {len(lines)} jobs." if is_right else " is not right yet."
     return Verdict(is_right, "\n".join([title, *lines]))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from tplab.cost import H100_MEASURED
-from tplab.exercises.calls import library_call
-from tplab.exercises.check import Verdict, borrowed, not_a_function, not_started, untouched
+from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right
 from tplab.forecast import Model, Plan
 from tplab.forecast.memory import memory, usable_bytes
 from tplab.schedules import one_f_one_b
@@ -20,34 +22,24 @@ SIZES = ((4, 8), (4, 4), (3, 7), (8, 3), (8, 5), (2, 1), (1, 6), (16, 32), (24, 
 """(stages, microbatches): more microbatches than stages, as many, and fewer."""
 
 
+@check("in_flight", not_with=("peak_activations", "in_flight", "memory"))
 def check_in_flight(fn: Callable[[int, int, int], Any]) -> Verdict:
     """Whether `fn(stage, stages, microbatches)` is how many microbatches a stage of a 1F1B pipeline keeps at most."""
-    name = getattr(fn, "__name__", "in_flight")
-    if verdict := not_a_function(fn, name):
-        return verdict
-    if not_started(fn):
-        return untouched(name)
-    if lazy := library_call(fn, ("peak_activations", "in_flight", "memory")):
-        return borrowed(name, lazy)
     for stages, microbatches in SIZES:
-        right = peak_activations(one_f_one_b(stages, microbatches)).astype(int).tolist()
-        got: list[Any] = []
-        try:
-            for stage in range(stages):
+        want = peak_activations(one_f_one_b(stages, microbatches)).astype(int).tolist()
+        got, wrong = [], []
+        for stage in range(stages):
+            with on(f"for stage {stage} of {stages}, with {_microbatches(microbatches)}"):
                 got.append(fn(stage, stages, microbatches))
-            wrong = [stage for stage in range(stages) if bool(got[stage] != right[stage])]
-        except Exception as error:
-            where = f"stage {min(len(got), stages - 1)} of {stages}, with {_microbatches(microbatches)}"
-            return Verdict(False, f"{name}: {type(error).__name__} for {where}: {error}")
+                wrong += [stage] if bool(got[stage] != want[stage]) else []
         if wrong:
             stage = wrong[0]
             text = (
-                f"{name} is not right yet. With {_stages(stages)} and {_microbatches(microbatches)}, stage {stage} "
-                f"keeps at most {right[stage]}, and {name} says {got[stage]!r}.\n"
-                f"{_hint(got, right, stages, microbatches)}"
+                f" is not right yet. With {_stages(stages)} and {_microbatches(microbatches)}, stage {stage} keeps at "
+                f"most {want[stage]}, and in_flight says {got[stage]!r}.\n{_hint(got, stages, microbatches)}"
             )
-            return Verdict(False, text.rstrip())
-    return Verdict(True, f"{name} is right: it agrees with the schedule for {len(SIZES)} pipelines, on every stage.")
+            refuse(text.rstrip())
+    return right(f" is right: it agrees with the schedule for {len(SIZES)} pipelines, on every stage.")
 
 
 def _microbatches(count: int) -> str:
@@ -58,24 +50,21 @@ def _stages(count: int) -> str:
     return f"{count} stage{'s' if count != 1 else ''}"
 
 
-def _hint(got: list[Any], right: list[int], stages: int, microbatches: int) -> str:
+def _hint(got: list[Any], stages: int, microbatches: int) -> str:
     if None in got:
         return "Is a `return` missing?"
+    stage = np.arange(stages)
     known = {
-        "Stage 0 is right. How many forward passes does a later stage run before its first backward pass?": [
-            stages for _ in right
-        ],
-        "That is every microbatch, as in GPipe. In 1F1B a stage begins backward passes earlier.": [
-            microbatches for _ in right
-        ],
-        "Can a stage keep more microbatches than there are?": [stages - stage for stage in range(stages)],
+        "Stage 0 is right. How many forward passes does a later stage run before its first backward pass?": stages,
+        "That is every microbatch, as in GPipe. In 1F1B a stage begins backward passes earlier.": microbatches,
+        "Can a stage keep more microbatches than there are?": stages - stage,
         "These are the forward passes before the first pair of a forward and a backward pass. The pair's own is kept "
-        "too.": [min(stages - 1 - stage, microbatches) for stage in range(stages)],
-        "This is in the wrong direction: the first stage waits longest for its first backward pass.": [
-            min(stage + 1, microbatches) for stage in range(stages)
-        ],
+        "too.": np.minimum(stages - 1 - stage, microbatches),
+        "This is in the wrong direction: the first stage waits longest for its first backward pass.": np.minimum(
+            stage + 1, microbatches
+        ),
     }
-    return next((hint for hint, wrong in known.items() if got == wrong), "")
+    return hint(got, known) if all(isinstance(one, Real) for one in got) else ""
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.check import Verdict, not_started, raised, untouched
 from tplab.exercises.damage import Untouched
 from tplab.exercises.graphs import Graphs
+from tplab.exercises.same_model import STEPPED
+from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -21,64 +22,46 @@ PARTS = {2: 3, 3: 4, 1: 2}
 """Ranks -> how many parts the batch of each of them has."""
 
 
+@check(NAME)
 def check_accumulate(accumulate: Accumulate) -> Verdict:
     """Whether `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all ranks
     in `net`, a DistributedDataParallel, and sends them only once.
 
     loss_of(net, batch) is the loss of one batch. Runs on 1, 2 and 3 simulated ranks.
     """
-    if not_started(accumulate):
-        return untouched(NAME)
-    panels: list[Panel] = []
-    for num_ranks in PARTS:
-        found = _checked(accumulate, num_ranks)
-        if isinstance(found, Verdict):
-            return found
-        panels = panels or found
+    panels = [_look(accumulate, num_ranks) for num_ranks in PARTS]
     text = "The gradients are those of the mean loss over all parts of all ranks, and they are sent once."
     tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in PARTS.items())
-    return Verdict(True, f"{NAME} is right.\n{text} Tried: {tried}.", panels)
+    return right(f" is right.\n{text} Tried: {tried}.", panels[0])
 
 
 def _ranks(num_ranks: int) -> str:
     return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
 
 
-def _checked(accumulate: Accumulate, num_ranks: int) -> Verdict | list[Panel]:
-    """What is wrong with it on this many ranks or, if nothing is, a picture of the gradient."""
-    try:
-        num_bytes, per_rank = _accumulated(accumulate, num_ranks)
-    except Exception as error:
-        return Verdict(False, raised(error, accumulate, NAME, Mesh(dp=num_ranks)))
-    num_parts = PARTS[num_ranks]
-    want = _expected(num_ranks)
+def _look(accumulate: Accumulate, num_ranks: int) -> list[Panel]:
+    """A picture of the gradient, if nothing is wrong on this many ranks."""
+    num_bytes, per_rank = _accumulated(accumulate, num_ranks)
+    num_parts, want = PARTS[num_ranks], _expected(num_ranks)
     on = f"on {_ranks(num_ranks)} with {num_parts} parts each"
-    found = [[grad for grad in grads if grad is not None] for grads, _ in per_rank]
-    if any(len(grads) < len(want) for grads in found):
-        return Verdict(False, f"{NAME}: some parameters have no gradient. Call loss.backward() for each batch.")
-
-    def panels(wrong: Any = None) -> list[Panel]:
-        got, right = found[-1][0].numpy(force=True), want[0].numpy()
-        off = abs(got - right) > 1e-9 if wrong else None
-        return [Panel(f"your gradient, rank {num_ranks - 1}", got, off), Panel("right", right)]
-
+    found = [grads for grads, _ in per_rank]
+    if any(grad is None for grads in found for grad in grads):
+        refuse(": some parameters have no gradient. Call loss.backward() for each batch.")
+    got, best, title = found[-1][0].numpy(force=True), want[0].numpy(), f"your gradient, rank {num_ranks - 1}"
     if wrong := _wrong_gradient(found, want, (num_ranks, num_parts)):
-        return Verdict(False, f"{NAME}: {wrong.format(on=on)}", panels(wrong))
+        refuse(f": {wrong.format(on=on)}", beside(title, got, best, abs(got - best) > 1e-9))
     if damage := next((damage for _, damage in per_rank if damage), ""):
-        return Verdict(False, f"{NAME}: the gradients are right, but {damage}")
+        refuse(f": the gradients are right, but {damage}")
     size = sum(grad.numel() * 8 for grad in want)
     made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks)  # DDP sends the model when it is made
     sent = max(after - before for after, before in zip(num_bytes, made))
     once = 2 * (num_ranks - 1) * size // num_ranks
-    if sent <= 1.2 * once:
-        return panels()
-    way = "Once is enough, with an all_reduce, which DDP does by itself in the last backward pass."
-    if sent > (num_parts - 0.5) * once:
-        way = "Every backward pass sends, unless forward and backward run inside `with net.no_sync():`."
-    return Verdict(
-        False,
-        f"{NAME}: the gradients are right, but a rank sends {sent:,} bytes {on}, where {once:,} are enough.\n{way}",
-    )
+    if sent > 1.2 * once:
+        way = "Once is enough, with an all_reduce, which DDP does by itself in the last backward pass."
+        if sent > (num_parts - 0.5) * once:
+            way = "Every backward pass sends, unless forward and backward run inside `with net.no_sync():`."
+        refuse(f": the gradients are right, but a rank sends {sent:,} bytes {on}, where {once:,} are enough.\n{way}")
+    return beside(title, got, best)
 
 
 def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor], counts: tuple[int, int]) -> str:
@@ -99,7 +82,14 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
         )
     factor = float(first[0].flatten()[0].double() / want[0].flatten()[0])
     if is_multiple(factor):
-        return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{_hint(factor, *counts)}"
+        known = {
+            "DDP takes the mean over the ranks: who divides by their number a second time?": 1 / counts[0],
+            "This is their sum over the ranks, and not their mean.": counts[0],
+        }
+        why = hint(
+            factor, known, "Each backward() adds to what is there: divide each loss by the number of batches.", 1e-5
+        )
+        return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{why}"
     for place in range(counts[1]):
         alone = _expected(counts[0], only=place)
         if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
@@ -109,22 +99,11 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
     return "the gradients are not those of the mean loss over all batches {on}."
 
 
-def _hint(factor: float, num_ranks: int, num_parts: int) -> str:
-    """What usually makes gradients wrong by this factor."""
-    if abs(factor * num_ranks - 1) < 1e-5:
-        return "DDP takes the mean over the ranks: who divides by their number a second time?"
-    if abs(factor - num_ranks) < 1e-5:
-        return "This is their sum over the ranks, and not their mean."
-    return "Each backward() adds to what is there: divide each loss by the number of batches."
-
-
-def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], list[tuple[list[Tensor | None], str]]]:
+def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], list[tuple[list[Any], str]]]:
     """The bytes that each rank has sent; and its gradients, and what has been damaged."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from tplab.torch import run
-
-    def program() -> tuple[list[Tensor | None], str]:
+    def program() -> tuple[list[Any], str]:
         import torch.distributed as dist
 
         whole, given, graphs = _model(), _batches(dist.get_rank(), PARTS[dist.get_world_size()]), Graphs()
@@ -154,7 +133,7 @@ def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], lis
         grads = [None if one.grad is None else one.grad.detach().clone() for one in whole.parameters()]
         damage = before.damage() or _left_behind(net, graphs)
         if not whole.weight.equal(weight):
-            damage = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
+            damage = STEPPED
         if len(given) != len(own):
             damage = damage or "it changes the list `batches`, which its caller may still need."
         if sum(rows) > ROWS * len(own):
@@ -164,7 +143,7 @@ def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], lis
             )
         return grads, damage
 
-    out = run(program, Mesh(dp=num_ranks), distributed=True, cluster="h100")
+    out = run_on(Mesh(dp=num_ranks), program, distributed=True, cluster="h100")
     return [out.trace.bytes_sent(rank=rank) for rank in range(num_ranks)], out.per_rank
 
 

@@ -42,11 +42,20 @@ from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
 from tplab.jax.data.zero_plus_plus import zero_plus_plus
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
+from tplab.jax.layers.experts import MixtureOfExperts, ParallelExperts
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.jax.layers.memory import gather_again, saved_tensors
 from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
 from tplab.jax.layers.positions import rope, token_positions
+from tplab.jax.layers.router import (
+    Routed,
+    Router,
+    balance_loss,
+    balanced_bias,
+    chosen_counts,
+    z_loss,
+)
 from tplab.jax.layers.sequence_attention import (
     gather_attention,
     head_attention,
@@ -81,7 +90,9 @@ __all__ = [
     "GPTConfig",
     "Handle",
     "LayerNorm",
+    "MixtureOfExperts",
     "ParallelClassifier",
+    "ParallelExperts",
     "ParallelLayerNorm",
     "ParallelMLP",
     "ParallelMLPBlock",
@@ -89,6 +100,8 @@ __all__ = [
     "ParallelSelfAttention",
     "RMSNorm",
     "Result",
+    "Routed",
+    "Router",
     "RowParallelLinear",
     "Stages",
     "VocabParallelEmbedding",
@@ -101,6 +114,8 @@ __all__ = [
     "average_gradients",
     "axis_index",
     "axis_size",
+    "balance_loss",
+    "balanced_bias",
     "barrier",
     "batch_norm",
     "batch_statistics",
@@ -108,6 +123,7 @@ __all__ = [
     "blocking_weight",
     "broadcast",
     "check_parallel",
+    "chosen_counts",
     "classifier_specs",
     "clip_gradients",
     "collectives_in",
@@ -171,5 +187,6 @@ __all__ = [
     "train",
     "train_batch",
     "vocab_parallel_cross_entropy",
+    "z_loss",
     "zero_plus_plus",
 ]

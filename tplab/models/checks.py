@@ -9,6 +9,7 @@ from tplab.errors import ShapeError, one_of
 from tplab.mesh import Axis
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
+DISPATCHES = ("all_to_all", "per_rank", "gather", "two_levels")
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("gather", "scatter", "none")
 """The modes of the overlapped linear layers."""
@@ -67,6 +68,24 @@ def check_sequence_dim(shape: Shape, sequence_dim: int) -> None:
         raise ShapeError(
             f"sequence_dim={sequence_dim} of x {list(shape)}: it must be a dim before the last one, which holds the "
             "features"
+        )
+
+
+def check_dispatch(dispatch: str, axis: Axis) -> None:
+    """Raise ValueError for an unknown way of dispatching tokens to experts, or for two levels that are not two axes."""
+    one_of("dispatch", dispatch, DISPATCHES)
+    if dispatch == "two_levels" and (isinstance(axis, str) or len(axis) != 2):
+        raise ValueError(
+            f"two levels are two axes, axis=(outer, inner), where outer counts the nodes; axis is {axis!r}"
+        )
+
+
+def check_routed(x: Shape, choices: Shape, width: int) -> None:
+    """Raise ShapeError unless x is [T, D] and choices are [T, k]."""
+    if len(x) != 2 or x[-1] != width or len(choices) != 2 or choices[0] != x[0]:
+        raise ShapeError(
+            f"x is {list(x)} and choices are {list(choices)}; experts take tokens [T, {width}] and k choices for each, "
+            "[T, k]"
         )
 
 

@@ -47,11 +47,20 @@ from tplab.torch.data.zero_plus_plus import zero_plus_plus
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
+from tplab.torch.layers.experts import MixtureOfExperts, ParallelExperts
 from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.torch.layers.memory import gather_again, saved_tensors
 from tplab.torch.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
 from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
 from tplab.torch.layers.positions import rope, token_positions
+from tplab.torch.layers.router import (
+    Routed,
+    Router,
+    balance_loss,
+    balanced_bias,
+    chosen_counts,
+    z_loss,
+)
 from tplab.torch.layers.sequence_attention import (
     gather_attention,
     head_attention,
@@ -86,7 +95,9 @@ __all__ = [
     "Handle",
     "LayerNorm",
     "LiveBytes",
+    "MixtureOfExperts",
     "ParallelClassifier",
+    "ParallelExperts",
     "ParallelLayerNorm",
     "ParallelMLP",
     "ParallelMLPBlock",
@@ -94,6 +105,8 @@ __all__ = [
     "ParallelSelfAttention",
     "RMSNorm",
     "Result",
+    "Routed",
+    "Router",
     "RowParallelLinear",
     "Stages",
     "VocabParallelEmbedding",
@@ -106,6 +119,8 @@ __all__ = [
     "average_gradients",
     "axis_index",
     "axis_size",
+    "balance_loss",
+    "balanced_bias",
     "barrier",
     "batch_norm",
     "batch_statistics",
@@ -113,6 +128,7 @@ __all__ = [
     "blocking_weight",
     "broadcast",
     "check_parallel",
+    "chosen_counts",
     "classifier_specs",
     "clip_gradients",
     "copy_to",
@@ -178,6 +194,7 @@ __all__ = [
     "train_batch",
     "vocab_parallel_cross_entropy",
     "whole_state",
+    "z_loss",
     "zero_plus_plus",
 ]
 

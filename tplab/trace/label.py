@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tplab.comm import ROWS, Row
+
 
 class Label(NamedTuple):
     """Where a tensor's data comes from.
@@ -28,26 +30,27 @@ def of_collective(op: str, given: Sequence[Label], index: int, root: int = 0) ->
     op     the collective, by tplab's name
     root   the position that has something special, as in a broadcast
     """
-    if op == "barrier":
+    row = ROWS[op]
+    if not row.takes:
         return UNKNOWN
-    if op in ("broadcast", "scatter"):
+    if row.takes == "root":
         source = given[root]
-        part = (index, len(given)) if op == "scatter" else source.part
+        part = (index, len(given)) if row.gives == "pieces" else source.part
         return Label(-1, source.contributors, part if source.contributors else ())
-    if op in ("reduce", "gather") and index != root:
+    if row.gives == "root" and index != root:
         return Label(-1, given[index].contributors)
     if not all(label.contributors for label in given):
         return UNKNOWN
     members = given[0].contributors
     if any(label.contributors != members for label in given):
         members = tuple(sorted({rank for label in given for rank in label.contributors}))
-    return Label(-1, members, _part(op, [label.part for label in given], index))
+    return Label(-1, members, _part(row, [label.part for label in given], index))
 
 
-def _part(op: str, parts: Sequence[tuple[int, ...]], index: int) -> tuple[int, ...]:
+def _part(row: Row, parts: Sequence[tuple[int, ...]], index: int) -> tuple[int, ...]:
     """Which part of the whole a collective leaves at position `index`, where its inputs are these parts."""
     count, alike = len(parts), all(part == parts[0] for part in parts)
-    if op in ("all_gather", "gather"):
+    if row.gathers:
         number = parts[0][1] if parts[0] else 0
         first = parts[0][0] if parts[0] else 0
         in_order = parts == [(first + place, number) for place in range(count)]
@@ -56,7 +59,7 @@ def _part(op: str, parts: Sequence[tuple[int, ...]], index: int) -> tuple[int, .
         return first // count, number // count
     if not alike:
         return ()
-    if op in ("reduce_scatter", "all_to_all"):
+    if row.gives == "pieces":
         first, number = parts[0] or (0, 1)
         return first * count + index, number * count
     return parts[0]

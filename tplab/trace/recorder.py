@@ -342,9 +342,15 @@ class Recorder:
         packed = {"form": np.fromiter(self._notes[::_WIDTH], np.int64, num_notes)}
         for place, name in enumerate(_NOTED[1:], 1):
             given = self._notes[place::_WIDTH]
-            is_number = name in NUMBERS
-            packed[name] = number_column(name, given, num_notes) if is_number else self._contributors.of(name, given)
+            packed[name] = number_column(name, given, num_notes) if name in NUMBERS else self._codes(name, given)
         return packed
+
+    def _codes(self, name: str, given: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """The codes of contributors. Many notes have one tuple, which may be as long as there are ranks: so each is
+        looked up once."""
+        known = {id(one): one for one in given}
+        codes = dict(zip(known, self._contributors.of(name, [*known.values()]).tolist()))
+        return np.fromiter(map(codes.__getitem__, map(id, given)), np.int32, len(given))
 
 
 def _notes_before(at: np.ndarray, times: When) -> np.ndarray:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tplab.comm import ROWS
 from tplab.jax.tracing.held import PerRank
 from tplab.mesh import Mesh
 
@@ -16,21 +17,19 @@ Groups = list[tuple[int, ...]]
 
 
 class Exchange(NamedTuple):
-    """One kind of collective: its name in tplab, what each member of a group receives from the inputs of all, and how
-    it combines them: "sum", "max", "min", or "" where it does not."""
+    """One kind of collective: its name in tplab, and how it combines inputs, if it does: "sum", "max", "min"."""
 
     op: str
-    results: Callable[[dict[str, Any], list[np.ndarray]], Sequence[np.ndarray]]
     combines: str = ""
 
     def reduction(self, name: str) -> str:
         """How it combines the ranks' inputs, where the program called it `name`: a broadcast is a sum of one."""
-        return "" if name == "broadcast" else self.combines
+        return self.combines if ROWS[name].combines else ""
 
     def name_in(self, eqn: Any) -> str:
-        """What the program called it, as far as its equation says."""
+        """What the program called it, as far as its equation says: tplab does it in a `named_scope`."""
         scope = str(eqn.source_info.name_stack)
-        return next((name for name in _SCOPED.get(self.op, ()) if f"tplab.{name}" in scope), self.op)
+        return next((name for name, row in ROWS.items() if row.jax == self.op and f"tplab.{name}" in scope), self.op)
 
     def root(self, eqn: Any) -> int:
         """The position that a broadcast comes from."""
@@ -55,48 +54,39 @@ class Exchange(NamedTuple):
         """Every rank's result."""
         results: PerRank = [None] * len(values)
         for group in groups:
-            outputs = self.results(params, [np.asarray(values[rank]) for rank in group])
+            outputs = self._results(params, [np.asarray(values[rank]) for rank in group])
             for rank, output in zip(group, outputs, strict=True):
                 results[rank] = output
         return results
 
+    def dims(self, params: dict[str, Any]) -> tuple[int, int]:
+        """The dim along which it cuts a rank's input, and that along which it joins pieces."""
+        dim = params.get("scatter_dimension", params.get("all_gather_dimension", 0))
+        return params.get("split_axis", dim), params.get("concat_axis", dim)
 
-def _alike(combine: Callable[[Any, Any], Any]) -> Callable[[dict[str, Any], list[np.ndarray]], list[np.ndarray]]:
-    return lambda params, inputs: [reduce(combine, inputs)] * len(inputs)
+    def _results(self, params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray | None]:
+        """What each member of a group receives from the inputs of all."""
+        if self.op == "ppermute":
+            found = [np.zeros_like(x) for x in inputs]
+            for source, target in params["perm"]:
+                found[target] = inputs[source]
+            return found
+        (cut_dim, join_dim), count, is_tiled = self.dims(params), len(inputs), params.get("tiled", True)
 
+        def cut(x: np.ndarray, _: int) -> Sequence[np.ndarray]:
+            return np.split(x, count, cut_dim) if is_tiled else list(np.moveaxis(x, cut_dim, 0))
 
-def _gathered(params: dict[str, Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
-    join = np.concatenate if params["tiled"] else np.stack
-    return [join(inputs, params["all_gather_dimension"])] * len(inputs)
+        def merge(parts: Sequence[np.ndarray]) -> np.ndarray:
+            if self.combines:
+                return reduce(_COMBINE[self.combines], parts)
+            return np.concatenate(parts, join_dim) if is_tiled else np.stack(parts, join_dim)
 
-
-def _scattered(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
-    total, dim = reduce(np.add, inputs), params["scatter_dimension"]
-    if params["tiled"]:
-        return np.split(total, len(inputs), dim)
-    return [np.take(total, index, dim) for index in range(len(inputs))]
-
-
-def _exchanged(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
-    split, concat, count = params["split_axis"], params["concat_axis"], len(inputs)
-    if params["tiled"]:
-        pieces = [np.split(x, count, split) for x in inputs]
-        return [np.concatenate([row[index] for row in pieces], concat) for index in range(count)]
-    return [np.stack([np.take(x, index, split) for x in inputs], concat) for index in range(count)]
-
-
-def _permuted(params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
-    outputs = [np.zeros_like(x) for x in inputs]
-    for source, target in params["perm"]:
-        outputs[target] = inputs[source]
-    return outputs
+        return ROWS[self.op].outcomes(inputs, cut, merge)
 
 
-_SCOPED = {"ppermute": ("ring_shift", "send"), "all_reduce": ("broadcast",)}
-"""What tplab does by another name; it says so in a `named_scope`."""
-
-_SUM, _GATHER = Exchange("all_reduce", _alike(np.add), "sum"), Exchange("all_gather", _gathered)
-_MAX, _MIN = Exchange("all_reduce", _alike(np.maximum), "max"), Exchange("all_reduce", _alike(np.minimum), "min")
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_SUM, _MAX, _MIN = (Exchange("all_reduce", how) for how in _COMBINE)
+_GATHER = Exchange("all_gather")
 
 EXCHANGES = {
     "psum": _SUM,
@@ -107,8 +97,8 @@ EXCHANGES = {
     "tplab_min": _MIN,
     "all_gather": _GATHER,
     "all_gather_invariant": _GATHER,
-    "reduce_scatter": Exchange("reduce_scatter", _scattered, "sum"),
-    "all_to_all": Exchange("all_to_all", _exchanged),
-    "ppermute": Exchange("ppermute", _permuted),
+    "reduce_scatter": Exchange("reduce_scatter", "sum"),
+    "all_to_all": Exchange("all_to_all"),
+    "ppermute": Exchange("ppermute"),
 }
 """By the names of JAX's primitives, and of those that tplab adds: `tplab.jax.comm`."""

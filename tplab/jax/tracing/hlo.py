@@ -10,20 +10,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.jax.tracing.jaxprs import line_of_frames
 
 Groups = tuple[tuple[int, ...], ...]
 
-COLLECTIVES = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "ppermute",
-    "collective-broadcast": "broadcast",
-}
+COLLECTIVES = {row.hlo: row.name for row in ROWS.values() if row.hlo} | {"ragged-all-to-all": "all_to_all"}
 """XLA's names, and tplab's."""
 
 BRANCHES = "true_computation", "false_computation", "branch_computations"
@@ -201,7 +194,7 @@ class Module:
 
     def reduction(self, one: Instruction) -> str:
         """How a collective combines the ranks' inputs: "sum", "max", ...; "" where it does not."""
-        if one.collective not in ("all_reduce", "reduce_scatter"):
+        if one.collective is None or not ROWS[one.collective].combines:
             return ""
         roots = (inner for name in one.called("to_apply") for inner in self.computations.get(name, ()) if inner.is_root)
         return next((_REDUCTIONS.get(root.op, "") for root in roots), "")

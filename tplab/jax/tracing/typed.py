@@ -223,9 +223,7 @@ class _Typist:
         reduction = exchange.reduction(op)
         if reduction == "sum" and _is(count, prod(self.mesh.shape[one] for one in names)):
             reduction = "mean"
-        dim, to = params.get("scatter_dimension", params.get("all_gather_dimension", 0)), 0
-        if op == "all_to_all":
-            dim, to = params["split_axis"], params["concat_axis"]
+        dim, to = exchange.dims(params)
         op = "gather_from" if name == "all_gather_invariant" else op
         return self._step(op, "cast", [x], aval, about, axes=names, reduction=reduction, dim=dim, to=to)
 

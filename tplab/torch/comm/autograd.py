@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tplab.comm import EXTREMES
 from tplab.mesh import Axis
 from tplab.torch.private import forward_level, no_dispatch, transform
 from tplab.torch.ranks.outcomes import own
@@ -91,7 +91,7 @@ class _Exchange:
     @property
     def keeps(self) -> bool:
         """Whether the gradient needs x and y: for max and min it goes to the ranks that hold the extreme."""
-        return any(param in ("max", "min") for param in self.call.params)
+        return self.call.reduction in EXTREMES
 
 
 class _Blocking(torch.autograd.Function):
@@ -115,9 +115,7 @@ class _Blocking(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, exchange: _Exchange) -> tuple[Tensor, int]:
         """One collective for the whole batch, with the batch dim first."""
-        call = exchange.call
-        params = _BATCHED.get(call.op, lambda *params: params)(*call.params)
-        one = _Exchange(this_rank().call(call.op, call.axis, params, lambda *_: call.peers))  # type: ignore
+        one = _Exchange(_batched(exchange.call))
         y = _Blocking.apply(x.movedim(in_dims[0], 0), one)
         exchange.sizes = one.sizes
         return y, 0  # type: ignore[return-value]
@@ -125,10 +123,10 @@ class _Blocking(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call = ctx.exchange.call
-        if (types := this_rank().types) is not None and call.op in ("all_reduce", "broadcast"):
+        if (types := this_rank().types) is not None and call.row.type == "I":
             types.gradient(ctx.exchange, call.place.group, grads[0])
         x, y = ctx.saved_tensors or (None, None)
-        dx = _TRANSPOSED[call.op](call, grads[0], Forward(x, y, ctx.exchange.sizes))
+        dx = _transposed(call, grads[0], Forward(x, y, ctx.exchange.sizes))
         return (do(*dx) if isinstance(dx, Plan) else dx), None
 
 
@@ -183,7 +181,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
-        dx = _TRANSPOSED[exchange.call.op](exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
+        dx = _transposed(exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
         exchange.gradient = start_on(*dx) if isinstance(dx, Plan) else dx
         return _token(grads[0]), None
 
@@ -224,41 +222,35 @@ class _Varying(torch.autograd.Function):
         return _summed(grads[0], ctx.axis), None
 
 
-# --- how the gradient flows back: (call, dy, forward) -> dx, or the plan of the collective that computes it -----------
+# --- how the gradient flows back --------------------------------------------------------------------------------------
 
 
-def _through_all_reduce(call: Call, dy: Tensor, forward: Forward) -> Tensor:
-    dy = _used_by_each(call, dy)
-    op = call.params[0]
-    if op in ("max", "min"):
+def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
+    """dx, or the plan of the collective that computes it, as the collective's row says."""
+    row, reduction = call.row, call.reduction
+    if row.takes == "one":
+        return _sent_back(call, dy)
+    if not row.transposed:
+        dy = _used_by_each(call, dy)
+    if reduction == "mean":
+        dy = dy / len(call.place.group)
+    if row.transposed:
+        op, *names = row.transposed
+        about = {**call.about, "op": "sum", "sizes": forward.sizes}
+        params = tuple(about[name] for name in names)
+        back = Plan(this_rank().call(op, call.axis, params, splits=call.takes, takes=call.splits), dy)
+        if reduction not in EXTREMES:
+            return back
         assert forward.x is not None and forward.y is not None
+        return _shared(call, do(*back), forward.x == do(back.call, forward.y.detach()))
+    if reduction in EXTREMES:
         return _shared(call, dy, forward.x == forward.y)
-    return dy / len(call.place.group) if op == "mean" else dy
+    if row.takes == "root" and call.place.index != call.root:
+        return dy.masked_fill(torch.tensor(True, device=dy.device), 0)
+    return dy
 
 
-def _through_all_gather(call: Call, dy: Tensor, forward: Forward) -> Plan:
-    return Plan(this_rank().call("reduce_scatter", call.axis, (call.params[0], "sum", forward.sizes)), dy)
-
-
-def _through_reduce_scatter(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
-    dim, op, sizes = call.params
-    gather = this_rank().call("all_gather", call.axis, (dim,))
-    if op in ("max", "min"):
-        assert forward.x is not None and forward.y is not None
-        return _shared(call, do(gather, dy), forward.x == do(gather, forward.y.detach()))
-    return Plan(gather, dy / len(sizes) if op == "mean" else dy)
-
-
-def _through_all_to_all(call: Call, dy: Tensor, forward: Forward) -> Plan:
-    return Plan(this_rank().call("all_to_all", call.axis, call.params[::-1]), dy)
-
-
-def _through_broadcast(call: Call, dy: Tensor, forward: Forward) -> Tensor:
-    mine = _used_by_each(call, dy)
-    return mine if call.place.index == call.params[0] else mine.masked_fill(torch.tensor(True, device=dy.device), 0)
-
-
-def _through_message(call: Call, dy: Tensor, forward: Forward) -> Plan:
+def _sent_back(call: Call, dy: Tensor) -> Plan:
     """The gradient goes back the way the message came."""
     (param,) = call.params
     back = -param if call.op == "ring_shift" else tuple((target, source) for source, target in param)
@@ -266,23 +258,12 @@ def _through_message(call: Call, dy: Tensor, forward: Forward) -> Plan:
     return Plan(this_rank().call(call.op, call.axis, (back,), lambda place, _: (peers[1], peers[0])), dy)  # type: ignore
 
 
-_TRANSPOSED: dict[str, Callable[[Call, Tensor, Forward], Tensor | Plan]] = {
-    "all_reduce": _through_all_reduce,
-    "all_gather": _through_all_gather,
-    "reduce_scatter": _through_reduce_scatter,
-    "all_to_all": _through_all_to_all,
-    "broadcast": _through_broadcast,
-    "ppermute": _through_message,
-    "ring_shift": _through_message,
-}
-
-
-_BATCHED: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "all_gather": lambda dim: (dim + 1,),
-    "reduce_scatter": lambda dim, op, sizes: (dim + 1, op, sizes),
-    "all_to_all": lambda split_dim, concat_dim: (split_dim + 1, concat_dim + 1),
-}
-"""The parameters of a collective where a dim is put in front of all others; those that are not here stay."""
+def _batched(call: Call) -> Call:
+    """The same collective where a dim is put in front of all others."""
+    if call.splits is not None:
+        raise NotImplementedError(f"vmap of {call.op} with sizes: pieces of different sizes are cut along dim 0 alone")
+    params = tuple(param + 1 if name.endswith("dim") else param for name, param in call.about.items())
+    return this_rank().call(call.op, call.axis, params, lambda *_: call.peers)  # type: ignore[arg-type]
 
 
 def _used_by_each(call: Call, dy: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ return is *varying*: each rank's gradient is what its own use of the tensor cont
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tplab.comm import check_pairs, pairs_of, root_of, whole_number
+from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.torch.comm.autograd import do, start_on
 from tplab.torch.comm.messages import receive, start_receive
@@ -118,18 +120,53 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call
 
 
 @_collective
-def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Call:
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+) -> Call:
     """Cut x into one piece per rank along `split_dim`, give piece i to the rank at index i, join along `concat_dim`.
 
     x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
     cost      each rank sends (R-1)/R of x
     backward  dx = all_to_all(dy), dims exchanged
-    Raises ShapeError where R does not divide `split_dim`.
+
+    sizes     the pieces are not equal: how many rows of x (along dim 0) go to each position
+    received  with them, how many rows come from each position, which its sizes say:
+              received = all_to_all(torch.tensor(sizes), axis).tolist()
+              x [sum of sizes, ..]   ->   y [sum of received, ..]      backward: sizes and received exchanged
+    Raises ShapeError where R does not divide `split_dim`, or where sizes do not add up to the rows of x.
     """
     check_tensor("all_to_all", x)
     split_dim, concat_dim = dim_of(x, split_dim, "all_to_all"), dim_of(x, concat_dim, "all_to_all")
+    if sizes is not None or received is not None:
+        return _uneven(x, axis, (split_dim, concat_dim), sizes, received)
     check_divides("all_to_all", x, split_dim, this_rank().place(axis))
     return this_rank().call("all_to_all", axis, (split_dim, concat_dim))
+
+
+def _uneven(x: Tensor, axis: Axis, dims: tuple[int, int], sizes: Any, received: Any) -> Call:
+    """An all_to_all of pieces that have sizes of their own, along dim 0."""
+    place = this_rank().place(axis)
+    if sizes is None or received is None or dims != (0, 0):
+        raise ShapeError(
+            "all_to_all: pieces of different sizes are cut and joined along dim 0, and need sizes, the rows for each "
+            "position, and received, the rows from each: all_to_all(torch.tensor(sizes), axis).tolist()"
+        )
+    sizes, received = (tuple(operator.index(size) for size in each) for each in (sizes, received))
+    for name, given in (("sizes", sizes), ("received", received)):
+        if len(given) != len(place.group) or min(given) < 0:
+            raise ShapeError(
+                f"all_to_all: {name}={list(given)} must be {len(place.group)} numbers, 0 or more, one for each rank of "
+                f"axis {place.label!r}"
+            )
+    if sum(sizes) != x.shape[0]:
+        raise ShapeError(f"all_to_all: sizes={list(sizes)} add up to {sum(sizes)}, and x has {x.shape[0]} rows")
+    return this_rank().call("all_to_all", axis, dims, splits=sizes, takes=received)
 
 
 @_collective

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tplab.data.buckets import Bucket, Gradient, buckets_of
 from tplab.mesh import Axis
-from tplab.torch.comm.collectives import Handle, all_reduce, start
+from tplab.torch.comm.collectives import Handle, all_reduce, axis_size, start
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
-from tplab.torch.ranks.rank import this_rank
+from tplab.torch.layers.parameters import axes_of_cuts
+from tplab.torch.ranks.rank import Pending, this_rank
 
 
 def average_gradients(
@@ -25,6 +26,9 @@ def average_gradients(
     find_unused    whether a parameter may have no gradient on some ranks: ranks then first tell each other what they
                    have used. A missing gradient counts as zeros; where no rank has used the parameter, .grad stays None
 
+    A parameter that the modules know to be cut along some of these axes, as experts are, is the same piece only on the
+    ranks of the other ones: its gradients are added up over these, and divided by all R ranks like all others.
+
     Afterwards the gradients of a bucket are views of its buffer, and the old ones are freed.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.
            find_unused: 1 more byte per parameter, all_reduced
@@ -32,21 +36,38 @@ def average_gradients(
     otherwise see `tokens_per_rank`. Raises ValueError for a parameter without a gradient, TypeError for a sparse one.
     """
     named = trainable(parameters)
-    this_rank().place(axis)
-    buckets = plan_of(named, bucket_bytes)
+    buckets = plan_of(named, bucket_bytes, copies_of(parameters, axis))
     used = used_anywhere(named, axis) if find_unused else check_all_used(named)
-    flights = [send_bucket(bucket, named, axis) for bucket in buckets]
+    flights = [send_bucket(bucket, named) for bucket in buckets]
     for bucket, flight in zip(buckets, flights):
-        keep_mean(bucket, named, flight.wait(), used)
+        keep_mean(bucket, named, flight.wait() if isinstance(flight, Pending) else flight, axis, used)
 
 
-def plan_of(named: Named, bucket_bytes: float | None) -> tuple[Bucket, ...]:
-    """The buckets of these parameters' gradients."""
-    return buckets_of([Gradient(p.numel(), p.element_size(), (p.dtype, p.device)) for _, p in named], bucket_bytes)
+def copies_of(model: Model, axis: Axis) -> Callable[[Tensor], Axis]:
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless a module says that it is cut
+    along some of the axes; () if it is cut along all of them."""
+    names = this_rank().mesh.names(axis)
+    held = list(model.values()) if isinstance(model, Mapping) else [model]
+    cuts = [axes_of_cuts(module, is_told=True) for module in held if isinstance(module, nn.Module)]
+    cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
+
+    def copies(parameter: Tensor) -> Axis:
+        return tuple(name for name in names if name not in cut[parameter]) if parameter in cut else axis
+
+    return copies
 
 
-def send_bucket(bucket: Bucket, named: Named, axis: Axis) -> Handle:
-    """Begin the all_reduce of a bucket; a missing gradient counts as zeros."""
+def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor], Axis]) -> tuple[Bucket, ...]:
+    """The buckets of these parameters' gradients. The last part of a bucket's kind is the axis of its copies."""
+    kinds = [(p.dtype, p.device, copies(p)) for _, p in named]
+    return buckets_of(
+        [Gradient(p.numel(), p.element_size(), kind) for (_, p), kind in zip(named, kinds, strict=True)], bucket_bytes
+    )
+
+
+def send_bucket(bucket: Bucket, named: Named) -> Handle | Tensor:
+    """Begin the all_reduce of a bucket over its copies, or return it if there are none. A missing gradient counts as
+    zeros."""
     with torch.no_grad():
         gradients = []
         for index in bucket.indices:
@@ -54,12 +75,18 @@ def send_bucket(bucket: Bucket, named: Named, axis: Axis) -> Handle:
             gradients.append(torch.zeros_like(p) if p.grad is None else check_dense(key, p.grad))
         # a single one needs no buffer, and keeps its shape in the trace
         flat = gradients[0] if len(gradients) == 1 else torch.cat([gradient.reshape(-1) for gradient in gradients])
-        return start(all_reduce, flat, axis, "mean")
+        return start(all_reduce, flat, bucket.kind[-1], "mean") if bucket.kind[-1] else flat
 
 
-def keep_mean(bucket: Bucket, named: Named, mean: Tensor, used: set[Key]) -> None:
-    """Make `.grad` of each parameter its part of the bucket's mean: a view, so that nothing is copied."""
+def keep_mean(bucket: Bucket, named: Named, mean: Tensor, axis: Axis, used: set[Key]) -> None:
+    """Make `.grad` of each parameter its part of the bucket's mean over `axis`: a view, so that nothing is copied.
+
+    mean   over the copies: the ranks that hold other pieces count too
+    """
     with torch.no_grad():
+        num_copies, num_ranks = axis_size(bucket.kind[-1]) if bucket.kind[-1] else 1, axis_size(axis)
+        if num_copies < num_ranks:
+            mean = mean * (num_copies / num_ranks)
         for index, begin, size in bucket.pieces:
             key, parameter = named[index]
             if key in used:

@@ -97,6 +97,7 @@ class Group:
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
         for places, shard in zip(self.sites, self.shards):
             for module, name in places:
+                _check_copies(module, name, about)
                 note_cuts(module, about.axis, name)
                 module._parameters[name] = shard
 
@@ -129,3 +130,16 @@ class Group:
         count_as("gradients", row)
         held = held_in(self.pieces, self.index, row)
         return [grad.to(shard.dtype) for grad, shard in zip(held, self.shards)]
+
+
+def _check_copies(module: nn.Module, name: str, about: About) -> None:
+    """Raise ValueError if ranks that would share a parameter hold other pieces of it already, as of experts."""
+    names = this_rank().mesh.names
+    cut = {axis for axes in vars(module).get("cuts", {}).get(name, ()) for axis in names(axes)}
+    along = [axis for axes in (about.axis, about.replicate_axis) if axes for axis in names(axes) if axis in cut]
+    if along:
+        raise ValueError(
+            f"{name!r} of {type(module).__name__} is cut along {', '.join(map(repr, along))}: its ranks hold different "
+            "pieces, and no copies that they could share. Call shard_parameters for that module by itself first, along "
+            "the axes whose ranks hold copies of it"
+        )

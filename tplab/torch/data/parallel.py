@@ -12,10 +12,10 @@ from torch import Tensor
 from tplab.data.buckets import BUCKET_BYTES, Bucket
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
-from tplab.torch.data.average import check_all_used, keep_mean, plan_of, send_bucket, used_anywhere
+from tplab.torch.data.average import check_all_used, copies_of, keep_mean, plan_of, send_bucket, used_anywhere
 from tplab.torch.data.parameters import Key, Model, Named, readable_again, state_of, text, trainable
 from tplab.torch.pipeline.copies import at_end_of_pass
-from tplab.torch.ranks.rank import this_rank
+from tplab.torch.ranks.rank import Pending
 
 
 def data_parallel(
@@ -66,18 +66,18 @@ class DataParallel:
     """
 
     def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
-        this_rank().place(axis)
         parameters = readable_again(parameters)
+        copies = copies_of(parameters, axis)
         named = trainable(parameters)
         self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
-        self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes)
+        self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes, copies)
         self._bucket_of = {id(named[i][1]): n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
         self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
-        self._flights: list[Handle] = []
+        self._flights: list[Handle | Tensor] = []
         self._end: Callable[[], object]  # of the pass that is running: None where it has raised
         self._is_paused = False
         if from_first:
-            _copy_from_first(parameters, axis)
+            _copy_from_first(parameters, copies)
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for _, p in named]
 
     @property
@@ -106,7 +106,8 @@ class DataParallel:
                 used = used_anywhere(self._named, self._axis)
             named = self._named
             for bucket, flight in zip(self.buckets, self._flights):
-                keep_mean(bucket, named, flight.wait(), used)
+                mean = flight.wait() if isinstance(flight, Pending) else flight
+                keep_mean(bucket, named, mean, self._axis, used)
         finally:
             self._missing, self._flights = [], []
 
@@ -128,7 +129,7 @@ class DataParallel:
     def _send_ready(self) -> None:
         """Send ready buckets in their order: where gradients come in a different order, some wait for others."""
         while len(self._flights) < len(self.buckets) and self._missing[len(self._flights)] <= 0:
-            self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named, self._axis))
+            self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named))
 
     def __repr__(self) -> str:
         return f"DataParallel of {len(self._parameters)} parameters in {len(self.buckets)} buckets along {self._axis!r}"
@@ -143,7 +144,8 @@ def _still_there(key: Key, parameter: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_from_first(model: Model, axis: Axis) -> None:
-    """Set every rank's parameters, including frozen ones, and buffers to those of position 0."""
+def _copy_from_first(model: Model, copies: Callable[[Tensor], Axis]) -> None:
+    """Set every rank's parameters, including frozen ones, and buffers to those of the first rank that holds them."""
     for x in state_of(model):
-        x.copy_(broadcast(x, axis))
+        if axis := copies(x):
+            x.copy_(broadcast(x, axis))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -248,6 +249,40 @@ Asked._reduce_scatter_base = Asked.reduce_scatter_single  # type: ignore[attr-de
 Asked.reduce_scatter_tensor_coalesced = Asked.reduce_scatter_single_coalesced  # type: ignore[attr-defined]
 Asked.gather_into_tensor = Asked.gather_single  # type: ignore[attr-defined]
 Asked.alltoall_base = Asked.all_to_all_single  # type: ignore[attr-defined]
+
+
+class Method(NamedTuple):
+    """A method of a process group: the operation of `torch.ops.c10d` that torch dispatches for it, what gloo calls it
+    in a profile ("": nothing), and where its inputs are among the arguments."""
+
+    operation: str
+    title: str
+    inputs: int = 1
+
+
+_METHODS = {
+    "allreduce": Method("allreduce_", "all_reduce", 0),
+    "allreduce_coalesced": Method("allreduce_coalesced_", "all_reduce", 0),
+    "reduce": Method("reduce_", "reduce", 0), "broadcast": Method("broadcast_", "broadcast", 0),
+    "allgather": Method("allgather_", "all_gather"), "all_gather_single": Method("_allgather_base_", "all_gather"),
+    "allgather_coalesced": Method("allgather_coalesced_", "all_gather"),
+    "all_gather_single_coalesced": Method("allgather_into_tensor_coalesced_", "all_gather"),
+    "reduce_scatter": Method("reduce_scatter_", "reduce_scatter"),
+    "reduce_scatter_single": Method("_reduce_scatter_base_", "reduce_scatter"),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter_tensor_coalesced_", "reduce_scatter"),
+    "all_to_all_single": Method("alltoall_base_", "all_to_all"), "alltoall": Method("alltoall_", "all_to_all"),
+    "gather": Method("gather_", "gather"), "gather_single": Method("gather_into_tensor_", "gather_single"),
+    "scatter": Method("scatter_", "scatter"), "barrier": Method("barrier", "barrier", 9),
+    "monitored_barrier": Method("monitored_barrier_", ""), "send": Method("send", "send", 0),
+    "recv": Method("recv_", "recv", 0), "recv_anysource": Method("recv_any_source_", "recvAnySource", 0),
+}  # fmt: skip
+
+
+def methods_of(group: type) -> dict[str, tuple[Any, Method]]:
+    """The methods of a class of process groups that torch calls, by each of torch's names for them."""
+    known = {getattr(group, name): about for name, about in _METHODS.items()}
+    functions = {name: method for name in dir(group) if isinstance(method := getattr(group, name), FunctionType)}
+    return {name: (method, known[method]) for name, method in functions.items() if method in known}
 
 
 class _Started:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tplab.torch.distributed.asked import several
+from tplab.torch.distributed.asked import Method, methods_of, several
 from tplab.torch.distributed.blocking import taking_turns
 from tplab.torch.distributed.events import USER_SCOPE, Event, events_of
 from tplab.torch.distributed.group import AnyMessage, Group
@@ -169,17 +169,16 @@ class Profiling:
 
     def _watch(self) -> None:
         """From now on, every call of a process group is noted if its thread records."""
-        for name in _NAMES:
-            self._methods[name] = getattr(Group, name)
-            setattr(Group, name, self._noting(name, self._methods[name]))
+        for name, (method, about) in methods_of(Group).items():
+            if about.title:
+                self._methods[name] = method
+                setattr(Group, name, self._noting(about, method))
 
     def _watch_no_more(self) -> None:
         for name, method in self._methods.items():
             setattr(Group, name, method)
 
-    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        title, position = _NAMES[name]
-
+    def _noting(self, about: Method, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def noted(group: Group, *args: Any, **kwargs: Any) -> Any:
             recording = self._recordings.get(get_ident())
@@ -187,8 +186,8 @@ class Profiling:
                 return method(group, *args, **kwargs)
             now = time.time_ns()
             note = Event(
-                f"{group.backend}:{title}", 0, now, now, is_async=True, scope=USER_SCOPE, is_user_annotation=True,
-                shapes=_shapes(args[position]) if position < len(args) else [],
+                f"{group.backend}:{about.title}", 0, now, now, is_async=True, scope=USER_SCOPE, is_user_annotation=True,
+                shapes=_shapes(args[about.inputs]) if about.inputs < len(args) else [],
             )  # fmt: skip
             recording.notes.append(note)
             work = recording.noting(note, method)(group, *args, **kwargs)
@@ -202,22 +201,6 @@ class Profiling:
             return work
 
         return noted
-
-
-_NAMES = {
-    "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0), "allgather": ("all_gather", 1), "all_gather_single": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1), "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1), "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1), "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1), "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1), "all_to_all_single": ("all_to_all", 1), "gather": ("gather", 1),
-    "gather_single": ("gather_single", 1), "gather_into_tensor": ("gather_single", 1),
-    "scatter": ("scatter", 1), "barrier": ("barrier", 9), "send": ("send", 0), "recv": ("recv", 0),
-    "recv_anysource": ("recvAnySource", 0),
-}  # fmt: skip
-"""For each method of a process group, what gloo calls it in a profile, and where its inputs are among the arguments."""
 
 
 def _is_one_of_several() -> bool:

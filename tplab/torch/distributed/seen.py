@@ -15,52 +15,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tplab.torch.distributed.asked import several
+from tplab.torch.distributed.asked import methods_of, several
 from tplab.torch.private import DispatchMode, dispatch_modes, no_dispatch, num_modes, pop_mode, push_mode
 from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.simulated import SimulatedRank
 
 _Kind = TypeVar("_Kind", bound=type)
 
-_OPERATIONS = {
-    "allreduce": "allreduce_",
-    "allreduce_coalesced": "allreduce_coalesced_",
-    "reduce": "reduce_",
-    "broadcast": "broadcast_",
-    "allgather": "allgather_",
-    "allgather_coalesced": "allgather_coalesced_",
-    "all_gather_single": "_allgather_base_",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter": "reduce_scatter_",
-    "reduce_scatter_single": "_reduce_scatter_base_",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "all_to_all_single": "alltoall_base_",
-    "alltoall": "alltoall_",
-    "gather": "gather_",
-    "gather_single": "gather_into_tensor_",
-    "scatter": "scatter_",
-    "barrier": "barrier",
-    "monitored_barrier": "monitored_barrier_",
-    "send": "send",
-    "recv": "recv_",
-    "recv_anysource": "recv_any_source_",
-}
-"""A group's method -> the operation that torch dispatches for it, of `torch.ops.c10d`."""
 _GIVE_TENSORS = {"allreduce_", "broadcast_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"}
 """Operations whose tensors, as torch returns them, warn in a backward pass."""
 
 
 def seen_by_modes(group: _Kind) -> _Kind:
     """A class of process groups, each of whose methods is now seen by the dispatch modes of the program."""
-    aliases: dict[Any, Any] = {}
-    for name, operation in _OPERATIONS.items():
-        method = getattr(group, name)
-        aliases[method] = _seen(method, operation)
-    for name in dir(group):  # torch has several names for some
-        if (method := getattr(group, name)) in aliases.values():
-            continue
-        if callable(method) and getattr(method, "__hash__", None) and method in aliases:
-            setattr(group, name, aliases[method])
+    made: dict[Any, Any] = {}
+    for name, (method, about) in methods_of(group).items():
+        setattr(group, name, made.setdefault(method, _seen(method, about.operation)))
     return group
 
 

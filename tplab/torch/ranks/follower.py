@@ -175,13 +175,10 @@ class Follower(DispatchMode):
 
     def met(self, call: Call, x: Tensor, y: Tensor) -> None:
         """Write down a collective, which has made y of x."""
-        reduction, params = call.reduction, call.params
-        about: dict[str, Any] = {"reduction": reduction, "axes": self._axes(call.place.group)}
-        if call.op in ("all_gather", "reduce_scatter"):
-            about["dim"] = params[0]
-        elif call.op == "all_to_all" and params:
-            about["dim"], about["to"] = params
-        self._cast(call.op, x, y, **about)
+        (dim, to), axes = call.dims, self._axes(call.place.group)
+        if call.row.takes == "root" and "dim" not in call.about:
+            dim = None  # a list of tensors, which need not be pieces of one
+        self._cast(call.op, x, y, reduction=call.reduction, axes=axes, dim=dim, to=to)
 
     def cast(self, op: str, group: Sequence[int], x: Tensor, y: Tensor, **about: Any) -> None:
         """Write down that y was made of x by a cast between the ranks of `group`."""

@@ -29,21 +29,22 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], num_ranks: int):
         self.ranks, self.size = ranks, len(ranks)
         self.is_all = self.size == num_ranks
-        self._fresh: dict[Call, dict[int, Label]] = {}  # labels of results, where inputs were the ranks' own data
+        self._fresh: dict[
+            tuple[Any, ...], dict[int, Label]
+        ] = {}  # labels of results, where inputs were the ranks' own data
         self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
         self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
 
     def labels_after(self, call: Call, given: dict[int, Label]) -> dict[int, Label]:
         """The label of every position's result; `given` has those of the inputs that are not their rank's own data."""
-        known = self._fresh.get(call) if not given or self.is_all else None
+        known = self._fresh.get(call.key) if not given or self.is_all else None
         if known is None:
             own = [Label(-1, (rank,)) for rank in self.ranks]
             labels = own if self.is_all else [given.get(index, label) for index, label in enumerate(own)]
-            root = call.params[0] if call.op in ("broadcast", "reduce", "gather", "scatter") else 0
-            known = {index: of_collective(call.op, labels, index, root) for index in range(self.size)}
+            known = {index: of_collective(call.op, labels, index, call.root) for index in range(self.size)}
             if not given or self.is_all:
-                self._fresh[call] = known
+                self._fresh[call.key] = known
         return known
 
 
@@ -194,16 +195,10 @@ def bytes_sent(call: Call, shape: Sequence[int], itemsize: int, numels: Sequence
     shape    that of this rank's input; numels: the number of elements in each rank's input
     """
     num_ranks, numel = len(numels), numels[index]
-    if call.op == "all_gather":
+    row, sizes = call.row, call.about.get("sizes", call.splits)
+    if row.gathers and row.gives == "all":
         return cost.bytes_sent(call.op, numels, itemsize, num_ranks, index)
-    if call.op in ("broadcast", "reduce", "gather"):
-        index = (index - call.params[0]) % num_ranks
-    if call.splits is not None:
-        if call.op == "scatter" and index != call.params[0]:
-            return 0
-        return (sum(call.splits) - call.splits[index]) * (numel // shape[0] if shape[0] else 0) * itemsize
-    if call.op == "reduce_scatter" and shape[call.params[0]]:
-        size = shape[call.params[0]]
-        kept = call.params[2][index]
-        return (size - kept) * (numel // size) * itemsize
-    return cost.bytes_sent(call.op, numel, itemsize, num_ranks, index)
+    from_root = (index - call.root) % num_ranks
+    if sizes is not None and numel and (not from_root or row.takes != "root"):  # the pieces that it cuts its input into
+        return (sum(sizes) - sizes[index]) * (numel // shape[call.dims[0]]) * itemsize
+    return cost.bytes_sent(call.op, numel, itemsize, num_ranks, from_root)

@@ -11,6 +11,8 @@ from threading import Lock
 
 SHORT_SECONDS = 1e-3
 """How long a turn may be that still counts as short. One that ends on a cold core costs up to 0.3 ms more."""
+MEETING_SECONDS = 3e-5
+"""How long a meeting may take for each of its ranks: so much more is a turn that looks long from outside."""
 
 
 class OneCore:
@@ -55,6 +57,12 @@ class OneCore:
         """How long the turn has lasted, or the time between two turns."""
         return time.perf_counter() - self._since
 
+    def has_met(self, since: float, num_ranks: int) -> None:
+        """What the turn has done `since` then was the work of a meeting of so many ranks, and one share of it counts:
+        otherwise no turn would be short in which many ranks have met."""
+        seconds = time.perf_counter() - since
+        self._since += seconds - seconds / num_ranks
+
     def turn_ends(self) -> None:
         if time.perf_counter() - self._since > SHORT_SECONDS:
             self.leave()
@@ -65,7 +73,8 @@ class OneCore:
 
     def look(self) -> None:
         """Called from outside now and then, to see whether a turn has been running for long."""
-        if self._core and time.perf_counter() - self._since > SHORT_SECONDS:
+        seconds = time.perf_counter() - self._since
+        if self._core and seconds > SHORT_SECONDS + MEETING_SECONDS * len(self._threads):
             self.leave()
 
     def leave(self) -> None:

@@ -19,42 +19,21 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
     """What each rank of the group gets: a separate tensor for every position.
 
     `splits` are, for each position, the sizes of its pieces along dim 0, if ranks cut their inputs themselves.
-
-    all_reduce      sum_j x_j (or mean, max, min), the same on all; added up in the order of positions
-    all_gather      x_0, x_1, ... concatenated along `dim`
-    reduce_scatter  position i: piece i along `dim` of what all_reduce would return
-    all_to_all      position i: piece i of x_0, x_1, ... concatenated
-    broadcast       x_root
-    reduce          the root: what all_reduce would return; the others: nothing
-    gather          the root: what all_gather would return along dim 0; the others: nothing
-    scatter         position i: piece i of x_root
+    Sums are added up in the order of positions.
     """
-    if call.op == "all_reduce":
-        return _copies(reduced(inputs, call.params[0]), len(inputs))
-    if call.op == "reduce_scatter":
-        dim, reduction, sizes = call.params
-        if dim:
-            return [own(piece) for piece in reduced(inputs, reduction).split(list(sizes), dim)]
-        return [reduced(row, reduction) for row in zip(*(x.split(list(sizes)) for x in inputs), strict=True)]
-    if call.op == "all_gather":
-        return _copies(joined(inputs, call.params[0]), len(inputs))
-    if call.op == "all_to_all" and splits:
-        cut = [x.split(list(sizes)) for x, sizes in zip(inputs, splits, strict=True)]
-        return [joined(column, 0) for column in zip(*cut, strict=True)]
-    if call.op == "all_to_all":
-        split_dim, concat_dim = call.params
-        rows = [x.chunk(len(inputs), split_dim) for x in inputs]
-        return [joined(column, concat_dim) for column in zip(*rows, strict=True)]
-    if call.op == "broadcast":
-        return _copies(own(inputs[call.params[0]]), len(inputs))
-    if call.op == "scatter":
-        root = call.params[0]
-        return [own(piece) for piece in inputs[root].split(list(splits[root]))]
-    nothing = [x.new_empty(0) for x in inputs]
-    if call.op in ("reduce", "gather"):
-        root = call.params[0]
-        nothing[root] = joined(inputs, 0) if call.op == "gather" else reduced(inputs, call.params[1])
-    return nothing  # a barrier is nothing but the meeting
+    row, num_ranks, (cut_dim, join_dim) = call.row, len(inputs), call.dims
+
+    def cut(x: Tensor, index: int) -> Sequence[Tensor]:
+        sizes = splits[index] if splits else call.about.get("sizes")
+        return x.chunk(num_ranks, cut_dim) if sizes is None else x.split(list(sizes), cut_dim)
+
+    def merge(parts: Sequence[Tensor]) -> Tensor:
+        return reduced(parts, call.reduction) if row.combines else joined(parts, join_dim)
+
+    found = row.outcomes(inputs, cut, merge, call.root)
+    if row.gives == "all":
+        return _copies(found[0], num_ranks)  # type: ignore[arg-type]
+    return [x.new_empty(0) if y is None else y for x, y in zip(inputs, found, strict=True)]
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
@@ -97,8 +76,8 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
     if call.peers is not None or call.op == "barrier":
         return call.key, x.dtype, None  # a message may have any shape: the receiver takes what comes
     shape: tuple[int, ...] = x.shape
-    if call.op == "all_gather":
-        dim = call.params[0]
+    if call.row.gathers and "dim" in call.about:
+        dim = call.about["dim"]
         shape = (*shape[:dim], -1, *shape[dim + 1 :])
     if call.splits is not None:  # only the ranks that send and receive know how large each piece is
         shape = (-1, *shape[1:])
@@ -167,7 +146,9 @@ def dim_of(x: Tensor, dim: int, op: str) -> int:
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The pieces, concatenated along `dim`."""
+    """The pieces, concatenated along `dim`, in memory of their own."""
+    if len(pieces) == 1:
+        return own(pieces[0])
     dtype = pieces[0].dtype
     if dtype not in WITHOUT_KERNELS:
         return torch.cat(list(pieces), dim)

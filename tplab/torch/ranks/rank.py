@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from tplab.comm import ROWS, Row
 from tplab.errors import OutsideRunError
 from tplab.lines import line_text
 from tplab.mesh import Axis, Mesh
@@ -72,7 +73,8 @@ class Place(NamedTuple):
 
 
 class Call:
-    """A collective as one rank calls it: its name, the rank's place, and the collective's own parameters.
+    """A collective as one rank calls it: its row in the table, the rank's place, and the collective's own parameters,
+    `about` by name.
 
     `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
     to receive from, None if there is none. `key` is what must be the same on every rank. `splits` are the sizes of this
@@ -81,7 +83,7 @@ class Call:
     if ranks do not say.
     """
 
-    __slots__ = ("axis", "key", "op", "params", "peers", "place", "splits", "takes")
+    __slots__ = ("about", "axis", "key", "op", "params", "peers", "place", "row", "splits", "takes")
 
     def __init__(
         self,
@@ -95,13 +97,25 @@ class Call:
     ):
         self.op, self.axis, self.place, self.params, self.peers = op, axis, place, params, peers
         self.splits, self.takes = splits, takes
+        self.row: Row = ROWS[op]
+        self.about = self.row.about(params)
         self.key = (op, place.label, params)
 
     @property
     def reduction(self) -> str:
         """How it combines the ranks' inputs: "sum", "max", ...; "" if it combines nothing."""
-        index = _REDUCTION.get(self.op)
-        return "" if index is None else str(self.params[index])
+        return str(self.about.get("op", ""))
+
+    @property
+    def root(self) -> int:
+        """The position that everything comes from or goes to; 0 where there is none."""
+        return self.about.get("root", 0)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dim along which it cuts a rank's input, and that along which it joins pieces."""
+        dim = self.about.get("dim", 0)
+        return self.about.get("split_dim", dim), self.about.get("concat_dim", dim)
 
     def __str__(self) -> str:
         return call_text(*self.key)
@@ -109,12 +123,8 @@ class Call:
 
 def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
     """A call as the program wrote it."""
-    params = params[: _GIVEN.get(op)]  # the rest is not from the caller
-    return f"{op}({', '.join([*(['x'] if op not in ('receive', 'barrier') else []), repr(label), *map(repr, params)])})"
-
-
-_GIVEN = {"reduce_scatter": 2, "send": 1}
-_REDUCTION = {"all_reduce": 0, "reduce_scatter": 1, "reduce": 1}  # its place among the parameters
+    row = ROWS[op]
+    return f"{op}({', '.join(['x'] * bool(row.takes) + [repr(label), *map(repr, params[: len(row.params)])])})"
 
 
 MESSAGES = ("send", "receive")
@@ -200,15 +210,24 @@ class Rank(ABC):
             self._places[axis] = found
         return found
 
-    def call(self, op: str, axis: Axis, params: tuple[Any, ...] = (), peers: PeersOf | None = None) -> Call:
+    def call(
+        self,
+        op: str,
+        axis: Axis,
+        params: tuple[Any, ...] = (),
+        peers: PeersOf | None = None,
+        *,
+        splits: tuple[int, ...] | None = None,
+        takes: tuple[int, ...] | None = None,
+    ) -> Call:
         """The collective `op` along `axis` as this rank calls it. Made once, as programs call it again and again."""
         if axis.__class__ is list:
             axis = tuple(axis)
-        key = (op, axis, params)
+        key = (op, axis, params) if splits is None else (op, axis, params, splits, takes)
         found = self._calls.get(key)
         if found is None:
             place = self.place(axis)
-            found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params))
+            found = self._calls[key] = Call(op, axis, place, params, peers and peers(place, *params), splits, takes)
         return found
 
     def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:

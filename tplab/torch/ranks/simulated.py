@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -170,6 +171,7 @@ class SimulatedRank(WaitingRank):
             error = CollectiveMismatchError(text)
             self.seat.turns.fail(error)  # the run ends with it, even if the program goes on
             raise error
+        since = time.perf_counter()
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
         splits = [meeting.sites[index].call.splits or () for index in range(len(ranks))] if call.splits else ()
         meeting.outputs = dict(enumerate(results(call, inputs, splits)))
@@ -190,7 +192,9 @@ class SimulatedRank(WaitingRank):
             world.chronicle.recorder.note(
                 other.form, entry, entry, num_sent, number, 0, -1, label.contributors, values, label.part
             )
-        self.seat.turns.ready.extend(meeting.waiting)
+        turns = self.seat.turns
+        turns.core.has_met(since, len(ranks))
+        turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
     def _outcome(self, site: Site, meeting: Meeting, is_lent: bool) -> Tensor:
@@ -298,9 +302,9 @@ class _Pending(Pending):
     @property
     def sizes(self) -> tuple[int, ...] | None:
         call, inputs = self.site.call, self.meeting.inputs
-        if call.op != "all_gather" or self.result is None:
+        if not call.row.gathers or self.result is None:
             return None
-        return tuple(inputs[index].shape[call.params[0]] for index in range(len(inputs)))
+        return tuple(inputs[index].shape[call.dims[1]] for index in range(len(inputs)))
 
     @property
     def sent_with(self) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ class Turns:
         self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
         self._place: Place = Place() if around is None else around.turns._place
-        self._core = OneCore([])
+        self.core = OneCore([])
         self._now: Seat | None = None  # who has the turn
         self._began, self._silent_for = time.perf_counter(), LONG
         self._running = set(self.seats)
@@ -125,7 +125,7 @@ class Turns:
                 while self._running:
                     self._called.acquire(timeout=_POLL)
                     self._check_around()
-                    self._core.look()
+                    self.core.look()
                     self._look()
                     if self._is_paused:
                         self._pause()
@@ -159,11 +159,11 @@ class Turns:
         else:
             self._around.gate.close()
             self._check_around()
-            self._around.turns._core.leave()  # our threads inherit its cores
+            self._around.turns.core.leave()  # our threads inherit its cores
         self._kernels = self._state.take()
 
     def _leave(self) -> None:
-        self._core.leave()
+        self.core.leave()
         around = self._around
         has_state = self._place.has_floor if around is None else around.turns.failure is None
         if has_state and self._kernels is not None:
@@ -188,7 +188,7 @@ class Turns:
                     f"each of the {len(self.seats)} simulated ranks is a thread, and this machine would not start more "
                     f"than {seat.number} of them; take a smaller mesh"
                 ) from None
-        self._core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
+        self.core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
 
     def _check_around(self) -> None:
         """End this run if the run around it has failed."""
@@ -217,7 +217,7 @@ class Turns:
             return
         self._silent_for = 2 * seconds
         if (frame := sys._current_frames().get(seat.thread.ident or 0)) is not None:
-            turn = self._core.seconds() if len(self.seats) > 1 else 0.0
+            turn = self.core.seconds() if len(self.seats) > 1 else 0.0
             print(whereabouts(seconds, seat.number, frame, turn), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
@@ -274,7 +274,7 @@ class Turns:
         try:
             try:
                 seat.turn.acquire()
-                self._core.turn_begins()
+                self.core.turn_begins()
                 if not self.is_let_go(seat):
                     seat.gate.open()
                     seat.result = program()
@@ -295,11 +295,11 @@ class Turns:
         if (self.watches.by_seat or not self.ready) and not self._can_go_on(seat):
             self.fail(self._stuck())
             raise Released
-        self._core.turn_ends()
+        self.core.turn_ends()
         home.own = self._state.take()
         self._give_turn()
         seat.turn.acquire()
-        self._core.turn_begins()
+        self.core.turn_begins()
         if self.failure is not None or (seat is not home and self.is_let_go(seat)):
             raise Released
         if seat.begins is not None:
@@ -341,7 +341,7 @@ class Turns:
             is_letting_go = False
             self.ready.extend(self.watches.let_go(seat))
             if self.failure is None and self._running:
-                self._core.turn_ends()
+                self.core.turn_ends()
                 if seat is not seat.home:
                     seat.home.own = self._state.take()
                 if self._can_go_on(seat):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
+from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.mesh import Mesh, label_of, mesh_of_dims
 from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
@@ -20,7 +21,7 @@ from tplab.trace.trace import Trace
 from tplab.units import time_text
 
 _MOST_NAMED = 8
-_ALL_WAIT_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_ALL_WAIT_FOR_ALL = [name for name, row in ROWS.items() if "root" not in (row.takes, row.gives) and row.gives != "one"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tplab.comm import ROWS
 from tplab.mesh import ranks_of
 from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
 from tplab.units import bytes_text, range_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
-
-_TOGETHER = {
-    "all_reduce": "every rank of {group} ends with the {result} of all their tensors",
-    "all_gather": "every rank of {group} ends with the pieces of all of them",
-    "reduce_scatter": "every rank of {group} ends with its own slice of the {result} of their tensors",
-    "all_to_all": "every rank of {group} gives each of them a different piece",
-    "broadcast": "every rank of {group} ends with a copy of one rank's tensor",
-    "barrier": "the ranks of {group} wait for each other",
-}
-
 
 _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "product": "product"}
 
@@ -295,7 +286,8 @@ class _News:
         reductions, codes = self.score.trace.codes("reduction")
         hows = {reductions[code] for code in codes[self.score.bars["row"][rows]].tolist()}
         result = _RESULTS.get(hows.pop() if len(hows) == 1 else "", "combination")
-        text = _TOGETHER.get(op, "the ranks of {group} work together").format(group=group, result=result)
+        words = ROWS[op].words if op in ROWS else ""
+        text = (words or "the ranks of {group} work together").format(group=group, result=result)
         before = {len(self.members[row]) for row in rows.tolist()}
         beyond = f", which then has data of {before.pop()} ranks" if len(before) == 1 and max(before) > size else ""
         return f"{op}{f' over {over}' if over else ''}{self._tensor(rows)}: {text}{beyond}"

@@ -1,0 +1,188 @@
+"""What all checks have in common: a stub, the library's own function, an error and what is wrong become a `Verdict`.
+
+A check is a function under `@check(...)`. It looks at the learner's functions, calls `refuse` wherever it finds that
+something is wrong, also on a rank, and returns the verdict on what is right. A verdict never raises, so a notebook with
+an unsolved exercise still runs from top to bottom.
+"""
+
+from __future__ import annotations
+
+import dis
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from itertools import pairwise
+from types import FunctionType, MethodType
+from typing import Any, NoReturn, ParamSpec
+
+import numpy as np
+
+from tplab.errors import RankError
+from tplab.exercises.calls import LIBRARIES, library_call
+from tplab.mesh import Mesh
+from tplab.widgets.matrices import Matrices, Panel
+
+P = ParamSpec("P")
+
+
+class Verdict:
+    """What a check says. `passed` is True, False, or None if the exercise was not started."""
+
+    def __init__(self, passed: bool | None, text: str, panels: Sequence[Panel] = ()):
+        self.passed, self.text, self.panels = passed, text, tuple(panels)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        if not self.panels:
+            return {"text/plain": self.text}
+        title, _, text = self.text.partition("\n")
+        return Matrices(self.panels, title, text)._repr_mimebundle_(**kwargs)
+
+
+class Refused(Exception):
+    """Something is wrong with an answer. `of` is the function that it is about, if not all of them."""
+
+    def __init__(self, verdict: Verdict, of: str = ""):
+        super().__init__(verdict.text)
+        self.verdict, self.of = verdict, of
+
+
+def refuse(text: str, panels: Sequence[Panel] = (), of: str = "") -> NoReturn:
+    """End a check: this is wrong. The text follows the function's name, as in ": it returned None"."""
+    raise Refused(Verdict(False, text, panels), of)
+
+
+def right(text: str, panels: Sequence[Panel] = ()) -> Verdict:
+    """What a check returns at its end. The text follows the function's name, as in " is right."."""
+    return Verdict(True, text, panels)
+
+
+def check(
+    name: str = "",
+    not_with: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = LIBRARIES,
+    functions: int = 1,
+    takes: tuple[type, ...] = (FunctionType, MethodType),
+    how: str = "Write a function, with `def`.",
+    aside: str = "",
+) -> Callable[[Callable[P, Verdict]], Callable[P, Verdict]]:
+    """Make a check of a function that judges the learner's functions, its first `functions` arguments.
+
+    name       of the exercise, which begins every text; by default, the name of the learner's function
+    not_with   functions of these libraries that would do the exercise
+    takes      what it may be, and how to write that
+    aside      one more sentence for an answer that uses the library's
+    """
+
+    def decorate(judge: Callable[P, Verdict]) -> Callable[P, Verdict]:
+        @wraps(judge)
+        def checked(*args: P.args, **options: P.kwargs) -> Verdict:
+            fns: Any = args[:functions]
+            called = name or getattr(fns[0], "__name__", judge.__name__.removeprefix("check_"))
+            try:
+                for fn in fns:
+                    if not isinstance(fn, takes):
+                        refuse(f": this is an object of type {type(fn).__name__}. {how}")
+                    if not isinstance(fn, type) and not_started(fn):
+                        return untouched(called)
+                    if lazy := library_call(fn, not_with, libraries):
+                        refuse(f": `{lazy}` does the work. Here you write it yourself.{aside}")
+                verdict = judge(*args, **options)
+            except Exception as error:
+                refused = _told(error, fns)
+                verdict, called = refused.verdict, refused.of or called
+            verdict.text = called + verdict.text
+            return verdict
+
+        return checked
+
+    return decorate
+
+
+def not_started(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` is a stub: nothing but `...`, or with `name = ...` left in it."""
+    code = list(dis.get_instructions(fn))
+    ends = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "RETURN")  # and not STORE_SUBSCR, as in `x[...] = y`
+    if any(one.argval is Ellipsis and two.opname.startswith(ends) for one, two in pairwise(code)):
+        return True
+    if any("CONST" in one.opname and one.argval not in (None, ...) for one in code):
+        return False
+    nothing = ("RESUME", "NOP", "LOAD_CONST", "RETURN", "COPY_FREE_VARS", "POP_TOP")
+    return all(one.opname.startswith(nothing) for one in code)
+
+
+def untouched(name: str) -> Verdict:
+    """The verdict on a stub."""
+    return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+
+
+# --- running what the learner wrote --------------------------------------------------------------------------------
+
+
+class Raised(Exception):
+    """What a learner's function raised, its `__cause__`, and where: " of Mesh(tp=2)", " for 4 ranks"."""
+
+    def __init__(self, where: str):
+        super().__init__(where)
+        self.where = where
+
+
+@contextmanager
+def on(where: Mesh | str) -> Iterator[None]:
+    """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks"."""
+    said = f" of {where}" if isinstance(where, Mesh) else f" {where}"
+    try:
+        yield
+    except Refused:
+        raise
+    except Raised as error:
+        error.where += said
+        raise
+    except Exception as error:
+        raise Raised(said) from error
+
+
+def run_on(mesh: Mesh, program: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """torch's `run`. What the learner's function raises on a rank is told with the mesh."""
+    from tplab.torch import run
+
+    with on(mesh):
+        return run(program, mesh, *args, **options)
+
+
+def _told(error: BaseException, fns: Sequence[Any]) -> Refused:
+    """What is wrong, also if a rank has found it; or what the learner's functions raised, and at which line."""
+    where = error.where if isinstance(error, Raised) else ""
+    error = error.__cause__ or error if isinstance(error, Raised) else error
+    rank = f" on rank {error.rank}" if isinstance(error, RankError) else ""
+    cause = error.__cause__ or error if isinstance(error, RankError) else error
+    if isinstance(cause, Refused):
+        return cause
+    codes = [getattr(getattr(fn, "forward", fn), "__code__", None) for fn in fns]
+    files = {code.co_filename for code in codes if code}
+    mine = [one.line for one in traceback.extract_tb(cause.__traceback__) if one.filename in files and one.line]
+    line = f"\nin the line: {mine[-1]}" if mine else ""
+    return Refused(Verdict(False, f": {type(cause).__name__}{rank}{where}: {cause}{line}"))
+
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def beside(name: str, got: Any, want: Any, off: Any = None, apart: bool = False) -> list[Panel]:
+    """The learner's result beside the right one, with what is off marked; if `apart`, also their difference."""
+    got, want = np.asarray(got), np.asarray(want)
+    panels = [Panel(name, got, off), Panel("right", want)]
+    return [*panels, Panel("yours - right", got - want, off)] if apart else panels
+
+
+def hint(got: Any, known: Mapping[str, Any], otherwise: str = "", slack: float = 1e-9) -> str:
+    """The first hint whose prediction, a number or an array, is what the learner has."""
+    got = np.asarray(got, float)
+    for text, guess in known.items():
+        guess = np.asarray(guess, float)
+        if guess.shape in ((), got.shape) and np.allclose(got, guess, rtol=0, atol=slack):
+            return text
+    return otherwise

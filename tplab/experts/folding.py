@@ -1,0 +1,96 @@
+"""Folding: attention and experts lay their own axes over the same ranks, and both are axes of one finer mesh.
+
+A layer's attention may run on dp x cp x tp ranks, and its experts on edp x ep x etp ranks, which are the same ranks
+(Liu et al. 2025, arXiv:2504.14960). Count the ranks from the fastest axis on: an axis ends where the product of the
+sizes so far has come to some number. The numbers of both layouts together are those of a finer mesh:
+
+    attention         dp=4   tp=2     ends after 2, 8 ranks
+    experts    edp=2   ep=4           ends after 4, 8 ranks
+    mesh       edp=2  dp_ep=2  tp=2   ends after 2, 4, 8 ranks
+
+Each axis of either layout is a run of its axes, dp = (edp, dp_ep) and ep = (dp_ep, tp), and wherever a collective takes
+an axis it takes a tuple of names. So nothing else is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tplab.errors import MeshError
+from tplab.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Two layouts of the same ranks.
+
+    mesh         the finer mesh, on which a program runs
+    attention    the axes of the first layout, each as a name or a tuple of names of that mesh
+    experts      the axes of the second one
+    """
+
+    mesh: Mesh
+    attention: Mapping[str, Axis]
+    experts: Mapping[str, Axis]
+
+
+def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
+    """The coarsest mesh in which the axes of both layouts are runs of axes. The last axis of each is the fastest.
+
+    An axis of the mesh is named after the axis of either layout that it is the whole of, or after both, as "dp_ep".
+    Raises MeshError if the layouts have different numbers of ranks, or where one axis ends after a number of ranks that
+    does not divide the number after which another one ends.
+    """
+    first, second = Mesh(**attention), Mesh(**experts)
+    if first.size != second.size:
+        raise MeshError(
+            f"attention has {first.size} ranks ({first}) and the experts have {second.size} ({second}); both are laid "
+            "over the same ranks"
+        )
+    owners = _ends(first, "of attention") | _ends(second, "of the experts") | {1: ""}
+    for lower, upper in pairwise(sorted(owners)):
+        if upper % lower:
+            raise MeshError(
+                f"axis {owners[lower]} ends after {lower} ranks, which does not divide the {upper} after which axis "
+                f"{owners[upper]} ends; no mesh has both: put the axes in another order, or change a size"
+            )
+    axes: dict[str, int] = {}
+    runs: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
+    for lower, upper in reversed(list(pairwise(sorted(owners)))):
+        size, a, e = upper // lower, _axis_over(upper, first), _axis_over(upper, second)
+        if first.shape[a] == size and (a == e or a not in second.shape):
+            name = a
+        elif second.shape[e] == size and e not in first.shape:
+            name = e
+        else:
+            name = f"{a}_{e}"
+        axes[name] = size
+        for run, axis in zip(runs, (a, e)):
+            run[axis] = (*run.get(axis, ()), name)
+    axes |= {name: 1 for layout in (first, second) for name, size in layout.shape.items() if size == 1}
+    whole = [
+        {name: found[0] if len(found := run.get(name, (name,))) == 1 else found for name in layout.shape}
+        for run, layout in zip(runs, (first, second))
+    ]
+    return Folded(Mesh(**axes), *whole)
+
+
+def _ends(layout: Mesh, whose: str) -> dict[int, str]:
+    """After how many ranks each axis ends: the distance of its ranks times their number."""
+    ends, found = 1, {}
+    for name, size in reversed([*layout.shape.items()]):
+        ends *= size
+        found[ends] = f"{name}={size} {whose}"
+    return found
+
+
+def _axis_over(end: int, layout: Mesh) -> str:
+    """The axis that contains the step up to `end` ranks."""
+    reached = 1
+    for name, size in reversed([*layout.shape.items()]):
+        reached *= size
+        if reached >= end:
+            return name
+    raise AssertionError(f"{layout} has fewer than {end} ranks")

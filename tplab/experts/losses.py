@@ -1,0 +1,36 @@
+"""Losses of a router: what keeps experts from being chosen unequally, and scores from growing.
+
+With p [T, E] the scores of T tokens as probabilities, and f_e the fraction of the T k choices that fall on expert e:
+
+    balance   E * sum_e f_e mean_t(p_te)        1 if all are chosen equally; no gradient goes through f
+    z         mean_t (log sum_e exp z_te)^2     of the logits z
+
+Balance: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906). The tokens over
+which f is counted decide what has to be balanced:
+
+    "microbatch"   the tokens of this rank: every rank's own batch shall use all experts
+    "sequence"     each sequence by itself, and the mean of that
+    "global"       the tokens of all ranks: only together they shall (Qiu et al. 2025, arXiv:2501.11873). f needs an
+                   all_reduce of E numbers, and the mean of the ranks' losses is then the loss of the whole batch
+"""
+
+from __future__ import annotations
+
+from tplab.errors import ShapeError, one_of
+from tplab.mesh import Axis
+
+BALANCE = ("microbatch", "sequence", "global")
+
+
+def check_balance(over: str, tokens: int, sequence: int | None, axis: Axis | None) -> int:
+    """The tokens over which choices are counted together. Raises ValueError, ShapeError."""
+    one_of("over", over, BALANCE)
+    if over == "global" and axis is None:
+        raise ValueError(
+            "a balance over the global batch counts the choices of all ranks: give axis, over which they are"
+        )
+    if over != "sequence":
+        return tokens
+    if sequence is None or sequence < 1 or tokens % sequence:
+        raise ShapeError(f"{tokens} tokens are no whole number of sequences of {sequence}; give sequence, their length")
+    return sequence
