@@ -82,7 +82,7 @@ def test_a_knobs_measured_value_is_a_mark_that_says_by_whom():
     left = next(part.place[0] for part in card.bars.parts if part.method == "box")
     assert [(mark[0][0] - left) / (widths[0] + 1) for mark in marks] == pytest.approx([2])
     assert hints[-1] == (("", "2 ranks"), ("measured", "8 µs"), ("by", "the NCCL team, 2 H100"), ("bar", "2 µs"))
-    assert card.content["legend"][-1]["text"] == "measured by the NCCL team, 2 H100"
+    assert card._legend()[-1].text == "measured by the NCCL team, 2 H100"
     said = "A sentence. Measured by the NCCL team, 2 H100: 2 ranks 8 µs."
     assert card.content["options"][0]["sentence"] == said
     assert repr(card) == f"A title. the size: 1. At 1: {said}"
@@ -99,7 +99,7 @@ def test_a_knobs_measured_value_needs_who_measured_it():
         bars = {1: Bars([Row("1 rank", {"computing": 1.0}, measured=wrong)], "")}
         with pytest.raises(ValueError, match="give a number from 0"):
             knob("A title", "the size", bars, by="us")
-    assert len(turned(by="us").content["legend"]) == 2  # nothing was measured, so no legend says it
+    assert len(turned(by="us")._legend()) == 2  # nothing was measured, so no legend says it
 
 
 def test_a_knob_without_a_kernel_is_a_sentence_and_a_picture():

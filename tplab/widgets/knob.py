@@ -78,7 +78,7 @@ class Knob(Card):
         self.colours = {name: hued.index(name) if name in hued else -1 for name in names}
         self.bars = self._draw(WIDTH)
         self.bars.narrow = self._draw(NARROW)
-        scene = pack(*packed([self.bars]))
+        scene = pack(*packed([self.bars], self._legend()))
         super().__init__(content=self._content(), scene=scene, index=list(self.options).index(start))
 
     @property
@@ -98,7 +98,6 @@ class Knob(Card):
             "title": self.title,
             "about": self.about,
             "control": self.control,
-            "legend": [key.sent() for key in self._legend()],
             "options": [
                 {
                     "name": option_text(option),
@@ -112,7 +111,7 @@ class Knob(Card):
     def _legend(self) -> list[Key]:
         keys = [Key(name, mix(self._tint(name), 0.3), self._tint(name)) for name in self.colours]
         is_measured = any(row.measured is not None for bars in self.options.values() for row in bars.rows)
-        return [*keys, Key(f"measured by {self.by}", is_measured=True)] if is_measured else keys
+        return [*keys, Key(f"measured by {self.by}", sign="diamond")] if is_measured else keys
 
     def _tint(self, part: str) -> str:
         return hue(self.colours[part])

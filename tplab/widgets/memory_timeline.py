@@ -38,11 +38,10 @@ class MemoryTimeline(Card):
         self.scene_of_ranks = self._draw(self.of)
         self.scene_of_ranks.narrow = self._draw(layout.picture(self.memories, self.predicted, layout.NARROW))
         self._legend = drawing.legend(self.of)
-        header, columns = packed([self.scene_of_ranks])
+        header, columns = packed([self.scene_of_ranks], self._legend)
         header |= {
             "title": title,
             "about": self.about,
-            "legend": [key.sent() for key in self._legend],
             "ranks": [_rank_text(self.mesh, rank) for rank in self.mesh.ranks],
             "says": [self.says(rank) for rank in self.mesh.ranks],
         }

@@ -50,12 +50,11 @@ class Tiles(Card):
         return still(TITLE, self.sentence, self.scenes, within, legend=drawing.LEGEND, note=drawing.AXES)
 
     def _drawn(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        header, columns = packed(self.scenes)
+        header, columns = packed(self.scenes, drawing.LEGEND)
         header |= {
             "title": TITLE,
             "about": mask_text(self.of.panels[0].mask).rstrip(","),
             "sentence": self.sentence,
-            "legend": [key.sent() for key in drawing.LEGEND],
             "note": drawing.AXES,
             "ranks": self.of.num_ranks,
             "says": [self.of.says(step) for step in range(self.of.num_steps + 1)],

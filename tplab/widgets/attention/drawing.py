@@ -15,7 +15,7 @@ LEGEND = (
     Key("this step, in the colour of the rank", hue(0)),
     Key("computed before", mix(hue(0), 0.26), mix(hue(0), 0.55)),
     Key("to come", PAPER, mix(hue(0), 0.55)),
-    Key("skipped, idle", SOFT, hatch=SKIPPED),
+    Key("skipped, idle", SOFT, SKIPPED, "hatch"),
 )
 AXES = "rows: queries, columns: keys, edges: their ranks"
 _SOON = 1e-5

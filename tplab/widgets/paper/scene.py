@@ -30,35 +30,34 @@ class Mark:
 
 
 class Key(NamedTuple):
-    """An entry of a legend: a text, and how what it explains looks."""
+    """An entry of a legend: a text, and how what it explains looks. sign: "box", or in this colour "hatch", "dashes",
+    "stair"; "cross" and "disc" in the fill's; "diamond", the mark of what was measured."""
 
     text: str
     fill: Colour | None = None
     edge: Colour | None = None
-    hatch: Colour | None = None
-    dashes: Colour | None = None
-    is_measured: bool = False
+    sign: str = "box"
 
     def draw(self, sheet: Sheet, x: float, y: float) -> None:
-        if self.is_measured:
-            draw_diamond(sheet, x + 9, y + 5.5)
-            return
-        if self.dashes:
+        """In a box of 18 x 11 pixels."""
+        edge, middle = self.edge or INK, y + 5.5
+        if self.sign == "diamond":
+            draw_diamond(sheet, x + 9, middle)
+        elif self.sign == "disc":
+            sheet.box(x + 5, middle - 4, 8, 8, fill=self.fill, edge=self.edge, radius=4)
+        elif self.sign == "cross":
+            for up in (-3.2, 3.2):
+                sheet.line([(x + 5.8, middle - up), (x + 12.2, middle + up)], self.fill or INK, 1.6)
+        elif self.sign == "stair":
+            sheet.line([(x, y + 2), (x + 9, y + 2), (x + 9, y + 9), (x + 18, y + 9)], edge, 1)
+        elif self.sign == "dashes":
             for dash in (0, 8, 16):
-                sheet.line([(x + dash, y + 5), (min(x + dash + 5, x + 18), y + 5)], self.dashes, 1.4)
-            return
-        sheet.box(x, y, 18, 11, fill=self.fill, edge=self.edge, radius=0 if self.hatch else 3)
-        if self.hatch:
-            sheet.hatch(x, y, 18, 11, self.hatch)
-
-    def sent(self) -> dict[str, Any]:
-        """As static/scene.js reads it."""
-        named = {"fill": self.fill, "edge": self.edge, "hatch": self.hatch, "dashes": self.dashes}
-        return {
-            "text": self.text,
-            "measured": self.is_measured,
-            **{name: token(colour) for name, colour in named.items() if colour},
-        }
+                sheet.line([(x + dash, middle), (min(x + dash + 5, x + 18), middle)], edge, 1.4)
+        else:
+            is_box = self.sign == "box"
+            sheet.box(x, y, 18, 11, fill=self.fill, edge=self.edge if is_box else None, radius=3 * is_box)
+            if not is_box:
+                sheet.hatch(x, y, 18, 11, edge)
 
 
 class When(NamedTuple):
@@ -167,17 +166,22 @@ def _moved(stops: Sequence[tuple[float, float, float]], position: float, x: floa
     return x + float(np.interp(position, at, across)), y + float(np.interp(position, at, down))
 
 
-def packed(scenes: Sequence[Scene]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The scenes of a card as static/scene.js reads them: a header, and columns whose names end in a scene's number."""
     tables: list[dict[str, Any]] = []
     hints = _Once()
     columns: dict[str, np.ndarray] = {}
     narrow = [scene.narrow for scene in scenes if scene.narrow]
-    for number, scene in enumerate([*scenes, *narrow]):
+    swatches = [Scene(18, 11) for _ in legend]
+    for key, swatch in zip(legend, swatches):
+        key.draw(swatch, 0, 0)
+    for number, scene in enumerate([*scenes, *narrow, *swatches]):
         about, found = _table(scene, hints)
         tables.append({**about, "narrow": len(scenes) + narrow.index(scene.narrow) if scene.narrow else number})
         columns |= {f"{name}{number}": column for name, column in found.items()}
-    return {"tables": tables, "scenes": len(scenes), "hints": list(hints.found)}, columns
+    first = len(scenes) + len(narrow)
+    keys = [[key.text, number] for number, key in enumerate(legend, first)]
+    return {"tables": tables, "scenes": len(scenes), "hints": list(hints.found), "legend": keys}, columns
 
 
 def _table(scene: Scene, hints: _Once) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

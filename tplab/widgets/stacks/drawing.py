@@ -58,7 +58,7 @@ def draw(picture: Picture, memories: Sequence[Memory], predicted: Mapping[str, S
 def legend(picture: Picture) -> list[Key]:
     keys = [Key(name_of(kind), mix(_tint(kind), 0.3), _tint(kind)) for kind in picture.kinds]
     is_predicted = any(due is not None for panel in picture.panels for due in panel.predicted)
-    return [*keys, Key("predicted", dashes=INK)] if is_predicted else keys
+    return [*keys, Key("predicted", edge=INK, sign="dashes")] if is_predicted else keys
 
 
 def _areas(sheet: Scene, area: Area) -> None:

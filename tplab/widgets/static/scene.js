@@ -6,23 +6,19 @@ const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "begin", "end", "path", "mark", "points", "pointing", "rows", "saying"];
 
-// A colour of a scene in CSS: "c3" is one of the style sheet, "c3 26" 26 % of it over paper.
-export function inCss(colour) {
-  if (!colour) return "transparent";
-  const [name, share] = colour.split(" "), full = name === "white" ? "#fff" : `var(--${name})`;
-  return share ? `color-mix(in srgb,${full} ${share}%,var(--paper))` : full;
-}
-
-// What the colours mean, in a line that wraps; at its end a note, or a control.
-export function drawLegend(root, keys, end = "") {
-  const swatch = ({ fill, edge, hatch: lines, dashes, measured }) => {
-    if (measured) return el("i.tpl-keydiamond");
-    if (dashes) return el("i.tpl-keydashed", { style: `border-color:${inCss(dashes)}` });
-    const striped = lines ? `repeating-linear-gradient(135deg,${inCss(lines)} 0 1.5px,transparent 1.5px 4.5px),` : "";
-    return el("i", { style: `background:${striped}${inCss(fill)};border:1px solid ${inCss(edge)};background-clip:padding-box` });
-  };
-  root.append(el("div.tpl-legend", {}, ...keys.map((key) => el("span.tpl-key", {}, swatch(key), key.text)),
-    ...(end ? [el("span.tpl-space"), typeof end === "string" ? el("span.tpl-key", {}, end) : end] : [])));
+// What the colours mean, in a line that wraps; at its end a note, or a control. Returns what paints it.
+export function drawLegend(root, data, end = "") {
+  const row = el("div.tpl-legend");
+  root.append(row);
+  const swatches = data.legend.map(([text, number]) => {
+    const key = el("span.tpl-key"), swatch = new Scene(root, key, data, number, { over() {} });
+    swatch.canvas.setAttribute("aria-hidden", "true");
+    key.append(text);
+    row.append(key);
+    return swatch;
+  });
+  if (end) row.append(el("span.tpl-space"), typeof end === "string" ? el("span.tpl-key", {}, end) : end);
+  return () => swatches.forEach((swatch) => swatch.draw(0));
 }
 
 export class Scene {
@@ -32,7 +28,7 @@ export class Scene {
     const table = (place) => ({ ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) });
     Object.assign(this, { root, host, over, hints: data.hints });
     this.tables = [table(number), table(data.tables[number].narrow)];
-    this.canvas = el("canvas", { role: "img", "aria-label": data.tables[number].label });
+    this.canvas = el("canvas", number < data.scenes ? { role: "img", "aria-label": data.tables[number].label } : {});
     this.cursor = el("div.tpl-cursor", { hidden: "" });
     host.append(this.canvas, ...(cursor ? [this.cursor] : []));
     this.choose();
@@ -94,16 +90,17 @@ export class Scene {
     return this.table.begin[part] < this.position && this.position <= this.table.end[part];
   }
 
-  // The uppermost box under the pointer that says what it is.
+  // The uppermost box under the pointer that says what it is; of equally large ones, that with the nearest middle.
   under(event) {
-    const { table } = this, frame = this.canvas.getBoundingClientRect(), scale = (FINE * table.width) / frame.width;
-    const x = (event.clientX - frame.left) * scale, y = (event.clientY - frame.top) * scale;
-    for (let part = table.mark.length - 1; part >= 0; part--) {
-      if (table.mark[part] < 0 || !this.isThere(part)) continue;
-      const across = x - table.x[part], down = y - table.y[part];
-      if (across >= 0 && down >= 0 && across < table.w[part] && down < table.h[part]) return part;
+    const { x, y, w, h, mark, width } = this.table, frame = this.canvas.getBoundingClientRect(), scale = (FINE * width) / frame.width;
+    const across = (event.clientX - frame.left) * scale, down = (event.clientY - frame.top) * scale;
+    const away = (part) => Math.hypot(across - x[part] - w[part] / 2, down - y[part] - h[part] / 2);
+    let found = -1;
+    for (let part = mark.length - 1; part >= 0; part--) {
+      if (mark[part] < 0 || across < x[part] || down < y[part] || across >= x[part] + w[part] || down >= y[part] + h[part] || !this.isThere(part)) continue;
+      if (found < 0 || (w[part] === w[found] && h[part] === h[found] && away(part) < away(found))) found = part;
     }
-    return -1;
+    return found;
   }
 
   draw(position) {
