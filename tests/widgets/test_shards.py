@@ -16,8 +16,8 @@ from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.shards import content
+from tplab.widgets.tensors.layout import drawing, index_text, ranks_text
 from tplab.widgets.tensors.product import Tensor, product
-from tplab.widgets.tensors.scene import drawing, index_text, ranks_text
 
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(a=2, b=2, c=2)]
 SHAPE_X, SHAPE_W = (12, 24), (24, 36)

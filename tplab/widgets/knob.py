@@ -11,7 +11,7 @@ import traitlets
 from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.measured import check_measured, draw_diamond
-from tplab.widgets.paper.palette import DIM, INK, hue, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, hue, mix
 from tplab.widgets.paper.scene import Key, Scene, packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
@@ -136,9 +136,22 @@ class Knob(Card):
         return " · ".join(filter(None, [row.note, measured]))
 
     def picture(self) -> bytes:
-        note = f"{self.control}: {option_text(self.option)}"
         sentence = self._content()["options"][self.index]["sentence"]
-        return still(self.title, sentence, [self.bars], self.index, about=self.about, legend=self._legend(), note=note)
+        words = {"about": self.about, "legend": self._legend(), "gap": 8}
+        return still(self.title, sentence, [self._track(), self.bars], self.index, **words)
+
+    def _track(self) -> Scene:
+        """What a page has as a control: the position of the knob among all others."""
+        sheet, names, wide = Scene(WIDTH, 38), [*map(option_text, self.options)], 200
+        x = sheet.text(0, 12, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm") + 6
+        x += sheet.text(x, 12, names[self.index], size=11.5, bold=True, anchor="lm") + 16
+        at = x + wide * self.index / max(len(names) - 1, 1)
+        sheet.line([(x, 12), (x + wide, 12)], LINE, 4)
+        sheet.line([(x, 12), (at, 12)], ACCENT, 4)
+        sheet.box(at - 6, 6, 12, 12, fill=ACCENT, radius=6)
+        sheet.text(x - 2, 26, names[0] if self.index else "", size=9.5, fill=DIM, anchor="lm")
+        sheet.text(x + wide + 2, 26, names[-1] if at < x + wide else "", size=9.5, fill=DIM, anchor="rm")
+        return sheet
 
     def _draw(self, wide: float) -> Scene:
         """The bars of all options; the position of the playhead is the option's index."""

@@ -16,7 +16,7 @@ from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.tensors import picture, scene
+from tplab.widgets.tensors import layout, picture
 from tplab.widgets.tensors.product import Product, Tensor, product
 
 MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
@@ -56,7 +56,7 @@ class Shards(Card):
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
     """Everything that is drawn and said. `says` is of each rank, and then of each piece of a tensor."""
     one = isinstance(of, Tensor)
-    drawings = scene.one(of, mesh) if one else scene.multiplied(of, mesh)
+    drawings = layout.one(of, mesh) if one else layout.multiplied(of, mesh)
     about = f"{of.spec} on {mesh}" if one else f"{of.x.name} {of.x.spec}, {of.w.name} {of.w.spec} on {mesh}"
     says = [(f"rank {rank}", _of_rank(mesh, of, drawings, rank)) for rank in mesh.ranks]
     return {
@@ -64,14 +64,14 @@ def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
         "about": about,
         "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
         "drawings": drawings,
-        "ranks": scene.ranks(drawings, mesh),
-        "sentence": scene.held(of, mesh) + "." if one else _verdict(mesh, of),
+        "ranks": layout.ranks(drawings, mesh),
+        "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
         "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],
     }
 
 
-def _of_piece(drawing: scene.Drawing, piece: scene.Tile) -> tuple[str, str]:
-    who = f"rank{'s' * (len(piece.ranks) > 1)} {scene.ranks_text(piece.ranks)}"
+def _of_piece(drawing: layout.Drawing, piece: layout.Tile) -> tuple[str, str]:
+    who = f"rank{'s' * (len(piece.ranks) > 1)} {layout.ranks_text(piece.ranks)}"
     does = f"is the sum of what {who} compute" if drawing.summed else f"is held by {who}"
     return f"{drawing.name.split(' ')[0]}{piece.index}", does
 
@@ -94,11 +94,11 @@ def _verdict(mesh: Mesh, of: Product) -> str:
     )
 
 
-def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing], rank: int) -> str:
+def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[layout.Drawing], rank: int) -> str:
     own = [next(piece for piece in d.pieces if rank in piece.ranks) for d in drawings]
     if isinstance(of, Tensor):
         others = [other for other in own[0].ranks if other != rank]
-        shared = f", and so do {scene.ranks_text(others)}" if others else ", and no other rank does"
+        shared = f", and so do {layout.ranks_text(others)}" if others else ", and no other rank does"
         return f"holds {of.name}{own[0].index}{shared}"
     multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
     if of.x.axes(1) != of.w.axes(0):  # one of the two is unsharded: only the matching part of it is used
@@ -107,7 +107,7 @@ def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing]
     result = f"{of.y.name}{own[2].index}"
     if not of.summed:
         return f"{multiplies}: {result}"
-    summed = scene.ranks_text(mesh.group(rank, of.summed))
+    summed = layout.ranks_text(mesh.group(rank, of.summed))
     return f"{multiplies}: its part of {result}, which is the sum over ranks {summed}"
 
 

@@ -12,7 +12,7 @@ from tplab.mesh import Axis
 from tplab.sequence import AttentionMask, TokenLayout
 from tplab.trace.trace import Trace
 from tplab.widgets.attention import drawing
-from tplab.widgets.attention.scene import Panels, mask_text, scene
+from tplab.widgets.attention.panels import Panels, mask_text, shown
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.step import Step
@@ -84,4 +84,4 @@ def tiles(
     step      where the playhead starts: 0 is before the first step, 1 after it
     Raises ShapeError and ValueError where layouts, or the trace, do not fit together.
     """
-    return Tiles(scene(layouts, AttentionMask() if mask is None else mask, trace, axis), step)
+    return Tiles(shown(layouts, AttentionMask() if mask is None else mask, trace, axis), step)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tplab.widgets.attention.scene import CHIP, STRIP, Panel, Place
+from tplab.widgets.attention.panels import CHIP, STRIP, Panel, Place
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WHITE, hue, mix
 from tplab.widgets.paper.scene import Key, Scene
 

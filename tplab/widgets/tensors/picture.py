@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene, spans
-from tplab.widgets.tensors.scene import Drawing, Tile, ranks_text
+from tplab.widgets.tensors.layout import Drawing, Tile, ranks_text
 
 
 def tensors(drawings: Sequence[Drawing], num_ranks: int) -> Scene:

@@ -164,7 +164,7 @@ class Panels:
         )
 
 
-def scene(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Panels:
+def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Panels:
     """What is shown of these layouts, checked."""
     given = [layouts] if isinstance(layouts, TokenLayout) else list(layouts)
     if not 1 <= len(given) <= 3:
