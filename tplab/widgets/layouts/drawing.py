@@ -15,7 +15,7 @@ from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS,
 from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, INK, LINE, PAPER, SOFT, Colour, hue, mix
-from tplab.widgets.paper.scene import Key, Scene, spans
+from tplab.widgets.paper.scene import Key, Scene, dashes, spans
 
 WIDTH, TALL = 440, 310
 LABEL, TOTAL = 104, 90
@@ -61,7 +61,7 @@ def plan_map(bench: Workbench) -> Scene:
         sheet.text(across(tick), base + 13, plain(tick), size=10, fill=DIM)
     sheet.text(left - 6, 5, "GiB", size=10, fill=DIM, anchor="rm")
     sheet.text(right, TALL - 6, "seconds per step", size=10, fill=DIM, anchor="rm")
-    _limit(sheet, left, right, limit)
+    dashes(sheet, left, right, limit)
     sheet.text(right - 4, limit - 9, f"a GPU has {plain(bench.limit)} GiB", size=10, fill=DIM, anchor="rm")
     front = sorted((across(seconds[plan]), up(gib[plan])) for plan in plans if found["front"][plan])
     corners = [corner for (_, y), (x, low_y) in pairwise(front) for corner in ((x, y), (x, low_y))]
@@ -184,7 +184,7 @@ def _held(sheet: Scene, rivals: Sequence[Forecast], names: Sequence[str], limit:
             if place % math.ceil(18 / each) == 0:
                 said = str(place) if one.plan.pp > 1 else "each"
                 sheet.text(x + (place + 0.5) * each, base + 10, said, size=10, fill=DIM)
-        _limit(sheet, x, x + wide, base - limit * scale)
+        dashes(sheet, x, x + wide, base - limit * scale)
     x, y = 0.0, base + 27
     for kind in KIND_HUES:
         if all(getattr(held, kind) / GIB <= 0.005 for one in rivals for held in one.held):
@@ -194,13 +194,6 @@ def _held(sheet: Scene, rivals: Sequence[Forecast], names: Sequence[str], limit:
         fill, edge = _tint(KIND_HUES[kind])
         sheet.box(x, y - 5, 12, 9, fill=fill, edge=edge, radius=2)
         x += 16 + sheet.text(x + 16, y, KINDS[kind], size=9.5, fill=DIM, anchor="lm") + 9
-
-
-def _limit(sheet: Scene, left: float, right: float, y: float) -> None:
-    """What a GPU has, in dashes."""
-    for dash in range(math.ceil((right - left) / 8)):
-        x = left + 8 * dash
-        sheet.line([(x, y), (min(x + 5, right), y)], INK, 1.4)
 
 
 def _ring(sheet: Scene, x: float, y: float, radius: float, edge: str, fill: Colour | None = None, line: float = 1

@@ -51,8 +51,7 @@ class Key(NamedTuple):
         elif self.sign == "stair":
             sheet.line([(x, y + 2), (x + 9, y + 2), (x + 9, y + 9), (x + 18, y + 9)], edge, 1)
         elif self.sign == "dashes":
-            for dash in (0, 8, 16):
-                sheet.line([(x + dash, middle), (min(x + dash + 5, x + 18), middle)], edge, 1.4)
+            dashes(sheet, x, x + 18, middle)
         else:
             is_box = self.sign == "box"
             sheet.box(x, y, 18, 11, fill=self.fill, edge=self.edge if is_box else None, radius=3 * is_box)
@@ -125,9 +124,6 @@ class Scene:
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
         """Without a fill and an edge, it is only there to be pointed at."""
         self._add("box", (x, y, width, height), fill=fill, edge=edge, radius=radius, line=line)
-
-    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
-        self._add("dashed", (x, y, width, height), edge=edge, line=line)
 
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
         self._add("line", (), points, colour=colour, line=line)
@@ -220,6 +216,12 @@ def _fine(lengths: np.ndarray) -> np.ndarray:
 def _sent(look: Mapping[str, Any]) -> dict[str, Any]:
     """Colours by their names in the style sheet."""
     return {name: token(value) if name in ("fill", "edge", "colour") else value for name, value in look.items()}
+
+
+def dashes(sheet: Sheet, left: float, right: float, y: float) -> None:
+    """A dashed line, for a limit."""
+    for x in np.arange(left, right, 8.0).tolist():
+        sheet.line([(x, y), (min(x + 5, right), y)], INK, 1.4)
 
 
 def spans(positions: Collection[int]) -> Iterator[tuple[float, float]]:

@@ -9,7 +9,7 @@ import numpy as np
 from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, WORK, mix
-from tplab.widgets.paper.scene import Key, Scene, spans
+from tplab.widgets.paper.scene import Key, Scene, dashes, spans
 from tplab.widgets.stacks.layout import (
     BOTTOM,
     HEIGHT,
@@ -46,7 +46,8 @@ def draw(picture: Picture, memories: Sequence[Memory], predicted: Mapping[str, S
             for begin, end in spans(ranks):
                 with sheet.during(begin, end):
                     _areas(sheet, panel.areas[ranks[0]])
-                    _predicted(sheet, panel, ranks[0])
+                    if (due := panel.predicted[ranks[0]]) is not None:
+                        dashes(sheet, left, right, due[0])
                     _stops(sheet, panel, memory, ranks[0], parts[ranks[0]], picture)
         sheet.line([(left, BASE), (right, BASE)], LINE, 1)
         for x, text in panel.ticks:
@@ -72,14 +73,6 @@ def _areas(sheet: Scene, area: Area) -> None:
         sheet.line(edge, _tint(kind), 1)
     for name, x, y in area.labels:
         sheet.text(x, y, name, size=LABEL)
-
-
-def _predicted(sheet: Scene, panel: Panel, rank: int) -> None:
-    due = panel.predicted[rank]
-    if due is None:
-        return
-    for x in np.arange(panel.x, panel.x + panel.width, 8.0):
-        sheet.line([(x, due[0]), (min(x + 5, panel.x + panel.width), due[0])], INK, 1.4)
 
 
 def _stops(sheet: Scene, panel: Panel, memory: Memory, rank: int, parts: Predicted, picture: Picture) -> None:

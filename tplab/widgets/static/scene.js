@@ -147,27 +147,26 @@ export class Scene {
     } else if (is === "hatch") {
       pen.fillStyle = colour;
       pen.fillRect(x, y, width, height);
-    } else if (is === "box" || is === "dashed") {
+    } else if (is === "box") {
       if (width <= 0 || !(fill || edge)) return;
       const inset = edge ? line / 2 : 0; // the outline is inside of the box
-      shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, is === "dashed" ? 3 : radius);
-      fillAndStroke(pen, fill, edge, is === "dashed" ? [3, 2] : []);
+      shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, radius);
+      fillAndStroke(pen, fill, edge);
     } else {
       pen.beginPath();
       for (let at = pointing[part]; at < pointing[part + 1]; at++) pen.lineTo(points[2 * at] / FINE, points[2 * at + 1] / FINE);
-      fillAndStroke(pen, fill, colour, []);
+      fillAndStroke(pen, fill, colour);
     }
   }
 }
 
-function fillAndStroke(pen, fill, edge, dashes) {
+function fillAndStroke(pen, fill, edge) {
   if (fill) {
     pen.fillStyle = fill;
     pen.fill();
   }
   if (!edge) return;
   pen.strokeStyle = edge;
-  pen.setLineDash(dashes);
   pen.stroke();
 }
 

@@ -1,5 +1,5 @@
 // Which rank holds which piece: tensors cut up, and every rank with its own pieces. To point at one shows it everywhere.
-import { card, el, followTheme } from "./shell.js";
+import { card, el, followTheme, keepHeight } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene } from "./scene.js";
 
@@ -42,26 +42,14 @@ async function render({ model, el: host }) {
     choose(next);
   });
   model.on("change:rank", show);
-  // The card keeps the height of the longest of its sentences.
-  const reserve = () => {
-    if (!root.clientWidth || root.clientWidth === reserve.width) return;
-    reserve.width = root.clientWidth;
-    const longest = [data.sentence, ...data.says.map((pair) => pair.join(" "))].sort((a, b) => b.length - a.length)[0];
-    say.style.minHeight = "";
-    const ghost = el("p.tpl-say", { style: "visibility:hidden" }, longest);
-    say.after(ghost);
-    say.style.minHeight = `${ghost.offsetHeight}px`;
-    ghost.remove();
-  };
-  const resizer = new ResizeObserver(() => {
-    reserve();
-    show();
-  });
+  const [, letGo] = keepHeight(root, say, () => [data.sentence, ...data.says.map((pair) => pair.join(" "))]);
+  const resizer = new ResizeObserver(show);
   resizer.observe(root);
   const unfollow = followTheme(root, show);
   return () => {
     unfollow();
     resizer.disconnect();
+    letGo();
     model.off("change:rank", show);
   };
 }

@@ -121,4 +121,26 @@ export function hint(root) {
   };
 }
 
+// A line of words keeps the height of the longest of its texts, so that nothing below it moves. Returns what measures
+// again, after the texts have changed, and what ends it.
+export function keepHeight(root, line, texts) {
+  let width = 0;
+  const measure = () => {
+    if (!root.clientWidth || root.clientWidth === width) return;
+    width = root.clientWidth;
+    line.style.minHeight = "";
+    const ghost = el("p.tpl-say", { style: "visibility:hidden" });
+    line.after(ghost);
+    const heights = texts().sort((a, b) => b.length - a.length).slice(0, 3).map((text) => {
+      ghost.textContent = text;
+      return ghost.offsetHeight;
+    });
+    ghost.remove();
+    line.style.minHeight = `${Math.max(0, ...heights)}px`;
+  };
+  const resizer = new ResizeObserver(measure);
+  resizer.observe(root);
+  return [() => { width = 0; measure(); }, () => resizer.disconnect()];
+}
+
 export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
