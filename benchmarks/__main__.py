@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 # As the table of figures lists them; a new file in rows/ comes last until it is given a place here.
 ORDER = [
     "torch_hops",
+    "torch_scale",
     "mlp_torch",
     "mlp_jax",
     "gpt_torch",

@@ -1,9 +1,11 @@
-"""nbval runs every lab. What its widgets show is kept, so that `make site` need not run it again."""
+"""nbval runs every lab. What its widgets show is kept, so that `make site` need not run it again, and shows the same as
+if it had."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,13 @@ class Listener:
         self.file = states.file_of(lab.path.stem)
         self._next_message = lab.get_kernel_message
         lab.get_kernel_message = self.next_message
+        # Cells are counted as Jupyter counts them, so that what names a line of a cell names its number too.
+        assert lab.kernel
+        lab.kernel.kc.execute = partial(self.counted, lab.kernel.kc.execute)
+
+    @staticmethod
+    def counted(execute: Callable[..., str], *args: Any, **options: Any) -> str:
+        return execute(*args, **{**options, "store_history": True})
 
     def next_message(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         message = self._next_message(*args, **kwargs)

@@ -60,7 +60,7 @@ def main(options: list[str]) -> None:
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(settings)  # a saved lab shows its widgets without a kernel
     for name in copy_labs(Path("labs"), Path("my_labs")):
         print(f"my_labs/{name} has your changes and stays as it is; rename it to get the newer labs/{name} beside it")
-    LabApp.launch_instance([*options, f"my_labs/{FIRST}"])
+    LabApp.launch_instance([f"--ServerApp.root_dir={ROOT}", *options, f"my_labs/{FIRST}"])  # links lead to docs/ too
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ IPython = pytest.importorskip("IPython")
 
 
 @pytest.fixture
-def shell():
+def shell(monkeypatch):
     from IPython.core.interactiveshell import InteractiveShell
 
-    shell = InteractiveShell()
+    shell = InteractiveShell(colors="nocolor")
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     shell.run_line_magic("load_ext", "tplab")
     yield shell
     if shell.history_manager is not None:
@@ -52,6 +53,36 @@ def test_functions_and_modules_are_each_ranks_own(shell, tmp_path, monkeypatch):
 
 def test_commas_and_a_comment_are_allowed(shell):
     assert run(shell, "dp=2, tp=2  # as in the paper", "1").mesh == Mesh(dp=2, tp=2)
+
+
+LINES = """
+
+%%ranks  tp={2}
+import torch.distributed as dist
+
+dist.barrier(); raise ValueError("here")
+"""
+
+
+def test_a_line_is_named_as_the_notebook_counts_it(shell, capsys):
+    shell.run_cell("import torch", store_history=True)
+    shell.run_cell(LINES, store_history=True)
+    said = capsys.readouterr().out
+    assert "ValueError: here" in said
+    assert "cell 2, line 6" in said  # two empty lines and the magic's own are counted
+    assert 'raise ValueError("here")' in said  # the traceback shows the line
+
+
+def test_a_cell_that_is_not_counted_has_lines_too(shell, capsys):
+    shell.run_cell(LINES, store_history=False)
+    assert "line 4 of the cell" in capsys.readouterr().out
+
+
+def test_a_trace_names_lines_as_the_notebook_counts_them(shell):
+    shell.run_cell("%%ranks tp=2 --into out\nimport torch, torch.distributed as dist\ndist.all_reduce(torch.ones(3))",
+                   store_history=True)  # fmt: skip
+    (event, *_) = shell.user_ns["out"].trace.select(kind="collective").events
+    assert event.where == "cell 1, line 3"
 
 
 @pytest.mark.parametrize(

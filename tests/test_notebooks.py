@@ -8,11 +8,12 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import nbformat
 import pytest
 
+from labs.conftest import Listener
 from labs.source import build
 
 LABS = Path(build.LABS)
@@ -149,3 +150,17 @@ def test_views_of_a_kernel_that_is_gone_are_left_out():
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=[shown])])
     build.clean(book)
     assert book.cells[0].outputs[0].data == {"image/png": "", "text/plain": "a ring"}
+
+
+def test_nbval_counts_cells_as_jupyter_does():
+    """Else what widgets say of lines has no number, and the site would depend on who ran the labs."""
+
+    class Kernel:
+        def execute(self, code: str, store_history: bool = True) -> bool:
+            return store_history
+
+    kernel = Kernel()
+    lab = SimpleNamespace(path=LABS / f"{build.names()[0]}.ipynb", kernel=SimpleNamespace(kc=kernel))
+    lab.get_kernel_message = None
+    Listener(lab)  # type: ignore[arg-type]
+    assert kernel.execute("1", store_history=False)

@@ -1,7 +1,14 @@
 """`make lab` opens copies of the labs: up to date as long as nobody has changed them, and never overwritten."""
 
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -91,3 +98,32 @@ def test_git_does_not_see_the_copies():
     done = subprocess.run(["git", "check-ignore", "--quiet", f"my_labs/{FIRST}"], cwd=ROOT)
     assert done.returncode == 0
     assert (ROOT / "labs" / FIRST).exists()
+
+
+def test_links_from_the_copies_lead_to_the_docs(tmp_path: Path):
+    """JupyterLab serves the whole repository, and opens the first lab in it. A link to ../docs/ leads nowhere else."""
+    shutil.copytree(ROOT / "labs" / "jupyter", tmp_path / "labs" / "jupyter")
+    (tmp_path / "labs" / "images").mkdir()
+    shutil.copyfile(ROOT / "labs" / "open_labs.py", tmp_path / "labs" / "open_labs.py")
+    (tmp_path / "labs" / FIRST).write_text(notebook("1"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "choosing.md").write_text("# Which layout?")
+    runtime = tmp_path / "runtime"
+    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name.lower()) for name in ("RUNTIME", "CONFIG", "DATA")}
+    options = ["--no-browser", "--allow-root", "--port=0", "--IdentityProvider.token="]
+    command = [sys.executable, str(tmp_path / "labs" / "open_labs.py"), *options]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, env={**os.environ, **folders}, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 90
+        while not (opens := list(runtime.glob("jpserver-file-to-run-*.html"))):
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        (address,) = re.findall(r'url=([^"]+)"', opens[0].read_text())
+        url, _, opened = address.partition("/lab/tree/")
+        assert opened == f"my_labs/{FIRST}"
+        with urllib.request.urlopen(f"{url}/api/contents/docs/choosing.md?type=file", timeout=30) as answer:
+            assert json.load(answer)["content"] == "# Which layout?"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)

@@ -285,8 +285,15 @@ def test_wheel_carries_every_file_of_the_package(tmp_path: Path):
 # ------------------------------------------------------------------------------------- README, links, addresses
 
 
+USING = (ROOT / "docs" / "using.md").read_text(encoding="utf8")
+
+
 def readme_code() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```$", README + USING, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
 @pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own"])
@@ -300,7 +307,7 @@ def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
 
 def test_readme_lists_every_lab_by_part_with_its_question_and_time():
     found = re.findall(
-        r"^\*\*(.+?)\.\*\* |^\| \[(.+?)\]\(labs/(\w+)\.ipynb\) \| (.+?) \| (\d+) min \|$", README, re.MULTILINE
+        r"^\| \*\*(.+?)\.\*\* |^\| \[(.+?)\]\(labs/(\w+)\.ipynb\) \| (.+?) \| (\d+) min \|$", README, re.MULTILINE
     )
     rows = [row for row in found if row[2] or row[0] in {part.title for part in course.PARTS}]
     wanted = []

@@ -51,7 +51,8 @@ def _is_of_kernel(filename: str) -> bool:
 def _number_of(filename: str, shell: Any) -> int:
     """The number of the latest cell whose text was compiled as this file, before IPython 8."""
     text = _text_of(filename)
-    numbers = (number for number, kept in enumerate(_texts_of_cells(shell)) if text and kept == text)
+    cells = enumerate(_texts_of_cells(shell))
+    numbers = (number for number, kept in cells if text and _is_same(kept, text, shell))
     return max(numbers, default=NOT_COUNTED)
 
 
@@ -78,5 +79,12 @@ def _cell_of(filename: str) -> int | None:
         return None
     # a cell that is not counted gets the number that the next counted cell will have
     kept = _texts_of_cells(shell)
-    is_counted = number < len(kept) and kept[number].strip() == _text_of(filename).strip()
+    is_counted = number < len(kept) and _is_same(kept[number], _text_of(filename), shell)
     return number if is_counted else NOT_COUNTED
+
+
+def _is_same(kept: str, text: str, shell: Any) -> bool:
+    """Whether IPython keeps a cell of this text as `kept`: of one that begins with a magic, such as `%%ranks`, it keeps
+    a call of that magic."""
+    text = text.strip()
+    return kept.strip() in (text, shell.transform_cell(text).strip() if text.startswith("%%") else text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from tplab.mesh import Mesh
@@ -34,7 +35,7 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     """
     axes, options = _parsed(line)
     into, is_doctor = options.pop("into", None), options.pop("doctor", False)
-    code = compile(shell.transform_cell(cell), shell.compile.cache(cell), "exec")
+    code = _compiled(shell, line, cell)
     if is_doctor:
         from tplab.torch.checking.same_model import same_model
         from tplab.torch.scripts import Cell
@@ -47,6 +48,19 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     if into is not None:
         shell.user_ns[into] = out
     return out
+
+
+def _compiled(shell: InteractiveShell, line: str, cell: str) -> CodeType:
+    """The code of the cell, whose lines count as a reader counts them: from the top of the notebook's cell, `%%ranks`
+    included. The cell is kept as it was written, so that tracebacks show it and `tplab.lines` knows its number."""
+    history = shell.history_manager
+    kept = history.input_hist_raw if history else [""]
+    number, written = len(kept) - 1, kept[-1]
+    if not (written.lstrip().startswith("%%ranks") and written.rstrip().endswith(cell.rstrip())):
+        number, written = len(kept), f"%%ranks {line}\n{cell}"  # it is not counted, as some tools run cells
+    above = written[: written.rindex(cell.rstrip())].count("\n")
+    name = shell.compile.cache(written, number)
+    return compile("\n" * above + shell.transform_cell(cell), name, "exec")
 
 
 def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:

@@ -28,21 +28,25 @@ class Cards:
     def figure(self, output: Output, page: str, plays: bool = False) -> str:
         """The HTML of a widget on the page with this path in the site. If it `plays`, it begins by itself.
 
-        Where scripts are off, or the widget is still out of sight, its picture is shown. The HTML has no blank line, at
-        which Markdown would end it.
+        Where scripts are off, or the widget is still out of sight, its picture is shown, for light or for dark paper.
+        The HTML has no blank line, at which Markdown would end it.
         """
         assert output.state
         png = base64.b64decode(output.data["image/png"])
         width, height = Image.open(io.BytesIO(png)).size
-        up = os.path.relpath(self.folder.parent, (self.folder.parent / page).parent)
-        still = f"{up}/{self._shared(png, 'still', '.png')}"
-        data = json_in_page({"values": output.state.values, "bytes": output.state.packed})
         alt = html.escape(" ".join(output.data["text/plain"].split()))
+        up = os.path.relpath(self.folder.parent, (self.folder.parent / page).parent)
+        still = "\n".join(
+            f'<img class="only-{paper}" src="{up}/{self._shared(data, "still", ".png")}" alt="{alt}" width="{width}" '
+            f'height="{height}" loading="lazy">'
+            for paper, data in (("light", png), ("dark", darkened(png)))
+        )
+        data = json_in_page({"values": output.state.values, "bytes": output.state.packed})
         module = self._shared(output.state.module.encode(), "widget", ".js")
         return (
             f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}"'
             f"{' data-plays' * plays}>\n"
-            f'<img src="{still}" alt="{alt}" width="{width}" height="{height}" loading="lazy">\n'
+            f"{still}\n"
             f'<script type="application/json">{data}</script>\n'
             "</figure>"
         )

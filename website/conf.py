@@ -1,5 +1,6 @@
 """Sphinx's configuration of the site. `python -m website` gives it the pages."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -38,7 +39,8 @@ html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("
 html_favicon = "static/ring.svg"
 html_css_files = ["tplab.css", "site.css", "reference.css", "front.css"]
 html_js_files = [
-    *((name, {"type": "module"}) for name in ("play.js", "reach.js", "front.js")),
+    ("play.js", {"type": "module", "async": "async"}),  # the pictures wait for no other script
+    *((name, {"type": "module"}) for name in ("reach.js", "front.js")),
     ("search.js", {"defer": "defer"}),  # after Sphinx's own scripts, and before they search
 ]
 html_show_sourcelink = False
@@ -81,12 +83,32 @@ def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, 
     context["metatags"] = meta(has_lab, pyodide.has_numpy(Path(app.outdir))) + context.get("metatags", "")
 
 
+_MODULE = re.compile(r'data-module="([^"]+)"')
+_SOURCE = re.compile(r'src="([^"]+)"')
+
+
+def _pictures_first(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """What the first picture of a page needs is asked for at once, and no script of the theme is waited for."""
+    if page != "search":  # there, scripts of Sphinx run in the order of the page
+        for script in context["script_files"]:
+            if "type" not in script.attributes:
+                script.attributes.setdefault("defer", "defer")
+    if first := _MODULE.search(context.get("body", "")):
+        (play,) = (script for script in context["script_files"] if "play.js" in str(script.filename))
+        source = _SOURCE.search(context["js_tag"](play))
+        assert source
+        beside = [context["pathto"](f"_static/{name}", 1) for name in ("model.js", "lab.js")]
+        links = (f'<link rel="modulepreload" href="{url}">' for url in (first[1], source[1], *beside))
+        context["metatags"] = context.get("metatags", "") + "".join(links)
+
+
 def _front(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> str | None:
     """The front page has a template of its own."""
     return front.TEMPLATE if page == "index" else None
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _pictures_first, priority=850)  # below the policy, which they must obey
     app.connect("html-page-context", _front, priority=950)
     app.connect("html-page-context", _what_it_may_load, priority=900)  # after others have added to metatags
     app.connect("html-page-context", _level_of_captions, priority=900)  # after furo has made the tree

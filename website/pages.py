@@ -18,9 +18,13 @@ from website.states import Output
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-PICTURE = re.compile(r'<a [^>]*>\s*<picture>\s*<source [^>]*>\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>')
-"""A picture that leads here, with another for dark paper: on the site, the widget that it shows is in its place."""
-DOCS = ("torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures")
+PICTURE = re.compile(
+    r'<a [^>]*>\s*<picture>\s*<source [^>]*srcset="([^"]*)">\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>'
+)
+"""A picture that leads here, with another for dark paper, both at their whole addresses."""
+DOCS = (
+    "using", "torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures"
+)  # fmt: skip
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
 
@@ -46,7 +50,8 @@ class Pages:
         texts |= reference.pages()
         texts[monday.PATH] = self.linked(monday.page(self.shown), monday.PATH)
         texts |= {"index.md": self.front(), "readme.md": self.readme()}
-        pictures = ["docs/train.png", "docs/ring.png", *(f"labs/images/{name}.png" for name in build.names())]
+        pictures = [f"docs/{name}.png" for name in ("train", "train-dark", "ring")]
+        pictures += [f"labs/images/{name}.png" for name in build.names()]
         for old in self.folder.rglob("*.*"):
             if old.is_file() and old.relative_to(self.folder).as_posix() not in {*texts, *pictures}:
                 old.unlink()
@@ -112,10 +117,20 @@ class Pages:
     def readme(self) -> str:
         """The README, with widgets for its pictures, and without what sends its readers to this site."""
         text = (ROOT / "README.md").read_text(encoding="utf8")
-        text = PICTURE.sub(r"![\1](\2)", text)
+        text = PICTURE.sub(self._still, text)
         to_site = rf"\]\({re.escape(address())}[^)]*\)"
         text = re.sub(rf"^[^\n]*{to_site}(.+\n)+\n", "", text, flags=re.MULTILINE)
         return self.linked(text, "README.md")
+
+    def _still(self, picture: re.Match[str]) -> str:
+        """A picture of the README: the widget that it shows, or else itself, for light and for dark paper."""
+        dark, alt, light = picture.groups()
+        raw = build.repository().replace("https://github.com", "https://raw.githubusercontent.com") + "/main/"
+        dark, light = dark.removeprefix(raw), light.removeprefix(raw)
+        if self._card(light):
+            return f"![{alt}]({light})"
+        both = (("light", light), ("dark", dark))
+        return "\n".join(f"```{{image}} {path}\n:class: only-{paper}\n:alt: {alt}\n```\n" for paper, path in both)
 
     def _thumbnail(self, name: str) -> str:
         small, dark = self.cards.thumbnails(build.LABS / "images" / f"{name}.png")

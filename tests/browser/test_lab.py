@@ -40,3 +40,27 @@ def test_a_cell_that_raises_fails_the_test_that_opened_it(open_notebook):
 def test_reduced_motion_reaches_the_page(open_notebook):
     book = open_notebook(["print()"], reduced_motion=True)
     assert book.page.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
+
+
+RING = """from tplab import Mesh
+from tplab.torch import ring_shift, run
+from tplab.widgets import animate
+animate(run(lambda: ring_shift(__import__("torch").ones(2), "tp"), Mesh(tp=2)).trace)"""
+
+
+@pytest.mark.parametrize("where", [".tplab", ".tpl-slider", ".tpl-play"])
+def test_a_card_keeps_its_own_keys_and_leaves_jupyterlab_the_others(open_notebook, where: str):
+    book = open_notebook([RING, "1"])
+    book.output(0).locator(where).first.focus()
+    book.page.keyboard.press("d")  # twice, it deletes a cell
+    book.page.keyboard.press("d")
+    expect(book.panel.locator(".jp-Notebook .jp-Cell")).to_have_count(2)
+    saved = book.path.stat().st_mtime_ns
+    book.page.evaluate("() => { window.jupyterapp.shell.currentWidget.model.dirty = true; }")
+    book.page.keyboard.press("Control+s")
+    book.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.model.dirty")
+    assert book.path.stat().st_mtime_ns > saved
+    book.page.keyboard.press("Escape")
+    expect(book.cell(0)).to_be_focused()
+    book.page.keyboard.press("b")  # a new cell below
+    expect(book.panel.locator(".jp-Notebook .jp-Cell")).to_have_count(3)

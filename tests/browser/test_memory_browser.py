@@ -81,7 +81,7 @@ def test_areas_can_be_told_apart_in_both_themes(page: Page):
     places: dict[int, list[tuple[float, float]]] = {}
     for stop, tops in enumerate(area.tops):
         for kind, (upper, lower) in enumerate(zip(tops, [HEIGHT - BOTTOM, *tops[:-1]])):
-            if lower - upper > 6:
+            if lower - upper > 6 and area.xs[stop + 1] - area.xs[stop] > 8:
                 places.setdefault(kind, []).append((area.xs[stop] + 4, upper + 3))  # above letters
     for theme in ("light", "dark"):
         draw(page, card, theme)

@@ -20,7 +20,7 @@ from tplab import Mesh
 from tplab.pipeline.layer_spec import LayerSpec
 from tplab.schedules import gpipe
 from tplab.torch import all_gather, axis_index, run, stages_of, start
-from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.watching.live_bytes import LiveBytes
 
 ONE = 1000 * 4
 

@@ -121,12 +121,9 @@ def nested(code):
 
 def test_what_ranks_tell_each_other_survives_the_way():
     header = Header(side(1, "all_gather", (2, 3)), 4, Label(7, (0, 2)))
-    frame, rest = encode(header, torch.arange(6.0))
-    buffer = empty_frame()
+    frame, buffer = encode(header), empty_frame()
     buffer[: len(frame)] = frame
-    there, data = decode(buffer)
-    assert there == header._replace(num_bytes=24) and rest is None
-    assert torch.equal(data.clone().view(torch.float32), torch.arange(6.0))
+    assert decode(buffer) == header
     for told in (report(0, 2, (1,)), report(1, 3, None)):
         assert Report.from_text(told.to_text()) == told
     said = Raised(b"a pickle", "ShapeError", "too small", "cell 1, line 2", [("file.py", 3, "f")], False, True)

@@ -11,19 +11,13 @@ from tplab.errors import TplabError
 from tplab.torch import (
     all_gather,
     all_reduce,
-    all_to_all,
     axis_index,
-    broadcast,
     copy_to,
-    ppermute,
     reduce_scatter,
     ring_shift,
     run,
     start,
 )
-from tplab.torch.processes.native import Native
-from tplab.torch.processes.rank import ProcessRank
-from tplab.torch.ranks.rank import this_rank
 
 MESH = Mesh(dp=1, tp=2)
 SPECS = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": (P(None, "tp"), P("tp"), P(), P())}
@@ -34,7 +28,7 @@ def arguments():
 
 
 def program(x, w):
-    """Messages of all kinds, a gradient, random numbers, and a tensor that does not fit into one frame."""
+    """Messages of all kinds, a gradient, random numbers, and a tensor that is larger than a frame."""
     handle = start(ring_shift, torch.ones(5000) * axis_index("tp"), "tp")
     y = all_gather(copy_to(torch.nn.functional.dropout(x, 0.3), "tp"), "tp", 0) @ torch.ones(3, 3).tanh()
     y = reduce_scatter(y * (axis_index("tp") + 1), "tp").sin().mean(1, keepdim=True) @ w
@@ -71,25 +65,6 @@ def sends_for_nobody():
         start(ring_shift, torch.ones(3), "tp")
 
 
-def on_native(x):
-    """The collectives that GPUs would do, done by gloo."""
-    rank = this_rank()
-    assert isinstance(rank, ProcessRank)
-    rank.native = Native("gloo", "cpu")
-    results = every_collective(x)
-    return len(rank.native._groups), results
-
-
-def every_collective(x):
-    x = x * (axis_index("tp") + 1)
-    first, second = start(ring_shift, x, "tp"), start(all_reduce, x, "tp")
-    results = [second.wait(), first.wait(), all_gather(x, "tp", 1), all_to_all(x, "tp", 0, 1)]
-    results += [all_reduce(x, "tp", op) for op in ("mean", "max", "min")]
-    results += [broadcast(x, "tp", 1), ppermute(x, "tp", [(0, 1)]), ring_shift(x[: axis_index("tp")], "tp")]
-    results += [all_gather(x > 1, "tp"), reduce_scatter(x, "tp"), all_reduce(x.bfloat16(), "tp")]
-    return [*results, all_reduce(x.to(torch.complex64), "tp")]
-
-
 def main(out, case):
     seen = {}
     done = run(program, MESH, *arguments(), **SPECS)
@@ -103,9 +78,6 @@ def main(out, case):
         seen["differs"] = says(differs)
         seen["nobody"] = says(sends_for_nobody)
         seen["again"] = run(program, MESH, *arguments(), **SPECS).per_rank
-        x = torch.linspace(-1, 2, 24).reshape(6, 4)
-        seen["native"] = run(on_native, MESH, x).per_rank
-        seen["not native"] = run(every_collective, MESH, x).per_rank
         run(lambda: print("a line of", axis_index("tp")), MESH)
     torch.save(seen, Path(out) / f"{dist.get_rank()}.pt")
 

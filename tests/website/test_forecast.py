@@ -36,8 +36,8 @@ def test_an_interval_is_tried_on_rows_that_it_was_not_made_of():
     assert forecast.inside(some) == 1 and forecast.inside([*some, far]) == 5 / 6
 
 
-def test_the_readme_says_the_errors_of_these_classes():
-    readme = " ".join((forecast.PAGE.parent.parent / "README.md").read_text(encoding="utf8").split())
+def test_the_guide_says_the_errors_of_these_classes():
+    guide = " ".join((forecast.PAGE.parent / "using.md").read_text(encoding="utf8").split())
     for name, text in (
         (
             "nanotron, dense, tp in a node, no pipeline, H100, 16 bit, 2 to 32 nodes",
@@ -46,4 +46,4 @@ def test_the_readme_says_the_errors_of_these_classes():
         ("fsdp, dense, tp in a node, no pipeline, any chip, any dtype, any number of nodes", "it is {} and {}."),
     ):
         (of,) = (one for one in known().values() if one.name == name)
-        assert f"({of.rows} steps), {text.format(f'{of.median:.1%}', f'{of.most:.1%}')}" in readme
+        assert f"({of.rows} steps), {text.format(f'{of.median:.1%}', f'{of.most:.1%}')}" in guide

@@ -24,7 +24,7 @@ REPOSITORY = build.repository()
 
 def widget(sentence: str, picture: str = "") -> Output:
     stream = io.BytesIO()
-    Image.new("RGB", (3, 2)).save(stream, "png")
+    Image.new("RGB", (3, 2), "white").quantize(2).save(stream, "png")
     state = State("Knob", "export default {};", {"content": {"title": NASTY}}, {"score": "AAAA"})
     png = picture or base64.b64encode(stream.getvalue()).decode()
     return Output({"text/plain": sentence, "image/png": png}, {}, state)
@@ -107,7 +107,9 @@ def test_a_tile_of_the_map_knows_what_its_lab_builds_on():
 def test_the_readme_does_not_send_readers_of_the_site_to_the_site(pages: Pages):
     text = pages.readme()
     assert address() not in text
-    assert "![A timeline of eight ranks." in text and "<picture>" not in text
+    assert "<picture>" not in text and text.count(":alt: A timeline of eight ranks.") == 2
+    assert "```{image} docs/train-dark.png\n:class: only-dark" in text
+    assert text.count('<figure class="card"') == 1
 
 
 def test_no_text_breaks_out_of_its_figure(tmp_path: Path):
@@ -121,4 +123,5 @@ def test_no_text_breaks_out_of_its_figure(tmp_path: Path):
 def test_what_widgets_share_is_one_file(tmp_path: Path):
     cards = Cards(tmp_path)
     assert cards.figure(widget("a"), "index.html") == cards.figure(widget("a"), "index.html")
-    assert len(list(tmp_path.rglob("*.js"))) == len(list(tmp_path.rglob("*.png"))) == 1
+    assert len(list(tmp_path.rglob("*.js"))) == 1
+    assert len(list(tmp_path.rglob("*.png"))) == 2  # for light and for dark paper

@@ -77,10 +77,10 @@ from tplab.torch.models.state import load_shards, load_state, merge_state, save_
 from tplab.torch.pipeline.stages import Stages, num_parameters, stages_of
 from tplab.torch.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.torch.private import not_compiled
-from tplab.torch.ranks.live_bytes import LiveBytes
-from tplab.torch.ranks.memory import count_as
 from tplab.torch.run import Result, run
 from tplab.torch.training.train import train
+from tplab.torch.watching.live_bytes import LiveBytes
+from tplab.torch.watching.memory import count_as
 
 if TYPE_CHECKING:
     from tplab.torch.checking.same_model import same_model

@@ -15,16 +15,17 @@ from tplab import spare
 from tplab.checking.typed import Types
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import THIS_LAPTOP, find
-from tplab.errors import CrossedOrderWarning, MeshError, SpecError, TplabError
+from tplab.errors import CrossedOrderWarning, MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.options import check_run
 from tplab.torch.ranks import results
-from tplab.torch.ranks.follower import Followed
 from tplab.torch.ranks.launch import run_on_simulated_ranks
-from tplab.torch.ranks.memory import Counted
 from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
-from tplab.torch.ranks.typed import perturbed, types_of
+from tplab.torch.ranks.watcher import Watched
+from tplab.torch.watching.follower import Followed
+from tplab.torch.watching.memory import Counted, memory_of
+from tplab.torch.watching.typed import types_in
 from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace
 from tplab.trace.typed import with_types
@@ -167,7 +168,8 @@ def run(
     title = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
     if types and (count_memory or not is_simulated):
         raise ValueError("types=True is for simulated ranks, and not beside count_memory=True; ask in two runs")
-    program = Counted(fn, place is not None and place.type == "meta") if count_memory else Followed(fn) if types else fn
+    is_meta = place is not None and place.type == "meta"
+    program = Counted(fn, is_meta) if count_memory else Followed(fn) if types else fn
     known = None
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
@@ -198,32 +200,16 @@ def run(
             program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
         )
         mapped, times, may_hang = None, np.asarray, ()
-    returned = [result for result, _ in per_rank] if count_memory or types else per_rank
-    out = Result(returned, make_trace, mesh, out_specs, mapped)
+    returned, heard = zip(*per_rank, strict=True) if isinstance(program, Watched) else (per_rank, [])
+    out = Result([*returned], make_trace, mesh, out_specs, mapped)
     out.warnings = may_hang
     if types:
-        logs, more = [log for _, log in per_rank], _processes(mesh, seed + 1) if distributed is True else None
-        others: tuple[Any, ...] = tuple(perturbed(args, seed))
-        again, why_not = list[Any](), "" if distributed in (True, False) else "a script runs once"
-        about: dict[str, Any] = {"cluster": None, "clock": "modelled", "keep_values": 0, "title": title}
-        try:
-            if not why_not:
-                again, _ = run_on_simulated_ranks(
-                    program, mesh, others, in_specs, seed=seed + 1, device=place, more=more, **about
-                )
-        except TplabError as error:
-            why_not = str(error).partition("\n")[0]
-        out._types = types_of(fn, mesh, args, in_specs, logs, [log for _, log in again], why_not)
-    if not count_memory:
-        return out
-    unit, name = ("steps", None) if is_simulated and known is None else ("s", known.name if known else None)
-    if known is not None and unit == "s":
-        name = f"{known.name}, {known.kind_on(mesh.size)}"
-    held = [held.at_times(times(held.times)) for _, held in per_rank]
-    if any(one.leaves_out for one in held) and not any(one.peak for one in held):
-        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
-        warn(f"{text} what real ones would take", stacklevel=2)
-    out.memory = Memory(mesh, held, title=title, clock=clock, unit=unit, cluster=name)
+        more = _processes(mesh, seed + 1) if distributed is True else None
+        why_not = "" if distributed in (True, False) else "a script runs once"
+        out._types = types_in(fn, mesh, args, in_specs, heard, seed=seed, device=place, more=more, why_not=why_not)
+    if count_memory:
+        in_steps = is_simulated and known is None
+        out.memory = memory_of(heard, mesh, times, title=title, clock=clock, cluster=known, in_steps=in_steps)
     return out
 
 

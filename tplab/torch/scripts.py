@@ -18,9 +18,9 @@ from tplab.cost.cluster import Cluster
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.distributed.process import Processes
-from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.run import Result, run
+from tplab.torch.watching.live_bytes import LiveBytes
 
 Around = Callable[[], AbstractContextManager[Any]]
 

@@ -20,13 +20,14 @@ async function draw(figure) {
   }
   model.introduce?.();
   host.inert = false;
-  figure.querySelector("img").remove();
+  for (const still of figure.querySelectorAll(":scope > img")) still.remove();
   figure.classList.add("alive");
   if ("plays" in figure.dataset) playAlong(host);
 }
 
 // A picture that plays by itself, again and again with a rest between, until the reader touches it or looks elsewhere.
 const REST = 3500; // milliseconds
+const SEEN = 200; // pixels: of a higher picture than the window's half, this much is enough
 function playAlong(host) {
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
   let seen = false, left = false;
@@ -38,9 +39,10 @@ function playAlong(host) {
   }
   new MutationObserver(() => { if (!isPlaying()) setTimeout(start, REST); }).observe(button, { attributeFilter: ["aria-label"] });
   new IntersectionObserver(([entry]) => {
-    seen = entry.isIntersecting;
+    const { intersectionRect: inside, boundingClientRect: whole } = entry;
+    seen = inside.height >= Math.min(SEEN, whole.height / 2);
     start();
-  }, { threshold: 0.5 }).observe(host);
+  }, { threshold: Array.from({ length: 21 }, (_, index) => index / 20) }).observe(host);
 }
 
 // What a link leads to stays in its place while pictures above it become widgets, which are higher than they were: for

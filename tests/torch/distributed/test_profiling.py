@@ -20,7 +20,7 @@ from tests.torch.distributed.test_collectives import group_of, on
 from tplab.errors import RankError
 from tplab.torch.distributed.events import Event
 from tplab.torch.private import KinetoEvent
-from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.torch.watching.live_bytes import LiveBytes
 
 CPU = [ProfilerActivity.CPU]
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events", "ignore::FutureWarning")

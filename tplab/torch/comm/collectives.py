@@ -82,7 +82,7 @@ def _collective(call_of: Callable[Concatenate[Tensor, Params], Call]) -> Callabl
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Call:
     """Combine what every rank of `axis` holds: `op` is sum, mean, max or min, element by element.
 
-    x [...]   ->   y [...], the same bits on every rank: added up in the order of positions
+    x [...]   ->   y [...], the same bits on every rank; simulated ranks add up in the order of positions
     ring      2(R-1)/R of x is sent by each rank, in 2(R-1) hops
     backward  sum: dx = dy; mean: dy / R; max, min: dy to the ranks that hold the extreme, shared between equals
     Raises TypeError for the mean of whole numbers and the extreme of complex ones. A sum of booleans is "any".

@@ -25,8 +25,8 @@ from tplab.torch.data.pieces import (
 from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
-from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
+from tplab.torch.watching.memory import count_as
 
 Sites = list[tuple[nn.Module, str]]
 """Where a parameter is: modules, and its name in each; several where it is tied."""

@@ -29,8 +29,8 @@ from tplab.torch.data.pieces import (
     wholes_in,
 )
 from tplab.torch.private import storage_id
-from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
+from tplab.torch.watching.memory import count_as
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What torch's optimizers take: parameters, or groups of them with options."""

@@ -13,8 +13,8 @@ from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.group import About, Group
 from tplab.torch.data.pieces import wholes_in
 from tplab.torch.private import no_dispatch, saved_hooks, storage_id
-from tplab.torch.ranks.memory import count_as
 from tplab.torch.ranks.rank import this_rank
+from tplab.torch.watching.memory import count_as
 
 
 class Use:

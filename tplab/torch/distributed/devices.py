@@ -12,10 +12,10 @@ import torch
 from torch.cuda import memory as torchs_memory
 from torch.cuda import nccl, nvtx, random
 
-from tplab.torch.private import dispatch_modes
-from tplab.torch.ranks.live_bytes import LiveBytes
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.watcher import listening
+from tplab.torch.watching.live_bytes import LiveBytes
 
 
 class Devices:
@@ -86,7 +86,7 @@ class Devices:
 
     def _bytes(self) -> LiveBytes:
         """What counts the bytes of this rank's tensors; if nothing does, a counter that has seen none."""
-        live = next((mode for mode in dispatch_modes() if isinstance(mode, LiveBytes)), None)
+        live = listening(LiveBytes)
         self.was_asked_for_memory |= live is None
         return live or LiveBytes()
 

@@ -21,8 +21,8 @@ from tplab.torch.distributed.rare import RARE
 from tplab.torch.distributed.signals import Signals
 from tplab.torch.distributed.store import FileStore, Made, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
-from tplab.torch.ranks.live_bytes import resize
 from tplab.torch.ranks.simulated import SimulatedRank
+from tplab.torch.ranks.watcher import resize
 
 _INIT = inspect.signature(dist.init_process_group)
 _SPLIT = inspect.signature(dist.split_group)

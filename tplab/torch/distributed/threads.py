@@ -16,13 +16,11 @@ from functools import partial
 from typing import Any
 
 from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
-from tplab.torch.private import dispatch_modes, pop_mode, push_mode
-from tplab.torch.ranks.live_bytes import LiveBytes
-from tplab.torch.ranks.memory import KindsOfMemory
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import enter, leave
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
+from tplab.torch.ranks.watcher import Listener, watcher
 
 Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
 _start = threading.Thread.start
@@ -64,10 +62,10 @@ class Threads:
             return _start(thread)
         other = rank.beside(thread)
         seat, turns = other.seat, rank.seat.turns
-        modes = [mode for mode in dispatch_modes() if isinstance(mode, LiveBytes | KindsOfMemory)]
+        listeners = [one for one in watcher().listeners if one.follows_threads]
         program = thread.run
         thread._seat = seat
-        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, modes))
+        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
         rank.waits_as_always = True  # until the other one runs, which is before its turn
         try:
             _start(thread)
@@ -77,21 +75,21 @@ class Threads:
         finally:
             rank.waits_as_always = False
 
-    def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], modes: list[Any]) -> None:
+    def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], listeners: list[Listener]) -> None:
         """What such a thread does in its turns."""
         del thread.run
         enter(rank)
         try:
             with rank.world.inherited(), self._beside(rank):
-                for mode in modes:
-                    push_mode(mode)
+                for one in listeners:
+                    watcher().add(one)
                 rank.start_watching()
                 try:
                     program()
                 finally:
                     rank.stop_watching()
-                    for _ in modes:
-                        pop_mode(None)
+                    for one in listeners:
+                        watcher().remove(one)
         except Released:
             raise
         except BaseException as error:  # as in any thread, it ends only the thread

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from tplab.torch.private import SAVED, storage_id, version_of
-from tplab.torch.ranks.memory import hold
+from tplab.torch.watching.memory import hold
 
 _fields: dict[type, tuple[str, ...]] = {}
 

@@ -14,7 +14,7 @@ from tplab.errors import ScheduleError
 from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
 from tplab.torch.pipeline.redraw import Mark, Redraw
 from tplab.torch.pipeline.saved import bytes_of
-from tplab.torch.ranks.memory import hold
+from tplab.torch.watching.memory import hold
 
 Function = Callable[..., Tensors]
 

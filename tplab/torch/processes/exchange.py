@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ WAIT_FOREVER = timedelta(days=365)
 """Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
 
 _UNWATCHED_SENDS = 512
+_A_MOMENT = timedelta(milliseconds=1)
 _LAST_TAG = 2**31
 _POISON_TAG = _LAST_TAG - 1
 
@@ -35,25 +36,23 @@ class ConnectionLost(RankError):
 class Exchange:
     """What one process sends and receives. Sending never waits.
 
-    A tag distinguishes messages between two processes; those with the same tag arrive in order. A frame of fixed size
-    announces what follows, so that the receiver need not know shapes beforehand.
+    A tag distinguishes messages between two processes; those with the same tag arrive in order. A frame goes ahead of
+    each tensor, so that the receiver need not know its shape, and ahead of each collective, so that none is called that
+    is not the same on all ranks.
     """
 
     def __init__(self, gloo: Any, rank: int):
         self._gloo, self._rank = gloo, rank
         self._sends: deque[tuple[Any, Tensor]] = deque()  # those on their way, and the memory they read from
 
-    def start(self, tag: int, outgoing: Mapping[int, tuple[Header, Tensor | None]], sources: Iterable[int]) -> Flight:
-        """Send a frame, and perhaps a tensor, to each rank in `outgoing`; prepare to receive from each of `sources`."""
-        flight = Flight(self, tag)
+    def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Flight:
+        """Send a frame to each rank in `outgoing`; prepare to receive one from each of `sources`."""
+        flight = Flight(self)
         for source in sources:
             frame = frames.empty_frame()
             flight.frames[source] = frame, self.receive(source, tag, frame)
-        for target, (header, payload) in outgoing.items():
-            frame, rest = frames.encode(header, payload)
-            self.send(target, tag, frame)
-            if rest is not None:
-                self.send(target, tag, rest)
+        for target, header in outgoing.items():
+            self.send(target, tag, frames.encode(header))
         return flight
 
     def send(self, target: int, tag: int, data: Tensor) -> None:
@@ -87,11 +86,7 @@ class Exchange:
 
     def break_off(self) -> None:
         """Close all connections: a rank that waits here or for us is released, with ConnectionLost."""
-        if self._gloo.size() == 1:
-            return
-        neighbor = (self._rank + 1) % self._gloo.size()
-        with suppress(RuntimeError):  # a wait that times out closes everything; gloo has no other way
-            self._gloo.recv([torch.empty(1, device="cpu")], neighbor, _POISON_TAG).wait(timedelta(milliseconds=1))
+        break_off(self._gloo)
 
     def lost(self, error: RuntimeError) -> ConnectionLost:
         """The error to raise for one that gloo has raised."""
@@ -99,42 +94,25 @@ class Exchange:
         return ConnectionLost(text, self._rank)
 
 
-class Arrived(NamedTuple):
-    """What came from one rank: a header, and a tensor's bytes."""
-
-    header: Header
-    data: Tensor
-
-
 class Flight:
     """Frames that are expected from some ranks. `missing` are the ranks whose frames have not been seen."""
 
-    def __init__(self, exchange: Exchange, tag: int):
-        self._exchange, self._tag = exchange, tag
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
         self.frames: dict[int, tuple[Tensor, Any]] = {}
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(self.frames)
 
-    def has_arrived(self) -> bool:
-        """Whether all frames have arrived."""
-        return all(frames.has_arrived(frame) for frame, _ in list(self.frames.values()))
-
-    def finish(self, check: Callable[[Header], None]) -> dict[int, Arrived]:
-        """Wait for everything, and return it by rank. `check` may refuse a header before its tensor is taken."""
-        arrived, coming = {}, []
+    def finish(self, check: Callable[[Header], None]) -> dict[int, Header]:
+        """Wait for all of them, and return what they say, by rank. `check` may refuse a header."""
+        arrived = {}
         for source, (frame, work) in list(self.frames.items()):
             self._exchange.wait(work)
-            header, data = frames.decode(frame)
+            arrived[source] = frames.decode(frame)
             del self.frames[source]
-            check(header)
-            if not header.inline:
-                data = torch.empty(header.num_bytes, dtype=torch.uint8, device="cpu")
-                coming.append(self._exchange.receive(source, self._tag, data))
-            arrived[source] = Arrived(header, data)
-        for work in coming:
-            self._exchange.wait(work)
+            check(arrived[source])
         return arrived
 
 
@@ -162,6 +140,14 @@ class Tags:
 def gloo_of(group: Any) -> Any:
     """The gloo backend of a torch.distributed group. It sends and receives without the group's checks."""
     return backend_of(group, torch.device("cpu"))
+
+
+def break_off(gloo: Any) -> None:
+    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
+    if gloo.size() > 1:
+        with suppress(RuntimeError):
+            neighbor = (gloo.rank() + 1) % gloo.size()
+            gloo.recv([torch.empty(1, device="cpu")], neighbor, _POISON_TAG).wait(_A_MOMENT)
 
 
 def _wait_for_all(batch: list[tuple[Any, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""A frame: one message between processes, with its sender, its collective, and the tensor if it is small."""
+"""A frame: what one process tells another of a collective before it takes part, or of a tensor before it sends it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from tplab.torch.ranks.rank import MESSAGES, Call, Lines
 from tplab.torch.ranks.values import dtype_name
 from tplab.trace.label import Label
 
-SIZE = 1 << 14
+SIZE = 1 << 13
 """Bytes of the buffer a frame arrives in."""
-
-INLINE_UP_TO = 1 << 13
-"""Bytes of a tensor that travels inside a frame; a larger one follows behind it."""
 
 _HELD_UP_TO = 1000
 """Characters of an error that travel in a frame."""
@@ -67,22 +64,19 @@ class Header(NamedTuple):
     """What precedes a tensor: the sender's side of the collective, and the number of its hops so far.
 
     label      what is known of the data that is carried
-    num_bytes  those of the tensor that is sent with it; inline: whether it is inside the frame
     """
 
     side: Side
     hops: int
     label: Label
-    num_bytes: int = 0
-    inline: bool = True
 
     def to_text(self) -> bytes:
         return json.dumps(self).encode()
 
     @classmethod
     def from_text(cls, text: bytes) -> Header:
-        side, hops, label, num_bytes, inline = with_tuples(json.loads(text))
-        return cls(Side(*side), hops, Label(*label), num_bytes, inline)
+        side, hops, label = with_tuples(json.loads(text))
+        return cls(Side(*side), hops, Label(*label))
 
 
 def with_tuples(x: Any) -> Any:
@@ -94,44 +88,27 @@ def with_tuples(x: Any) -> Any:
     return tuple(map(with_tuples, x)) if isinstance(x, list) else x
 
 
-def encode(header: Header, payload: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A frame as bytes, and the bytes that follow it (None if the tensor fits into the frame, or there is none)."""
-    if payload is None or not payload.numel():
-        return _frame(header.to_text(), b""), None
-    payload = bytes_of(payload)
-    header = header._replace(num_bytes=payload.numel(), inline=payload.numel() <= INLINE_UP_TO)
+def encode(header: Header) -> Tensor:
+    """A frame as bytes."""
     text = header.to_text()
-    return (_frame(text, payload.numpy().tobytes()), None) if header.inline else (_frame(text, b""), payload)
-
-
-def _frame(text: bytes, body: bytes) -> Tensor:
-    if _LENGTH.size + len(text) > SIZE - INLINE_UP_TO:
+    if _LENGTH.size + len(text) > SIZE:
         raise TplabError(
-            f"a message's header has {len(text):,} bytes, and there is room for {SIZE - INLINE_UP_TO:,}: it names too "
-            "many ranks; use an axis with fewer"
+            f"a message's header has {len(text):,} bytes, and there is room for {SIZE:,}: it names too many ranks; use "
+            "an axis with fewer"
         )
-    return torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text + body), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
 
 
 def empty_frame() -> Tensor:
     """A buffer for a frame to arrive in."""
-    frame = torch.empty(SIZE, dtype=torch.uint8, device="cpu")
-    frame[: _LENGTH.size] = 0
-    return frame
+    return torch.empty(SIZE, dtype=torch.uint8, device="cpu")
 
 
-def has_arrived(frame: Tensor) -> bool:
-    """Whether a frame, or at least its beginning, has been written into the buffer."""
-    return bool(frame[0]) or bool(frame[1])
-
-
-def decode(frame: Tensor) -> tuple[Header, Tensor]:
-    """The header of a frame that has arrived, and the bytes of the tensor inside it."""
+def decode(frame: Tensor) -> Header:
+    """The header of a frame that has arrived."""
     start = _LENGTH.size
     (length,) = _LENGTH.unpack(frame[:start].numpy().tobytes())
-    header = Header.from_text(frame[start : start + length].numpy().tobytes())
-    start += length
-    return header, frame[start : start + header.num_bytes * header.inline]
+    return Header.from_text(frame[start : start + length].numpy().tobytes())
 
 
 def check_dense(op: str, x: Tensor) -> None:
@@ -141,6 +118,5 @@ def check_dense(op: str, x: Tensor) -> None:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The memory of `x` as one row of bytes; a copy if `x` is not contiguous."""
-    x = x.detach().resolve_conj().resolve_neg()
-    return x.cpu().contiguous().reshape(-1).view(torch.uint8)
+    """The memory of a contiguous tensor as one row of bytes."""
+    return x.view(-1).view(torch.uint8)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from threading import Event, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplab.sharding import cut
 from tplab.torch.private import no_dispatch, phase
-from tplab.torch.processes.exchange import Arrived, Flight
-from tplab.torch.processes.frames import INLINE_UP_TO, Header, Side, bytes_of
+from tplab.torch.processes.exchange import Flight
+from tplab.torch.processes.frames import Header, Side, bytes_of
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
-from tplab.torch.ranks import outcomes as collectives
+from tplab.torch.ranks import outcomes
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.trace.journal import Group, Met, Sent, Taken
@@ -24,18 +22,26 @@ from tplab.trace.label import Label, of_collective
 
 
 class ProcessPending(Pending):
-    """A collective that has been started: its frames are on their way."""
+    """A collective that has been begun: its frames are on their way.
+
+    before   set when the collective that its group began before this one is over
+    over     set when this one is
+    """
 
     flight: Flight | None = None
+    before: Event | None = None
 
     def __init__(self, rank: RecordedRank, call: Call, side: Side, number: int, tag: int, begun: float):
         self.rank, self.call, self.side, self.number, self.tag, self.begun = rank, call, side, number, tag, begun
         self.phase = phase()
         self.group: Group = call.place.group
-        self._result: Tensor | None = None
+        self.over = Event()
+        self.ready: Any = None  # where the GPU was when the collective was begun, and where it has its result
+        self.done: Any = None
+        self._flies = False
+        self._taken: Tensor | None = None
         self._failure: BaseException | None = None
-        self._landed: Event | None = None
-        self._landed_at = 0.0
+        self._result: Tensor | None = None
 
     # --- what each kind of collective does -------------------------------------------------------------------------
 
@@ -44,7 +50,7 @@ class ProcessPending(Pending):
         raise NotImplementedError
 
     def arrive(self) -> Tensor:
-        """Take what the others sent, and return this rank's result."""
+        """Wait for the others, and return this rank's result."""
         raise NotImplementedError
 
     def note(self, result: Tensor, arrival: float) -> None:
@@ -60,17 +66,22 @@ class ProcessPending(Pending):
     def fly(self) -> None:
         """Continue in a separate thread, so that it really overlaps with what the rank computes."""
         if self.flight is not None:
-            self._landed = Event()
-            Thread(target=self._fly, args=(self._landed, torch.get_num_threads()), daemon=True).start()
+            self._flies = True
+            Thread(target=self._fly, args=(torch.get_num_threads(),), daemon=True).start()
 
-    def _fly(self, landed: Event, num_threads: int) -> None:
+    def _fly(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # a new thread would use all cores
+        self._travel()
+
+    def _travel(self) -> None:
         try:
-            torch.set_num_threads(num_threads)  # a new thread would use all cores
+            if self.before is not None:
+                self.before.wait()
             self._taken = self.arrive()
         except BaseException as error:
             self._failure = error
         self._landed_at = time.perf_counter()
-        landed.set()
+        self.over.set()
 
     def wait(self) -> Tensor:
         if self._result is None:
@@ -84,16 +95,17 @@ class ProcessPending(Pending):
     def _land(self, now: float) -> Tensor:
         rank = self.rank
         rank.waits_in = self
-        if self._landed is not None:
-            self._landed.wait()
-            if self._failure is not None:
-                raise self._failure
-            result, arrival = self._taken, self._landed_at
+        if self._flies:
+            self.over.wait()
         else:
-            was_there = self.flight is None or self.flight.has_arrived()
-            result = self.arrive()
-            arrival = now if was_there else time.perf_counter()
+            self._travel()
+        if self._failure is not None:
+            raise self._failure
+        result, self._taken = self._taken, None
+        assert result is not None
+        rank.engine.join(self.done, result)
         rank.waits_in = None
+        arrival = now if self.flight is None else self._landed_at
         if arrival > now:
             rank.journal.waited.append((self.call.op, now, arrival, self.call.place.label, self.side.where))
         self.note(result, arrival)
@@ -105,14 +117,13 @@ class ProcessPending(Pending):
             self.rank.mismatch = mismatch(self.group, self.number, [self.side, header.side])
             raise self.rank.mismatch
 
-    def tensor(self, arrived: Arrived, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What a rank sent, as a tensor of its own."""
-        data = arrived.data
-        if not data.numel():
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        if arrived.header.inline:  # part of the frame: not aligned
-            data = data.clone()
-        return data.view(dtype).view(shape)
+    def keep(self, x: Tensor) -> Tensor:
+        """The values of x as they are now, in one block of memory from which they can be sent."""
+        if not self.rank.engine.carries(self.call, x):
+            x = x.cpu()
+        kept = outcomes.own(x.detach().resolve_conj().resolve_neg())
+        self.ready = self.rank.engine.now(kept)
+        return kept
 
 
 class Alone(ProcessPending):
@@ -120,13 +131,13 @@ class Alone(ProcessPending):
 
     def depart(self, x: Tensor) -> None:
         if self.call.peers is None:
-            self._taken = collectives.results(self.call, [collectives.own(x)])[0]
+            self._kept = outcomes.results(self.call, [outcomes.own(x)])[0]
         else:
-            self._taken = collectives.own(x)
+            self._kept = outcomes.own(x)
             self._label = self.rank.labels.get(x)
 
     def arrive(self) -> Tensor:
-        return self._taken
+        return self._kept
 
     def note(self, result: Tensor, arrival: float) -> None:
         if self.call.peers is not None:
@@ -138,23 +149,22 @@ class Alone(ProcessPending):
 
 
 class Message(ProcessPending):
-    """ppermute and ring_shift: a message to at most one rank, and one from at most one."""
+    """A message to at most one rank, and one from at most one: ppermute, ring_shift, send and receive.
+
+    What comes may have any shape: the frame ahead of it says which, and a receive learns its type and device there too.
+    """
 
     def depart(self, x: Tensor) -> None:
         assert self.call.peers is not None
         target, self.source = self.call.peers
-        self.like = x
-        outgoing = {}
-        if target is not None:
-            outgoing[target] = self.note_sent(x, target), self.payload(x)
+        self.like, self.x = x, self.keep(x)
+        outgoing = {} if target is None else {target: self._note_sent(x, target)}
         sources = [] if self.source is None else [self.source]
         self.flight = self.rank.exchange.start(self.tag, outgoing, sources)
+        if target is not None and self.x.is_cpu and x.numel():
+            self.rank.exchange.send(target, self.tag, bytes_of(self.x))
 
-    def payload(self, x: Tensor) -> Tensor | None:
-        """What is sent with the header."""
-        return collectives.own(x) if x.nbytes > INLINE_UP_TO else x  # a small one is copied into the frame
-
-    def note_sent(self, x: Tensor, target: int) -> Header:
+    def _note_sent(self, x: Tensor, target: int) -> Header:
         rank, place, side = self.rank, self.call.place, self.side
         step = rank.way_is_free(target)
         rank.take_way(target, step)
@@ -181,14 +191,23 @@ class Message(ProcessPending):
 
     def arrive(self) -> Tensor:
         assert self.flight is not None
-        arrived = self.flight.finish(self.check)
-        like, self.like = self.like, None
-        assert like is not None
-        if self.source is None:
-            return torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-        came = arrived[self.source]
-        self.header = came.header
-        return self.tensor(came, self.header.side.shape, like.dtype).to(like.device)
+        headers, engine = self.flight.finish(self.check), self.rank.engine
+        with engine.after(self.ready):
+            if self.source is None:
+                result = torch.zeros_like(self.like, memory_format=torch.contiguous_format, requires_grad=False)
+            else:
+                self.header = headers[self.source]
+                dtype = getattr(torch, self.header.side.dtype)
+                result = torch.empty(self.header.side.shape, dtype=dtype, device=self.x.device)
+            if self.x.is_cuda:
+                engine.exchange(self.call, self.x, result)
+            elif self.source is not None and result.numel():
+                exchange = self.rank.exchange
+                exchange.wait(exchange.receive(self.source, self.tag, bytes_of(result)))
+            result = result.to(self.sent_with[-1] if self.call.op == "receive" else self.like.device)
+            self.done = engine.now(result)
+        del self.x, self.like
+        return result
 
     def note(self, result: Tensor, arrival: float) -> None:
         if self.source is None:
@@ -199,121 +218,48 @@ class Message(ProcessPending):
         rank.hops = max(rank.hops, self.header.hops + 1)
         rank.received(result, self.header.label)
 
-
-class Receipt(Message):
-    """The receive that matches a send: any shape and type, from a rank that says on which kind of device it had it."""
-
-    def arrive(self) -> Tensor:
-        assert self.flight is not None and self.source is not None
-        came = self.flight.finish(self.check)[self.source]
-        self.header = came.header
-        x = self.tensor(came, came.header.side.shape, getattr(torch, came.header.side.dtype))
-        return x.to(self.sent_with[-1])
-
     @property
     def sent_with(self) -> tuple[Any, ...]:
         return self.header.side.key[2]
 
 
 class Together(ProcessPending):
-    """The collectives in which every rank of the group waits for every other."""
+    """The collectives in which every rank of the group waits for every other.
+
+    Frames go ahead: once they have come from all ranks, and say the same, torch.distributed carries the tensors. A
+    rank has arrived when it hands its tensor over.
+    """
 
     def depart(self, x: Tensor) -> None:
-        self.labels = {self.call.place.index: self.rank.put_in(x)}
-        self.prepare(collectives.own(x) if x.is_cpu else x.detach().cpu().contiguous())
-        self.device = x.device
-        header = Header(self.side, self.hop, self.labels[self.call.place.index])
-        self.flight = self.start({index: (header, piece) for index, piece in self.pieces().items()})
-
-    def prepare(self, x: Tensor) -> None:
-        """Keep a copy of this rank's input, and the hop from which on its link is free."""
-        self.x, self.inputs = x, [x] * len(self.group)
-        self.next = self.group[(self.call.place.index + 1) % len(self.group)]
-        self.hop = self.rank.way_is_free(self.next)
-        self._sizes: tuple[int, ...] | None = None
-
-    def start(self, outgoing: Mapping[int, tuple[Header, Tensor | None]]) -> Flight:
-        """Send to the ranks at these positions, and expect something from each."""
-        to_ranks = {self.group[index]: sent for index, sent in outgoing.items() if index != self.call.place.index}
-        return self.rank.exchange.start(self.tag, to_ranks, to_ranks)
-
-    def pieces(self) -> dict[int, Tensor | None]:
-        """The part of this rank's tensor that the rank at each position needs."""
-        op, params, x, indices = self.call.op, self.call.params, self.x, range(len(self.group))
-        if op == "all_reduce" and x.nbytes > INLINE_UP_TO:
-            return dict(enumerate(x.reshape(-1).split([*map(len, cut(x.numel(), len(self.group), "even"))])))
-        if op == "reduce_scatter":
-            return dict(enumerate(x.split(list(params[2]), params[0])))
-        if op == "all_to_all":
-            size = x.shape[params[0]] // len(self.group)
-            return dict(enumerate(x.split([size] * len(self.group), params[0])))
-        if op == "barrier" or (op == "broadcast" and self.call.place.index != params[0]):
-            return dict.fromkeys(indices)
-        return dict.fromkeys(indices, x)
+        rank, index = self.rank, self.call.place.index
+        self.next = self.group[(index + 1) % len(self.group)]
+        self.hop = rank.way_is_free(self.next)
+        self.header = Header(self.side, self.hop, rank.put_in(x))
+        self.x, self.device = self.keep(x), x.device
+        others = [other for other in self.group if other != rank.rank]
+        self.flight = rank.exchange.start(self.tag, dict.fromkeys(others, self.header), others)
 
     def arrive(self) -> Tensor:
-        return self.combined(self.taken()).to(self.device)
-
-    def taken(self) -> dict[int, Arrived]:
-        """What has come from each other position, once everything has."""
         assert self.flight is not None
-        arrived = self.flight.finish(self.check)
-        self.hop = max(self.hop, *(came.header.hops for came in arrived.values()))
-        found = {index: arrived[rank] for index, rank in enumerate(self.group) if rank in arrived}
-        self.labels |= {index: came.header.label for index, came in found.items()}
-        return found
-
-    def _label(self, result: Tensor) -> Label:
-        """Whose data is in the result. Only what some of the ranks have made needs to be followed."""
-        is_all, index = len(self.group) == self.rank.mesh.size, self.call.place.index
-        given = [Label(-1, (rank,)) if is_all else self.labels[place] for place, rank in enumerate(self.group)]
-        label = of_collective(self.call.op, given, index, self.call.params[0] if self.call.op == "broadcast" else 0)
-        if not is_all:
-            self.rank.received(result, label)
-        return label
-
-    def combined(self, arrived: dict[int, Arrived]) -> Tensor:
-        """The result, as `collectives.results` defines it, from this rank's own piece and those that it was sent."""
-        op, params, x, index = self.call.op, self.call.params, self.x, self.call.place.index
-        mine = self.pieces()[index]
-        if op == "barrier":
-            return x.new_empty(0)
-        if op == "broadcast":
-            return x if index == params[0] else self.tensor(arrived[params[0]], self.side.shape, x.dtype)
-        assert mine is not None
-        parts = {index: mine.contiguous()}
-        for other, came in arrived.items():
-            shape = came.header.side.shape if op == "all_gather" else tuple(mine.shape)
-            parts[other] = self.tensor(came, shape, x.dtype)
-        inputs = [parts[position] for position in range(len(self.group))]
-        if op == "all_gather":
-            self.inputs = inputs
-            return collectives.joined(inputs, params[0])
-        if op == "all_to_all":
-            return collectives.joined(inputs, params[1])
-        total = collectives.reduced(inputs, params[1] if op == "reduce_scatter" else params[0])
-        return self._shared(total) if op == "all_reduce" and x.nbytes > INLINE_UP_TO else total
-
-    def _shared(self, total: Tensor) -> Tensor:
-        """The second round of a large all_reduce: every position's piece of the sum, joined."""
-        index, num_ranks = self.call.place.index, len(self.group)
-        result = torch.empty(self.side.shape, dtype=total.dtype, device="cpu")
-        rows = result.view(-1).split([*map(len, cut(result.numel(), num_ranks, "even"))])
-        rows[index].copy_(total)
-        exchange, others = self.rank.exchange, [place for place in range(num_ranks) if place != index]
-        coming = [exchange.receive(self.group[place], self.tag, bytes_of(rows[place])) for place in others]
-        for place in others:  # no frames: all are known to be in the same collective
-            exchange.send(self.group[place], self.tag, bytes_of(total))
-        for work in coming:
-            exchange.wait(work)
-        return result
+        headers = {self.rank.rank: self.header, **self.flight.finish(self.check)}
+        self.headers = [headers[rank] for rank in self.group]
+        self.hop = max(header.hops for header in self.headers)
+        self.begun, engine = time.perf_counter(), self.rank.engine
+        try:
+            with engine.after(self.ready):
+                result = engine.together(self.call, self.x, [header.side.shape for header in self.headers])
+                self.done = engine.now(result)
+        except RuntimeError as error:
+            raise self.rank.exchange.lost(error) from None
+        del self.x
+        return result.to(self.device)
 
     def note(self, result: Tensor, arrival: float) -> None:
-        rank, call, side = self.rank, self.call, self.side
+        rank, call, side, index = self.rank, self.call, self.side, self.call.place.index
         rank.hops = max(rank.hops, self.hop + 1)
         rank.take_way(self.next, self.hop)
-        x, numels = self.inputs[call.place.index], [x.numel() for x in self.inputs]
-        num_bytes = bytes_sent(call, x.shape, x.element_size(), numels, call.place.index)
+        numels = [torch.Size(header.side.shape).numel() for header in self.headers]
+        num_bytes = bytes_sent(call, side.shape, getattr(torch, side.dtype).itemsize, numels, index)
         rank.journal.met.append(
             Met(
                 self.group,
@@ -333,10 +279,21 @@ class Together(ProcessPending):
                 self._label(result),
             )
         )
-        if call.op == "all_gather":
-            self._sizes = tuple(x.shape[call.params[0]] for x in self.inputs)
-        del self.x, self.inputs
+
+    def _label(self, result: Tensor) -> Label:
+        """Whose data is in the result. Only what some of the ranks have made needs to be followed."""
+        is_all, index = len(self.group) == self.rank.mesh.size, self.call.place.index
+        given = [
+            Label(-1, (rank,)) if is_all else header.label
+            for rank, header in zip(self.group, self.headers, strict=True)
+        ]
+        label = of_collective(self.call.op, given, index, self.call.params[0] if self.call.op == "broadcast" else 0)
+        if not is_all:
+            self.rank.received(result, label)
+        return label
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        return self._sizes
+        if self.call.op != "all_gather" or self._result is None:
+            return None
+        return tuple(header.side.shape[self.call.params[0]] for header in self.headers)

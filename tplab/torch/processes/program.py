@@ -20,8 +20,8 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
+from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
-from tplab.torch.processes.native import Native
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
@@ -100,12 +100,10 @@ class Program(NamedTuple):
     cells: dict[str, int]
     title: str
 
-    def rank(self, rank: int, exchange: Exchange, native: Native | None) -> ProcessRank:
+    def rank(self, rank: int, exchange: Exchange, engine: Engine) -> ProcessRank:
         """The rank with this number, to run the program. Each keeps the values of its share of messages."""
-        if native is not None:
-            native.begin_program()
         record = -(-self.record // self.mesh.size)
-        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells, native=native)
+        return ProcessRank(rank, self.mesh, exchange, engine, record=record, cells=self.cells)
 
 
 class Raised(NamedTuple):
@@ -183,8 +181,6 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
             rank.start_watching()
             try:
                 result = program.fn(*pieces)
-                if rank.native is not None:
-                    rank.native.launch_all()
             finally:
                 rank.stop_watching()
         return without_graph(result)

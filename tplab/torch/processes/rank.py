@@ -1,21 +1,14 @@
-"""A rank that is a process of its own: its collectives are exchanges of frames and tensors.
+"""A rank that is a process of its own: torch.distributed carries its tensors, and frames go ahead of them.
 
-Over gloo every collective is built from pieces that ranks send each other, and sums are added up in the order of
-positions, by the same function that simulated ranks use: the results are the same, bit for bit.
-
-    all_reduce       small: each rank's x to every rank, and each rank adds all up
-                     large: piece j to index j, which adds the pieces up and sends the sum to every rank;
-                     2(R-1)/R of x is sent by each rank, as in a ring, in 2 rounds
-    reduce_scatter   piece j to index j, which adds up       all_to_all   piece j to index j
-    all_gather       x to every rank                         broadcast    the root's x to every rank
-
-If a rank has its own GPU, its CUDA tensors go through NCCL's collectives instead (native.py), which add up in their own
-order: results are equal up to rounding.
+Before a collective, each rank tells the others of its group which one it calls, on what and where, in a frame over
+gloo. So a mismatch is an error with the lines, and nothing is added up that does not belong together. Then gloo's own
+collective carries the tensors; between GPUs, NCCL's. A message (ppermute, ring_shift, send, receive) follows its frame.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from threading import Event
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +16,10 @@ from torch import Tensor
 from tplab.mesh import Mesh
 from tplab.torch.private import no_dispatch
 from tplab.torch.processes import waits
+from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import Exchange, Tags
-from tplab.torch.processes.frames import INLINE_UP_TO, Side, check_dense, side_of
-from tplab.torch.processes.pending import Alone, Message, ProcessPending, Receipt, Together
+from tplab.torch.processes.frames import Side, check_dense, side_of
+from tplab.torch.processes.pending import Alone, Message, ProcessPending, Together
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import Report, Wait
 from tplab.torch.ranks.rank import Call, Pending
@@ -35,9 +29,10 @@ from tplab.trace.journal import Group
 class ProcessRank(RecordedRank):
     """The rank whose program this process runs."""
 
-    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, **options: Any):
-        super().__init__(rank, mesh, exchange, **options)
+    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, engine: Engine, **options: Any):
+        super().__init__(rank, mesh, exchange, engine, **options)
         self._tags = Tags(mesh)
+        self._over: dict[Group, Event] = {}  # for each group, set when the last collective that it began is over
         self._begun: dict[Group, int] = {}
         self._last_sides: deque[tuple[Group, int, Side]] = deque(maxlen=waits.REMEMBERED)
 
@@ -50,14 +45,19 @@ class ProcessRank(RecordedRank):
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         with no_dispatch():  # what follows is no operation of the program
-            flies = call.op == "receive" or (x.nbytes > INLINE_UP_TO and call.op != "send")
-            return self._begin(call, x, flies)
+            pending = self._begun_as(call, x)
+            if call.op != "send":  # no rank waits for a send
+                pending.fly()
+                self.num_in_flight += 1
+            return pending
 
     def do(self, call: Call, x: Tensor) -> Tensor:
         with no_dispatch():
-            return self._begin(call, x, False).wait()
+            pending = self._begun_as(call, x)
+            self.num_in_flight += 1
+            return pending.wait()
 
-    def _begin(self, call: Call, x: Tensor, flies: bool) -> ProcessPending:
+    def _begun_as(self, call: Call, x: Tensor) -> ProcessPending:
         check_dense(call.op, x)
         now = self.catch_up()
         group = call.place.group
@@ -65,15 +65,12 @@ class ProcessRank(RecordedRank):
         side = side_of(call, x, self.rank, self.lines)
         self._begun[group] = number + 1
         self._last_sides.append((group, number, side))
-        kind = Receipt if call.op == "receive" else Message if call.peers else Together
+        kind = Message if call.peers else Together
         if len(group) == 1 or call.peers == (self.rank, self.rank):
             kind = Alone
-        elif self.native is not None and self.native.carries(call, x):
-            kind = self.native.kind(call)
         pending = kind(self, call, side, number, self._tags.of(group, number), now)
+        if kind is Together or x.is_cuda:  # the engine needs them in the same order on every rank
+            pending.before, self._over[group] = self._over.get(group), pending.over
         pending.depart(x)
-        if flies:
-            pending.fly()
-        self.num_in_flight += call.op != "send"  # no rank waits for a send
         self.go_on()
         return pending

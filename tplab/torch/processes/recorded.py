@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
+from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import Exchange
 from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
@@ -27,13 +28,14 @@ class RecordedRank(Rank):
 
     record     the number of messages whose contents this rank keeps
     cells      file name -> the number of its notebook cell
-    native     the transport of CUDA tensors, if every rank has a GPU of its own
     hops       the number of rounds of communication so far
     """
 
-    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int], native: Any):
+    def __init__(
+        self, rank: int, mesh: Mesh, exchange: Exchange, engine: Engine, *, record: int, cells: dict[str, int]
+    ):
         super().__init__(rank, mesh)
-        self.exchange, self.native, self.journal = exchange, native, Journal(rank)
+        self.exchange, self.engine, self.journal = exchange, engine, Journal(rank)
         self.lines = _LinesOfNotebook(cells)
         self.hops = 0
         self.waits_in: Any = None  # the collective that it is waiting in
@@ -42,7 +44,7 @@ class RecordedRank(Rank):
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
-        self._meter = Meter(rank, None)
+        self._meter = Meter(self, None)
         self._num_left_to_keep = record
         self._provenance = Provenance(
             rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size

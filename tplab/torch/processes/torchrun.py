@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from tplab.errors import MeshError, TplabError
 from tplab.mesh import Mesh
+from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import WAIT_FOREVER, ConnectionLost, Exchange, gloo_of
 from tplab.torch.processes.failure import error_of, named
-from tplab.torch.processes.native import Native
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
 from tplab.torch.processes.rank import ProcessRank
@@ -55,23 +55,25 @@ class Membership:
         self.num_runs = 0
         self._group: Any = None
         self._exchange: Exchange | None = None
-        self.native: Native | None = None
+        self._num_exchanges = 0
         self.offset = 0.0
 
     def exchange(self) -> Exchange:
-        """The exchange with the other ranks, with all connections intact."""
+        """The exchange with the other ranks, with all connections intact; `engine` is then new too."""
         if self._exchange is None:
             self._group = dist.new_group(backend="gloo", timeout=WAIT_FOREVER)
             gloo = gloo_of(self._group)
             self.offset = offset_from_first(gloo, self.rank, self.num_ranks)
             self._exchange = Exchange(gloo, self.rank)
-            self.native = Native() if self.has_gpu else None
+            self._num_exchanges += 1
+            self.engine = Engine(dist.PrefixStore(f"tplab/engine{self._num_exchanges}/", self.store), self.has_gpu)
         return self._exchange
 
     def break_off(self) -> None:
         """Close all connections, so that every rank that waits for this one is released."""
         if self._exchange is not None:
             self._exchange.break_off()
+            self.engine.break_off()
             self._exchange = None
 
     def gather(self, content: Any) -> list[Any]:
@@ -146,7 +148,7 @@ def run_under_torchrun(
     check_arguments(args, in_specs, mesh)
     program = Program(fn, mesh, args, in_specs, seed, record, device, Settings.here(1), {}, title)
     exchange = here.exchange()
-    rank = program.rank(here.rank, exchange, here.native)
+    rank = program.rank(here.rank, exchange, here.engine)
     device = here.gpu if here.gpu is not None and (device is None or device.type == "cuda") else device
     here.num_runs += 1
     board = Board(here, f"tplab/{here.num_runs}")

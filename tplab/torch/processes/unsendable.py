@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from tplab.torch.processes.parcels import Parcel
-from tplab.torch.ranks.memory import Counted
+from tplab.torch.watching.memory import Counted
 
 
 @contextmanager

@@ -140,9 +140,8 @@ def run_on_processes(
 
     The first run starts the processes; later runs on the same number of ranks find them warm. `fn` is sent as code, so
     it may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from where this
-    process finds them. Each process computes with its share of this process's threads, so sums that torch splits over
-    threads (of tens of thousands of elements and more) may differ from simulated ranks' in the last bit; everything
-    else is the same to the bit.
+    process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their own order,
+    and each process computes with its share of this process's threads, over which torch splits large sums.
     """
     check_arguments(args, in_specs, mesh)
     args = tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in args)

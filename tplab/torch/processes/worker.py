@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from tplab import spare
 from tplab.torch.processes import parcels
+from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import WAIT_FOREVER, Exchange, gloo_of
-from tplab.torch.processes.native import Native
 from tplab.torch.processes.parcels import Received
 from tplab.torch.processes.pending import ProcessPending
 from tplab.torch.processes.program import Outcome, Printed, Program, Settings, carry_out, raised
@@ -55,9 +55,9 @@ class Letter(NamedTuple):
 class Worker:
     """One rank's process. Each parcel that comes over `control` is a program; when `control` closes, it ends."""
 
-    def __init__(self, rank: int, control: socket.socket, exchange: Exchange, has_gpu: bool):
-        self._rank, self._control, self._exchange, self._has_gpu = rank, control, exchange, has_gpu
-        self._native = Native() if has_gpu else None
+    def __init__(self, rank: int, control: socket.socket, exchange: Exchange, engine: Engine, has_gpu: bool):
+        self._rank, self._control, self._has_gpu = rank, control, has_gpu
+        self._exchange, self._engine = exchange, engine
         self._sending = Lock()
         self._programs: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._running: tuple[int, ProcessRank] | None = None
@@ -92,7 +92,7 @@ class Worker:
             settings: Settings = next(contents)
             settings.adopt()  # the program may be in a module that can only be found now
             program: Program = next(contents)
-            rank = program.rank(self._rank, self._exchange, self._native)
+            rank = program.rank(self._rank, self._exchange, self._engine)
             self._running = self._number, rank
             device = program.device
             if self._has_gpu and (device is None or device.type == "cuda"):
@@ -187,7 +187,8 @@ def main(arguments: dict[str, Any], fds: list[int]) -> None:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_FOREVER)
-    Worker(rank, control, Exchange(gloo_of(dist.group.WORLD), rank), has_gpu).serve()
+    engine = Engine(dist.PrefixStore("engine/", store), has_gpu)
+    Worker(rank, control, Exchange(gloo_of(dist.group.WORLD), rank), engine, has_gpu).serve()
 
 
 def loopback() -> str:

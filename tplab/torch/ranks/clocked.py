@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tplab.cost.lanes import COMPUTE, MARK
 from tplab.torch.private import phase
-from tplab.torch.ranks.burst import Burst
+from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
 from tplab.torch.ranks.meter import Cost, Meter
 from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
@@ -58,7 +58,7 @@ class ClockedRank(Rank):
         self._prepares = False
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = world.cluster is not None and not world.is_timed
-        self._meter = Meter(rank, self._computed if is_modelled else None)
+        self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
         self._provenance = Provenance(
             rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed

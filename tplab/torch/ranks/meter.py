@@ -13,18 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from tplab.cost.attention import FusedAttention
-from tplab.torch.private import (
-    DispatchMode,
-    HigherOrder,
-    base_of,
-    dispatch_modes,
-    num_modes,
-    parts_of,
-    pop_mode,
-    push_mode,
-)
-from tplab.torch.ranks.attention import ATTENTION, attention, flex_attention_of
-from tplab.torch.ranks.rank import this_rank
+from tplab.torch.private import base_of
+from tplab.torch.ranks.attention import flex_attention_of
+from tplab.torch.ranks.rank import Rank, this_rank
+from tplab.torch.ranks.watcher import Listener, watcher
 
 aten = torch.ops.aten
 
@@ -57,8 +49,8 @@ class Cost(NamedTuple):
     attention: FusedAttention | None = None
 
 
-class Meter(DispatchMode):
-    """Follows the operations of the rank numbered `rank` while it is open.
+class Meter(Listener):
+    """Follows the operations of a rank while it is open.
 
     `on_cost` is called with the cost of each operation that moves data (views and allocations are free). Labels pass
     from operands to results: a result of received data keeps the first received operand's chunk. Its contributors are
@@ -68,57 +60,39 @@ class Meter(DispatchMode):
     num_left   how many operations it still follows, where it has no other reason to be open
     """
 
-    supports_higher_order_operators = True
-
-    def __init__(self, rank: int, on_cost: Callable[[Cost], None] | None):
-        super().__init__()
+    def __init__(self, rank: Rank, on_cost: Callable[[Cost], None] | None):
         self.rank, self.on_cost = rank, on_cost
-        self.is_open = self._is_below = False  # below autograd: inside an operation that takes functions
+        self.is_open = False
         self.num_left = FOLLOWED
 
     def open(self) -> None:
-        """Follow this thread's operations, below any modes that the program has entered and may leave before us.
-
-        This does not use `with`, which also counts in a variable of the whole process. That goes wrong if threads leave
-        in a different order than they entered.
-        """
         self.is_open = True
-        _at_the_bottom(lambda: push_mode(self))
-
-    @property
-    def can_close(self) -> bool:
-        """Whether it is open, and not in the middle of an operation, as functional collectives are: meanwhile it is out
-        of the stack."""
-        return self.is_open and self in dispatch_modes()
+        watcher().add(self)
 
     def close(self) -> None:
         self.is_open, self.on_cost = False, None
-        _at_the_bottom(lambda: pop_mode(None), depth=1)
+        watcher().remove(self)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
-        kwargs = kwargs or {}
-        if isinstance(func, HigherOrder):
-            return self._of_functions(func, args, kwargs)
-        if types and any(kind.__name__ == "FakeTensor" for kind in types):  # without data, to work out shapes
-            return func(*args, **kwargs)
+    def takes_whole(self, func: Any, args: Any) -> bool:
+        """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
+        return self.on_cost is not None and self._attention(func, args) is not None
+
+    def _attention(self, func: Any, args: Any) -> FusedAttention | None:
+        return flex_attention_of(func.name(), args) if self.rank.fuses_attention else None
+
+    def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: Any) -> None:
         if self.on_cost is None:
             self.num_left -= 1
             if self.num_left < 0:
-                return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() or self._is_below:  # where compound operations, such as linear, come whole
-            with self:
-                result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
-        traits = traits_of(func)
-        inputs, outputs = list(tensors_in(traits.read(args, kwargs))), list(tensors_in(result))
-        rank = this_rank()
+                return
+        rank, is_plain = self.rank, hasattr(func, "overloadpacket")
+        kernel = None if is_plain else self._attention(func, args)
+        traits = traits_of(func) if kernel is None else _KERNEL
+        inputs = list(tensors_in(traits.read(args, kwargs)))
+        outputs = list(tensors_in(result))
         if traits.writes and len(inputs) > 1 and inputs[0] is args[0]:  # y.addmm_(piece, w) is about the piece
             inputs = [*inputs[1:], inputs[0]]
-        label = rank.labels.joined(inputs, self.rank)
+        label = rank.labels.joined(inputs, rank.rank)
         is_sum = label is not None and label.chunk >= 0 and all(rank.labels.get(x) is not label for x in inputs)
         for output in outputs:
             if label is not None:
@@ -129,42 +103,16 @@ class Meter(DispatchMode):
             elif traits.writes:
                 rank.labels.drop(output)
             if traits.writes and (whole := base_of(output)) is not None:  # part of it has been written to
-                joined = rank.labels.joined((whole, output), self.rank)
+                joined = rank.labels.joined((whole, output), rank.rank)
                 if joined is not None:
                     rank.labels.set(whole, joined)
-        if self.on_cost is not None and outputs and not traits.is_free:
+        if self.on_cost is None or not outputs or traits.is_free:
+            return
+        if kernel is None:
             self.on_cost(_cost(func, traits, inputs, outputs, args, kwargs, result))
-        return result
-
-    def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
-        """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
-        rank = this_rank()
-        attention = flex_attention_of(func.name(), args) if rank.fuses_attention else None
-        if attention is not None and self.on_cost is not None:
-            result = func(*args, **kwargs)
-            inputs, outputs = list(tensors_in(args)), list(tensors_in(result))
-            if (label := rank.labels.joined(inputs, self.rank)) is not None:
-                for output in outputs:
-                    rank.labels.set(output, label)
+        else:
             num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
-            self.on_cost(Cost(func.name(), attention.flops, num_bytes, outputs[0], attention=attention))
-            return result
-        self._is_below, before = True, self._is_below
-        try:
-            with self:
-                return parts_of(func)(*args, **kwargs)
-        finally:
-            self._is_below = before
-
-
-def _at_the_bottom(change: Callable[[], Any], depth: int = 0) -> None:
-    """Make a change to the stack of dispatch modes below all but the lowest `depth` of them."""
-    above = [pop_mode(None) for _ in range(num_modes() - depth)]
-    try:
-        change()
-    finally:
-        for mode in reversed(above):
-            push_mode(mode)
+            self.on_cost(Cost(func.name(), kernel.flops, num_bytes, outputs[0], attention=kernel))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -201,6 +149,8 @@ class _Traits(NamedTuple):
         return [value for name, value in chain(enumerate(args), kwargs.items()) if name not in self.unread]
 
 
+_KERNEL = _Traits(False, False, False, False, frozenset())
+"""An operation that takes functions, as one kernel that reads everything."""
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
 _FILLS = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_"}
 _COPIES = {"clone", "copy", "copy_", "cat", "_to_copy", "stack", "fill", "fill_", "zero_", "repeat", "constant_pad_nd",

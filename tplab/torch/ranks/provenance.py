@@ -106,7 +106,7 @@ class Provenance:
     def stop(self) -> None:
         """Stop following operations."""
         self.has_lost_track = True
-        if self._meter.can_close and self._meter.on_cost is None and graph_task() == -1:
+        if self._meter.on_cost is None:
             self._meter.close()
 
     def values(self, x: Tensor) -> np.ndarray | None:

@@ -12,13 +12,13 @@ from tplab.cost.lanes import ISSUE, ROUND, SEND, WAIT
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import graph_task, no_dispatch, num_modes, phase
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
-from tplab.torch.ranks.memory import begun, count
 from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released
 from tplab.torch.ranks.values import values_of
 from tplab.torch.ranks.waiting import WaitingRank
+from tplab.torch.ranks.watcher import Begun, begins, met
 from tplab.trace.label import UNKNOWN, Label
 
 
@@ -29,9 +29,9 @@ class SimulatedRank(WaitingRank):
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         if num_modes():
-            since = begun()
+            begun = begins()
             with no_dispatch():  # what follows is no operation of the program
-                return self._begun(call, x, since)
+                return self._begun(call, x, begun)
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor, is_lent: bool = False) -> Tensor:
@@ -39,13 +39,11 @@ class SimulatedRank(WaitingRank):
         if num_modes():
             with no_dispatch():
                 result = self._done(call, x, is_lent)
-            count(result, call.op)
-            if self.home.types is not None:
-                self.home.types.met(call, x, result)
+            met(call, x, result)
             return result
         return self._done(call, x, is_lent)
 
-    def finish(self, site: Site, meeting: Meeting, x: Tensor, since: int, is_lent: bool) -> Tensor:
+    def finish(self, site: Site, meeting: Meeting, x: Tensor, begun: Begun | None, is_lent: bool) -> Tensor:
         """Wait for the result of what this rank has begun, and take it. With `is_lent` it is read-only."""
         if self._is_timed:
             self._catch_up()
@@ -55,14 +53,12 @@ class SimulatedRank(WaitingRank):
             else:
                 result = self._received(site, meeting, x)
         if num_modes():
-            count(result, site.call.op, since)
-            if self.home.types is not None:
-                self.home.types.met(site.call, x, result)
+            met(site.call, x, result, begun)
         if self._is_timed:
             self._seen_at = self._now()
         return result
 
-    def _begun(self, call: Call, x: Tensor, since: int = -1) -> Pending:
+    def _begun(self, call: Call, x: Tensor, begun: Begun | None = None) -> Pending:
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
@@ -75,7 +71,7 @@ class SimulatedRank(WaitingRank):
             self._send(site, x, meeting)
         if self._is_timed:
             self._seen_at = self._now()
-        return _Pending(self, site, meeting, x, since)
+        return _Pending(self, site, meeting, x, begun)
 
     def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
         """Begin it and wait for it. The input of a meeting needs no copy: this thread cannot write to it meanwhile."""
@@ -282,10 +278,10 @@ class SimulatedRank(WaitingRank):
 
 
 class _Pending(Pending):
-    __slots__ = ("meeting", "rank", "result", "since", "site", "x")
+    __slots__ = ("begun", "meeting", "rank", "result", "site", "x")
 
-    def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor, since: int):
-        self.rank, self.site, self.meeting, self.since = rank, site, meeting, since
+    def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor, begun: Begun | None):
+        self.rank, self.site, self.meeting, self.begun = rank, site, meeting, begun
         self.x: Tensor | None = x  # gives the shape of zeros if no rank sends
         self.result: Tensor | None = None
 
@@ -295,7 +291,7 @@ class _Pending(Pending):
     def read(self) -> Tensor:
         if self.result is None:
             assert self.x is not None
-            self.result = self.rank.here().finish(self.site, self.meeting, self.x, self.since, is_lent=True)
+            self.result = self.rank.here().finish(self.site, self.meeting, self.x, self.begun, is_lent=True)
             self.x = None
         return self.result
 

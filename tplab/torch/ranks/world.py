@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ from torch import Tensor
 from tplab.cost.cluster import Cluster
 from tplab.mesh import Mesh
 from tplab.torch.ranks.chronicle import Chronicle
-from tplab.torch.ranks.inherited import inherited_state
 from tplab.torch.ranks.meeting import Group
 from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.values import VALUES_UP_TO, values_of
@@ -54,3 +55,35 @@ class World:
             return None
         self.num_left_to_keep -= 1
         return values_of(x)
+
+
+def inherited_state(device: torch.device | None = None) -> Callable[[], AbstractContextManager[None]]:
+    """A context that gives another thread the torch settings of this one; `device` is where its program runs."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    num_threads, default_device = torch.get_num_threads(), torch.get_default_device()
+    kinds = {"cpu", "cuda"} | ({device.type} if device is not None else set())
+    kinds = {kind for kind in kinds if torch.amp.is_autocast_available(kind)}  # meta tensors have none
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    cache = torch.is_autocast_cache_enabled()
+    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+
+    @contextmanager
+    def state() -> Iterator[None]:
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        with ExitStack() as stack:
+            # a GPU's backward pass would run in a thread that all ranks share, and the first to wait there stops all
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            if not grad:
+                stack.enter_context(torch.no_grad())
+            if default_device.type != "cpu":
+                stack.enter_context(default_device)
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))  # and its device becomes the current one
+            yield
+
+    return state

@@ -6,7 +6,7 @@ function render({ model, el: host }) {
   const root = card(host, { title, about, label: sentence });
   const picture = el("div", { role: "img" });
   const cursor = el("div.tpl-cursor", { hidden: "" }), tip = hint(root);
-  const figure = el("div.tpl-curves", { tabindex: "0", role: "group", "aria-label": "values of the lines: arrow keys", "data-lm-suppress-shortcuts": "true" }, picture, cursor);
+  const figure = el("div.tpl-curves", { tabindex: "0", role: "group", "aria-label": "values of the lines: arrow keys" }, picture, cursor);
   const says = el("p.tpl-say", { "aria-live": "polite" });
   root.append(figure, says);
 

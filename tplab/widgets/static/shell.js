@@ -89,15 +89,31 @@ function mix(a, b, share) {
 }
 
 export function card(host, { title, about, badge, label, warning }) {
-  const root = el("section.tplab", {
-    tabindex: 0, role: "group", "aria-label": label ?? title, "data-lm-suppress-shortcuts": "true",
-  });
+  const root = el("section.tplab", { tabindex: 0, role: "group", "aria-label": label ?? title });
+  shareKeys(root);
   const heading = el("header.tpl-head", {}, el("b", {}, title), el("span.tpl-about", {}, about ?? ""));
   if (badge) heading.append(el("span.tpl-badge", {}, badge));
   root.append(heading);
   if (warning) root.append(el("p.tpl-warning", { role: "note" }, warning));
   host.append(root);
   return root;
+}
+
+// JupyterLab hears keys before the card does. While the focus is in the card, single keys are the card's: a space would
+// scroll, and two d's delete a cell. What is pressed with Ctrl or Cmd is JupyterLab's (save, find), unless it edits text;
+// Enter with another key runs the cell; and Escape gives the focus back to the notebook's cell.
+const SUPPRESS = "data-lm-suppress-shortcuts", EDITING = ["a", "c", "v", "x", "y", "z"];
+function shareKeys(root) {
+  const mark = ({ target, key, ctrlKey, metaKey, shiftKey }) => {
+    const command = ctrlKey || metaKey;
+    const passes = key === "Enter" ? command || shiftKey : command && !EDITING.includes(key.toLowerCase());
+    for (const node of [root, target]) if (root.contains(node)) node.toggleAttribute(SUPPRESS, !passes);
+  };
+  root.addEventListener("focusin", () => addEventListener("keydown", mark, true));
+  root.addEventListener("focusout", () => removeEventListener("keydown", mark, true));
+  root.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.defaultPrevented) root.closest(".jp-Cell")?.focus();
+  });
 }
 
 // The hint: rows of [what, text], beside the pointer, inside of the card.

@@ -9,7 +9,7 @@ async function render({ model, el: host }) {
   const choice = el("select.tpl-select", { "aria-label": "rank", onchange: () => choose(Number(choice.value)) },
     ...ranks.map((text, rank) => el("option", { value: rank }, text)));
   const paintLegend = drawLegend(root, data, choice);
-  const figure = el("div.tpl-curves.tpl-stacks", { tabindex: "0", role: "group", "data-lm-suppress-shortcuts": "true",
+  const figure = el("div.tpl-curves.tpl-stacks", { tabindex: "0", role: "group",
     "aria-label": "memory over time: left and right arrow keys go through moments, up and down through ranks" });
   const says = el("p.tpl-say", { "aria-live": "polite" });
   root.append(figure, says);

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from tplab.checking.steps import Frame
 from tplab.checking.typed import OnAxes, Typed, Types, Typing, lines_of, statement
 from tplab.checking.types import Type
+from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.private import pytree
 from tplab.torch.ranks.arguments import entries_of, spread
-from tplab.torch.ranks.log import Log
+from tplab.torch.ranks.launch import run_on_simulated_ranks
+from tplab.torch.ranks.process_state import More
+from tplab.torch.watching.follower import Followed, Log
 
 
 def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
@@ -51,6 +54,30 @@ def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
         return leaf
 
     return [pytree.tree_map(other, arg) for arg in args]
+
+
+def types_in(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    args: Sequence[Any],
+    in_specs: Any,
+    logs: Sequence[Log],
+    *,
+    seed: int,
+    device: torch.device | None,
+    more: More | None,
+    why_not: str = "",
+) -> Types:
+    """The types of a program, from what its ranks have written down. It runs a second time here, with the seed after
+    `seed`, unless `why_not` says why it cannot."""
+    again, others = list[Any](), tuple(perturbed(args, seed))
+    about: dict[str, Any] = {"cluster": None, "clock": "modelled", "keep_values": 0, "title": "", "device": device}
+    try:
+        if not why_not:
+            again, _ = run_on_simulated_ranks(Followed(fn), mesh, others, in_specs, seed=seed + 1, more=more, **about)
+    except TplabError as error:
+        why_not = str(error).partition("\n")[0]
+    return types_of(fn, mesh, args, in_specs, logs, [log for _, log in again], why_not)
 
 
 def types_of(

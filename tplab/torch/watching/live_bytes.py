@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from tplab.torch.private import DispatchMode, HigherOrder, dispatch_modes
+from tplab.torch.private import HigherOrder
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.storages import Storages
+from tplab.torch.ranks.watcher import Listener, watcher
 
 _aten = torch.ops.aten
 _GIVE_MEMORY = (_aten.lift_fresh, _aten.set_, _aten.resize_, _aten.resize_as_)
 _BEFORE = -1
 
 
-class LiveBytes(DispatchMode):
+class LiveBytes(Listener):
     """The memory of all tensors that are made inside it and still exist.
 
         with LiveBytes() as live:
@@ -34,10 +36,9 @@ class LiveBytes(DispatchMode):
     which has no memory, does not count. Inside a rank's program it only sees this rank's tensors. Measuring takes time.
     """
 
-    supports_higher_order_operators = True
+    follows_threads = True
 
     def __init__(self) -> None:
-        super().__init__()
         self.peak = self.lap = 0
         self._now = 0
         self._storages: Storages[int] = Storages()  # the bytes of each; _BEFORE for what existed before
@@ -47,27 +48,35 @@ class LiveBytes(DispatchMode):
             self._now -= max(num_bytes, 0)
         return self._now
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(map(_is_wrapper, types)):
-            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
+    def __enter__(self) -> Self:
+        watcher().add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        watcher().remove(self)
+
+    def starts(self, func: Any, args: Any, kwargs: Any) -> None:
         if not _may_make_memory(func):
-            return func(*args, **(kwargs or {}))
+            return
         is_new = func is torch.ops.aten.lift_fresh.default  # from torch.tensor: an operation on what it has just made
-        for storage in _storages((args, [*kwargs.values()] if kwargs else ())):
+        for storage in _storages((args, [*kwargs.values()])):
             if self._storages.get(storage) is None and not (is_new and storage.resizable()):
                 self._storages.add(storage, _BEFORE)
-        result = func(*args, **(kwargs or {}))
-        self.made(result)
-        return result
+
+    def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: Any) -> None:
+        if _may_make_memory(func):
+            self.made(result)
+
+    def met(self, call: Any, x: Tensor, y: Tensor, note: Any) -> None:
+        self.made(y)
 
     def made(self, result: Any) -> None:
-        """Count the result of an operation, or of a collective, which is no operation of torch."""
+        """Count the result of an operation or a collective."""
         for storage in _storages(result):
             self._measure(storage)
         self._note()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count memory that has another size now."""
         if self._storages.get(storage) is not None:
             self._measure(storage)
             self._note()
@@ -89,11 +98,6 @@ class LiveBytes(DispatchMode):
 
 
 @cache
-def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
-
-
-@cache
 def _may_make_memory(func: Any) -> bool:
     """Whether an operation may return memory that none of its arguments has, or give memory another size. Most return
     views, write in place, or return no tensors, and nothing is counted then."""
@@ -102,18 +106,6 @@ def _may_make_memory(func: Any) -> bool:
     schema = func._schema
     is_old = all(value.alias_info is not None or "Tensor" not in str(value.type) for value in schema.returns)
     return not is_old or func.overloadpacket in _GIVE_MEMORY or any(one.is_out for one in schema.arguments)
-
-
-_resize = torch.UntypedStorage.resize_
-
-
-def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-    """`torch.UntypedStorage.resize_`, by which FSDP frees whole parameters and makes them again. It is no operation."""
-    result = _resize(storage, num_bytes)
-    for mode in dispatch_modes():
-        if isinstance(mode, LiveBytes):
-            mode.resized(storage)
-    return result
 
 
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,20 +18,61 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tplab.checking.steps import Frame, Step
 from tplab.checking.typed import statement
-from tplab.torch.private import DispatchMode, base_of, local_of, no_dispatch, phase, pytree
-from tplab.torch.ranks.log import Gradient, Key, Log, digest_of, is_wrapper
+from tplab.torch.private import base_of, local_of, no_dispatch, phase, pytree
 from tplab.torch.ranks.meter import tensors_in, traits_of
-from tplab.torch.ranks.operations import operands_of, steps_of
 from tplab.torch.ranks.rank import Call, Rank, this_rank
 from tplab.torch.ranks.storages import Storages
+from tplab.torch.ranks.watcher import Listener, Watched, is_fake, is_wrapper, watcher
+from tplab.torch.watching.steps import Operands, operands_of, steps_of
+
+Key = tuple[Any, ...]
+"""What tells a value from all others of a rank, and is the same for that of another rank."""
 
 
-class Followed:
+class Gradient(NamedTuple):
+    """A parameter and its gradient, at a line where an optimizer takes it; not `is_used`: it is there at the end."""
+
+    name: str
+    parameter: int
+    gradient: int
+    stack: tuple[Frame, ...]
+    is_used: bool = True
+
+
+class Log:
+    """What one rank has done.
+
+    steps       in order; their values have numbers
+    keys        of each value; digests: of its numbers, by key
+    others      statements that assign something else than a tensor
+    arguments, results   (name, value)
+    gradients   those that an optimizer was given, and those that are left at the end
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.keys: dict[int, Key] = {}
+        self.digests: dict[Key, int] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.others: set[Frame] = set()
+        self.arguments: list[tuple[str, int]] = []
+        self.results: list[tuple[str, int]] = []
+        self.gradients: list[Gradient] = []
+
+
+def digest_of(x: Tensor) -> int | None:
+    """A number that is the same for tensors with the same bits, and hardly ever for others."""
+    if x.device.type == "meta" or x.layout is not torch.strided:
+        return None
+    if is_wrapper(type(x)) or (x.numel() and not x.untyped_storage().nbytes()):
+        return None  # it has no memory, or has given it back, as FSDP does with gathered weights
+    plain = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    # a copy, as memory that NumPy has seen cannot be resized, which FSDP does
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
+
+
+class Followed(Watched):
     """A rank's program whose operations are written down: it returns (what the program returns, the rank's `Log`)."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn = fn
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any) -> tuple[Any, Log]:
         with Follower(this_rank()) as follower:
@@ -58,7 +100,7 @@ def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor
     return found
 
 
-class Follower(DispatchMode):
+class Follower(Listener):
     """Writes down this rank's operations, as long as it is open, in `log`.
 
     A value is a view of some memory: as autograd makes new tensors of what it has saved, memory and shape tell what a
@@ -66,7 +108,6 @@ class Follower(DispatchMode):
     """
 
     def __init__(self, rank: Rank):
-        super().__init__()
         self.log = Log()
         self._rank = rank
         self._numbers: Storages[dict[Any, int]] = Storages()
@@ -78,18 +119,18 @@ class Follower(DispatchMode):
         self._lines: dict[FrameType, Frame] = {}
         self._is_paused = False
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> Self:
         self._rank.types = self
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps(optimizer)),
             register_optimizer_step_post_hook(lambda *_: self._steps(None)),
             register_module_parameter_registration_hook(self._register),
         ]
-        super().__enter__()
+        watcher().add(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        watcher().remove(self)
         self._rank.types = None
         for hook in self._hooks:
             hook.remove()
@@ -152,28 +193,25 @@ class Follower(DispatchMode):
 
     # --- operations ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_wrapper, types)):
-            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
-        kwargs = kwargs or {}
-        if any(map(_is_fake, types)) or self._is_paused or this_rank() is not self._rank:
-            return func(*args, **kwargs)
-        with no_dispatch():
-            operands = operands_of(func, args, kwargs)
-            numbers = [self._number(x) for _, x in operands]
-        result = func(*args, **kwargs)
-        if any(_is_fake(type(x)) for x in tensors_in(result)):
-            return result  # DTensor asks what shape a result would have
-        with no_dispatch():
-            stack = self._stack()
-            for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before what it is for
-                if is_wrapper(type(x)):
-                    continue
+    def takes_whole(self, func: Any, args: Any) -> bool:
+        return False
+
+    def starts(self, func: Any, args: Any, kwargs: Any) -> tuple[Operands, list[int]] | None:
+        if self._is_paused:
+            return None
+        operands = operands_of(func, args, kwargs)
+        return operands, [self._number(x) for _, x in operands]
+
+    def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: tuple[Operands, list[int]] | None) -> None:
+        if note is None or any(is_fake(type(x)) for x in tensors_in(result)):
+            return  # or DTensor asks what shape a result would have
+        (operands, numbers), stack = note, self._stack()
+        for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before what it is for
+            if not is_wrapper(type(x)):
                 steps = steps_of(func, args, kwargs, operands, x, place)
                 self._take(steps, numbers, x, stack, traits_of(func).writes)
-        return result
 
-    def met(self, call: Call, x: Tensor, y: Tensor) -> None:
+    def met(self, call: Call, x: Tensor, y: Tensor, note: Any) -> None:
         """Write down a collective, which has made y of x."""
         (dim, to), axes = call.dims, self._axes(call.place.group)
         if call.row.takes == "root" and "dim" not in call.about:
@@ -308,10 +346,6 @@ class Follower(DispatchMode):
                 self.log.others.add((line[0], first))
         self._lines = found
         return tuple(found.values())
-
-
-def _is_fake(kind: type) -> bool:
-    return kind.__name__ == "FakeTensor"
 
 
 def _place_of(x: Tensor) -> Any:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self
+from warnings import warn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tplab.torch.private import (
-    DispatchMode,
-    HigherOrder,
-    dispatch_modes,
-    graph_task,
-    local_of,
-    num_modes,
-    phase,
-    pytree,
-    storage_id,
-    version_of,
-)
-from tplab.torch.ranks.live_bytes import LiveBytes
+from tplab.cost.cluster import Cluster
+from tplab.mesh import Mesh
+from tplab.torch.private import HigherOrder, graph_task, local_of, phase, pytree, storage_id, version_of
 from tplab.torch.ranks.rank import Rank, this_rank
 from tplab.torch.ranks.storages import Storages
-from tplab.trace.memory import KINDS, Ledger, RankMemory
+from tplab.torch.ranks.watcher import Listener, Watched, listening, watcher
+from tplab.trace.memory import KINDS, Ledger, Memory, RankMemory
 
 
 def count_as(kind: str, tensors: Any) -> None:
@@ -41,43 +34,28 @@ def count_as(kind: str, tensors: Any) -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"there is no kind {kind!r} of memory; kinds are {', '.join(KINDS)}")
-    follower = _follower()
-    if follower is not None:
+    kinds = listening(KindsOfMemory)
+    if kinds is not None:
         for x in pytree.tree_leaves(tensors):
             if isinstance(x, Tensor):
-                follower.mark(x, kind)
+                kinds.mark(x, kind)
 
 
 def hold(x: Tensor) -> object:
     """A token: as long as it is kept, `x` counts as saved for a backward pass. For code that saves tensors itself."""
-    follower = _follower()
-    return None if follower is None else follower.hold(x)
+    kinds = listening(KindsOfMemory)
+    return None if kinds is None else kinds.hold(x)
 
 
-def begun() -> int:
-    """The beginning of a collective that is waited for later, to pass to `count`."""
-    follower = _follower()
-    return -1 if follower is None else follower.num_rows
-
-
-def count(result: Tensor, op: str, since: int = -1) -> None:
-    """Let everything that counts memory on this rank count the result of the collective `op`, begun at `since`."""
-    for mode in dispatch_modes():
-        if isinstance(mode, LiveBytes):
-            mode.made(result)
-        elif isinstance(mode, KindsOfMemory):
-            mode.brought(result, op, since)
-
-
-class Counted:
+class Counted(Watched):
     """A rank's program whose memory is followed: it returns (what the program returns, the rank's `RankMemory`).
 
     is_meta   whether tensors on the device "meta" count too, as if they were real
     """
 
     def __init__(self, fn: Callable[..., Any], is_meta: bool = False):
-        self.fn, self.is_meta = fn, is_meta
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        super().__init__(fn)
+        self.is_meta = is_meta
 
     def __call__(self, *args: Any) -> tuple[Any, RankMemory]:
         with KindsOfMemory(this_rank(), args, self.is_meta) as kinds:
@@ -85,7 +63,26 @@ class Counted:
         return result, kinds.memory
 
 
-class KindsOfMemory(DispatchMode):
+def memory_of(
+    held: Sequence[RankMemory],
+    mesh: Mesh,
+    times: Callable[[np.ndarray], np.ndarray],
+    *,
+    title: str,
+    clock: str,
+    cluster: Cluster | None,
+    in_steps: bool,
+) -> Memory:
+    """The memory of all ranks, each as `Counted` has followed it; `times` has the times of its moments."""
+    held = [one.at_times(times(one.times)) for one in held]
+    if any(one.leaves_out for one in held) and not any(one.peak for one in held):
+        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
+        warn(f"{text} what real ones would take", stacklevel=3)
+    name = None if cluster is None else f"{cluster.name}, {cluster.kind_on(mesh.size)}"
+    return Memory(mesh, held, title=title, clock=clock, unit="steps" if in_steps else "s", cluster=name)
+
+
+class KindsOfMemory(Listener):
     """Follows the memory of this rank's tensors, from the program's arguments to its end: `memory` is what it held.
 
     Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
@@ -104,17 +101,16 @@ class KindsOfMemory(DispatchMode):
     """
 
     memory: RankMemory
-    supports_higher_order_operators = True
+    follows_threads = True
 
     def __init__(self, rank: Rank, given: Any = (), is_meta: bool = False):
-        super().__init__()
         self._rank, self._given, self._is_meta = rank, given, is_meta
         self._ledger, self._leaves_out = Ledger(), False
         self._storages: Storages[_Held] = Storages()
         self._parameters: dict[int, _Parameter] = {}  # the identity of a storage -> the parameter, for its gradient
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
 
-    def __enter__(self) -> KindsOfMemory:
+    def __enter__(self) -> Self:
         self._ledger.open_row(self._rank.moment(), "start", "", "")
         for x in pytree.tree_leaves(self._given):
             for tensor in [*x.parameters(), *x.buffers()] if isinstance(x, nn.Module) else [x]:
@@ -124,10 +120,11 @@ class KindsOfMemory(DispatchMode):
         self._given = None
         self._after_steps = register_optimizer_step_post_hook(self._stepped)
         self._saving.__enter__()
-        return cast(KindsOfMemory, super().__enter__())
+        watcher().add(self)
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        watcher().remove(self)
         self._saving.__exit__(*error)
         self._after_steps.remove()
         self._look()
@@ -139,32 +136,33 @@ class KindsOfMemory(DispatchMode):
         held = self._ledger.closed(begin=0)  # moments, which get their times after the run
         self.memory = replace(held, leaves_out=self._leaves_out)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            for x in pytree.tree_leaves((args, kwargs)):
-                if isinstance(x, nn.Parameter):
-                    self._meet(x)
-            return NotImplemented  # for example a DTensor: operations on the tensors inside it come here again
-        moment = self._rank.moment()
-        result = func(*args, **(kwargs or {}))
+    def wraps(self, args: Any, kwargs: Any) -> None:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, nn.Parameter):
+                self._meet(x)
+
+    def starts(self, func: Any, args: Any, kwargs: Any) -> float:
+        return self._rank.moment()
+
+    def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: float) -> None:
         self._look()
-        self._open_row(_name(func, args), moment)
+        self._open_row(_name(func, args), note)
         for x in pytree.tree_leaves((args, kwargs)):
             self._meet(x)
-        self._made(result)
-        return result
+        is_again = graph_task() != -1 and torch.is_grad_enabled()
+        for x in pytree.tree_leaves(result):
+            self._meet(x, "activations" if is_again else "other")
 
-    @property
-    def num_rows(self) -> int:
+    def begins(self) -> int:
         return len(self._ledger)
 
-    def brought(self, result: Tensor, op: str, since: int) -> None:
-        """Count the result of the collective `op`, which is no operation of torch, from row `since` on."""
+    def met(self, call: Any, x: Tensor, y: Tensor, note: int | None) -> None:
+        """Count the result of a collective, from the row on in which it began."""
         self._look()
-        self._open_row(op)
-        held = self._meet(result)
-        if held is not None and 0 <= since < held.born == self.num_rows - 1:
-            held.born, held.kinds = since, [(since, held.kinds[0][1])]
+        self._open_row(call.op)
+        held = self._meet(y)
+        if held is not None and note is not None and note < held.born == len(self._ledger) - 1:
+            held.born, held.kinds = note, [(note, held.kinds[0][1])]
 
     def mark(self, x: Tensor, kind: str) -> None:
         """Count this as this kind from its beginning on, whatever else is found."""
@@ -188,11 +186,6 @@ class KindsOfMemory(DispatchMode):
     def _open_row(self, op: str, moment: float | None = None) -> None:
         self._ledger.open_row(self._rank.moment() if moment is None else moment, op, self._rank.lines.here(), phase())
 
-    def _made(self, result: Any) -> None:
-        is_again = graph_task() != -1 and torch.is_grad_enabled()
-        for x in pytree.tree_leaves(result):
-            self._meet(x, "activations" if is_again else "other")
-
     def _look(self) -> None:
         """Record what is gone, and find what has become a gradient."""
         for held in self._storages.gone():
@@ -214,7 +207,7 @@ class KindsOfMemory(DispatchMode):
     def _resize(self, held: _Held, num_bytes: int) -> None:
         """Follow FSDP2, which frees whole parameters, and makes them again, by resizing their memory."""
         self._book(held)
-        held.num_bytes, held.born = num_bytes, self.num_rows
+        held.num_bytes, held.born = num_bytes, len(self._ledger)
         held.kinds = [(held.born, held.kinds[-1][1])]
 
     def _meet(self, x: Any, kind: str = "other") -> _Held | None:
@@ -243,7 +236,7 @@ class KindsOfMemory(DispatchMode):
         self._ledger.book(held.num_bytes, held.kinds, len(self._ledger))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _follower() is not self:  # it belongs to another rank
+        if listening(KindsOfMemory) is not self:  # it belongs to another rank
             return
         for state in optimizer.state.values():
             for x in pytree.tree_leaves(state):
@@ -351,12 +344,3 @@ def _name(func: Any, args: Any) -> str:
     if not name.startswith("_record_function"):
         return name
     return str(args[0]).rpartition("#")[2] if "enter" in name else ""
-
-
-def _follower() -> KindsOfMemory | None:
-    """What follows the memory of the rank that is running."""
-    if num_modes():
-        for mode in dispatch_modes():
-            if isinstance(mode, KindsOfMemory):
-                return mode
-    return None

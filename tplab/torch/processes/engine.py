@@ -1,0 +1,155 @@
+"""The engine: torch.distributed's own collectives: gloo's on CPUs, NCCL's between GPUs, a group for each axis."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tplab.torch.processes.exchange import WAIT_FOREVER, break_off
+from tplab.torch.processes.frames import bytes_of
+from tplab.torch.ranks import outcomes
+from tplab.torch.ranks.rank import MESSAGES, Call, Place
+from tplab.trace.journal import Group
+
+_OP = dist.ReduceOp
+_REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
+_ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+"""The types that both engines add up."""
+
+Shapes = list[tuple[int, ...]]
+
+
+class Engine:
+    """The groups of one process. Each is connected when it is first used, so all of its ranks must come to that.
+
+    A group needs its collectives in the same order on every rank: `Together` sees to that. Sums are added up in the
+    engine's order, and types of 16 bits in 16 bits, so they equal those of simulated ranks up to rounding. Whatever is
+    only moved is moved as bytes.
+
+    On a GPU the tensors travel on a separate stream, which waits only for what the GPU had to do when the collective
+    was begun, so that they overlap with what the rank computes meanwhile.
+
+    store   where the ranks of a group find each other
+    """
+
+    def __init__(self, store: Any, has_gpu: bool):
+        self._store, self._has_gpu = store, has_gpu
+        self._backends: dict[tuple[Group, str], Any] = {}
+        self._stream = torch.cuda.Stream() if has_gpu else None
+
+    def carries(self, call: Call, x: Tensor) -> bool:
+        """Whether `x` can travel from where it is. Otherwise it has to be copied to the CPU: a tensor of a GPU that
+        ranks share, or one for a receiver that does not know yet on which device it comes."""
+        return x.is_cpu or (x.is_cuda and self._has_gpu and call.op not in MESSAGES)
+
+    def break_off(self) -> None:
+        """Close the connections of all groups of CPUs: a rank that waits in one of their collectives is released."""
+        for (_, device_type), backend in list(self._backends.items()):
+            if device_type == "cpu":
+                break_off(backend)
+
+    def together(self, call: Call, x: Tensor, shapes: Shapes) -> Tensor:
+        """What this rank gets from a collective that every rank of its group has announced.
+
+        x       this rank's input, contiguous; it may be written to
+        shapes  those of all inputs, in the order of positions
+        """
+        op, params, index, num_ranks = call.op, call.params, call.place.index, len(shapes)
+        if op != "barrier" and not any(map(prod, shapes)):
+            return outcomes.results(call, [x.new_empty(shape) for shape in shapes])[index]
+        backend = self._backend(call.place, x.device.type)
+        if op == "barrier":
+            backend.barrier().wait()
+        elif op == "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = params[0], 0
+            backend.broadcast([bytes_of(x)], options).wait()
+        elif op == "all_gather":
+            return outcomes.joined(_gathered(backend, x, shapes), params[0])
+        elif op == "all_to_all":
+            pieces = [piece.contiguous() for piece in x.chunk(num_ranks, params[0])]
+            put = torch.cat([bytes_of(piece) for piece in pieces])
+            taken = torch.empty_like(put)
+            backend.alltoall_base(taken, put, [], []).wait()
+            parts = [row.view(x.dtype).view(pieces[0].shape) for row in taken.chunk(num_ranks)]
+            return outcomes.joined(parts, params[1])
+        elif x.dtype not in _ADDS:
+            return outcomes.results(call, _gathered(backend, x, shapes))[index]
+        else:
+            result = _reduced(backend, call, x)
+            return result.div_(num_ranks) if call.reduction == "mean" else result
+        return x
+
+    def exchange(self, call: Call, x: Tensor, result: Tensor) -> None:
+        """Send `x` to one rank and fill `result` with what another one sends, from GPU to GPU."""
+        assert call.peers is not None
+        backend, (target, source) = self._backend(call.place, x.device.type), call.peers
+        backend._start_coalescing()
+        if target is not None and x.numel():
+            backend.send([bytes_of(x)], call.place.group.index(target), 0)
+        if source is not None and result.numel():
+            backend.recv([bytes_of(result)], call.place.group.index(source), 0)
+        work = backend._end_coalescing()
+        if work is not None:
+            work.wait()
+
+    def _backend(self, place: Place, device_type: str) -> Any:
+        found = self._backends.get((place.group, device_type))
+        if found is None:
+            name = f"{device_type}/{','.join(map(str, place.group))}/"
+            store = dist.PrefixStore(name, self._store.clone())  # while one thread waits in a store, others cannot
+            make: Any = dist.ProcessGroupGloo if device_type == "cpu" else dist.ProcessGroupNCCL
+            found = make(store, place.index, len(place.group), WAIT_FOREVER)
+            self._backends[place.group, device_type] = found
+        return found
+
+    # --- a GPU's time ----------------------------------------------------------------------------------------------
+
+    def now(self, x: Tensor) -> Any:
+        """The point that the stream of `x` has reached; None on a CPU."""
+        return torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def after(self, event: Any) -> AbstractContextManager[Any]:
+        """Work in this context runs beside the program's, once `event` has happened."""
+        if event is None or self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(event)
+        return torch.cuda.stream(self._stream)
+
+    def join(self, event: Any, x: Tensor) -> None:
+        """Everything the program does from here on runs after `event`."""
+        if event is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(event)
+            x.record_stream(stream)
+
+
+def _gathered(backend: Any, x: Tensor, shapes: Shapes) -> list[Tensor]:
+    """The inputs of all ranks. All send as much as the one that has most: gloo gathers only what has one size."""
+    sizes = [prod(shape) * x.element_size() for shape in shapes]
+    put, *rows = (torch.empty(max(sizes), dtype=torch.uint8, device=x.device) for _ in [0, *shapes])
+    mine = bytes_of(x)
+    put[: mine.numel()] = mine
+    backend.allgather([rows], [put]).wait()
+    return [row[:size].view(x.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+
+
+def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
+    """The sum or the extreme over the ranks: the whole, or this rank's piece."""
+    if call.op == "all_reduce":
+        options = dist.AllreduceOptions()
+        options.reduceOp = _REDUCTIONS[call.reduction]
+        backend.allreduce([x], options).wait()
+        return x
+    dim, _, sizes = call.params
+    scattering = dist.ReduceScatterOptions()
+    scattering.reduceOp = _REDUCTIONS[call.reduction]
+    pieces = [piece.contiguous() for piece in x.split(list(sizes), dim)]
+    result = torch.empty_like(pieces[call.place.index])
+    backend.reduce_scatter([result], [pieces], scattering).wait()
+    return result
