@@ -19,7 +19,7 @@ from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
 from tplab.units import plain
 from tplab.widgets import layout_lab, to_html
-from tplab.widgets.layouts.drawing import plan_map, round_numbers, step
+from tplab.widgets.layouts.drawing import WIDTH, plan_map, round_numbers, step
 from tplab.widgets.layouts.nodes import coordinates, group_of, groups, on_nodes
 from tplab.widgets.layouts.pipeline import ACTIONS, drawn
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PARTS, seconds_text
@@ -226,8 +226,8 @@ def test_measured_plans_are_shown_with_who_measured_them():
     plan = Plan(dp=4, tp=2, pp=2, zero=1, microbatch=1)
     lab = layout_lab("llama3-8b", **SMALL, measured=[(plan, 9.5, 61.0), (Plan(dp=16), 7.25, None)], by="somebody, 2025")
     said = hints(plan_map(lab._bench), 0)
-    assert said[str(plan)]["measured"] == "9.5 s, 61 GiB, by somebody"
-    assert said[str(Plan(dp=16))]["measured"] == "7.25 s, by somebody"
+    assert said[str(plan)]["measured"] == "9.5 s, 61 GiB, by somebody, 2025"
+    assert said[str(Plan(dp=16))]["measured"] == "7.25 s, by somebody, 2025"
     assert "Measured by somebody, 2025: dp 4, tp 2, pp 2" in repr(lab)
     many = [(Plan(dp=16, microbatch=size), float(size), None) for size in (1, 2, 4)]
     lab.settings = {**lab.settings, "batch": 128}
@@ -253,7 +253,7 @@ def test_without_a_kernel_it_is_a_picture_and_a_sentence(tmp_path: Any):
     assert str(lab.best.plan) in repr(lab)
     assert "forecast, −" in repr(lab)
     first = base64.b64decode(data["image/png"])
-    assert Image.open(io.BytesIO(first)).size[0] == 900
+    assert Image.open(io.BytesIO(first)).size[0] == 2 * WIDTH + 64
     assert layout_lab("llama3-8b", **SMALL).picture() == first
     lab.chosen = len(lab.shown) - 1
     assert base64.b64decode(lab._repr_mimebundle_()[0]["image/png"]) != first
