@@ -48,8 +48,9 @@ export class Scene {
   // The layout that there is room for.
   choose() {
     const [wide, narrow] = this.tables, full = this.host.clientWidth;
-    this.table = full && full < 0.66 * wide.width ? narrow : wide;
-    const { width, height } = this.table;
+    const table = full && full < 0.66 * wide.width ? narrow : wide, { width, height } = table;
+    if (table === this.table) return;
+    this.table = table;
     this.canvas.style.cssText += `;width:100%;max-width:${width}px;aspect-ratio:${width}/${height};display:block`;
   }
 

@@ -16,6 +16,7 @@ async function render({ model, el: host }) {
   let over = -1; // what is under the pointer
   const scenes = [0, 1].map((number) => new Scene(root, pictures, data, number, {
     over(event, rows, key) {
+      if (over === (key ?? -1)) return;
       over = key ?? -1;
       show();
     },
