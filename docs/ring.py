@@ -12,7 +12,8 @@ NUMBERS = np.array([13, 41, 22, 35, 17, 53, 29, 40], "float32")
 def add_up_around_a_ring(x):
     total = x
     for _ in range(axis_size("tp") - 1):
-        total = ring_shift(total, "tp") + x
+        total = ring_shift(total, "tp")
+        total = total + x
     return total
 
 

@@ -296,7 +296,7 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) < 150
 
 
-@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own"])
+@pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own", "experts"])
 def test_readme_code_runs_and_prints_what_it_says(code: str, tmp_path: Path):
     assert len([line for line in code.splitlines() if line]) <= 11
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -6,17 +6,14 @@ be cut part by part. Otherwise, the first of two ranks would get all queries and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
+from itertools import permutations, product
+from typing import Any
 
 from tplab.errors import ShapeError
 from tplab.mesh import Mesh
 from tplab.sharding import P, cut
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MOST_PARTS = 3
 """The most fused parts that we look for: query, key and value; or gate and up."""
@@ -111,38 +108,6 @@ def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mes
     return found
 
 
-def layout_of(
-    whole: np.ndarray,
-    pieces: Sequence[np.ndarray | None],
-    shapes: Sequence[Sequence[int] | None],
-    mesh: Mesh,
-    tolerance: float,
-    likely: Collection[str] = (),
-) -> Layout | None:
-    """How pieces of these shapes and values, one per rank, are laid out: the layout that fits their values, or the
-    simplest one that fits their shapes; None if there is none. tolerance: relative to the largest value.
-
-    likely   axes that come first, where several layouts fit, as they do zeros over two axes of one size
-    """
-    import numpy as np
-
-    known = [shape for shape in shapes if shape is not None]
-    fitting = layouts_for(whole.shape, known, mesh) if len(known) == mesh.size else []
-    fitting.sort(key=lambda layout: not set(layout.spec.axis_names) <= set(likely))
-    size = tolerance * float(np.abs(whole).max(initial=0))
-
-    def fits(layout: Layout) -> bool:
-        for rank, piece in enumerate(pieces):
-            cut = take(whole, layout, mesh, rank)
-            if piece is None or any(n < m for n, m in zip(piece.shape, cut.shape)):
-                return False
-            if not np.allclose(piece[tuple(map(slice, cut.shape))], cut, rtol=0, atol=size):
-                return False
-        return True
-
-    return next((layout for layout in fitting if fits(layout)), fitting[0] if fitting else None)
-
-
 def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str | tuple[str, ...] | None]:
     """The entries of P under which the ranks hold these sizes of a dim."""
     if all(local == size for local in local_sizes):
@@ -150,7 +115,7 @@ def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str 
         return
     wide = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     for count in range(1, len(wide) + 1):
-        for names in combinations(wide, count):
+        for names in permutations(wide, count):
             num_ranks = mesh.axis_size(names)
             pieces = cut(size, num_ranks, "ceil")
             exact = [len(pieces[mesh.index(rank, names)]) for rank in mesh.ranks]

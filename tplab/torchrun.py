@@ -125,9 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _watch(mesh: Mesh) -> Watch:
+    from tplab.torch.checking.plan import Plan
     from tplab.torch.checking.watch import Watch
 
-    return Watch(mesh.size, steps=3, ends=False)
+    return Watch(mesh.size, Plan(steps=3, ends=False))
 
 
 def _parser() -> argparse.ArgumentParser:

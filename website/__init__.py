@@ -9,7 +9,7 @@
     mathml    formulas as MathML, which browsers draw themselves
     pyodide   Python for the pipeline lab of a page: Pyodide's core, tplab's sources; worker.js runs it
     compiled  NumPy for browsers, downloaded into the site where that is possible
-    front     the front page: a picture that plays, the paths, and the map of the course
+    front     the front page: what a reader can change, the paths, the map of the course; opening has its programs
     lite      JupyterLite, which runs labs without a framework as notebooks in the reader's browser
     static/   what the site adds to its theme; play.js draws the widgets
 

@@ -16,6 +16,7 @@ from sphinx.cmd.build import build_main
 from labs.source import build
 from website import lite, pyodide
 from website.cards import Cards
+from website.opening import Opening
 from website.pages import Pages, StaleLabError, address
 from website.states import OPENING, states
 
@@ -28,7 +29,7 @@ DOCTREES = ROOT / "build" / "site-doctrees"
 def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
     """Make the site of these labs in folder `out`. 0 if Sphinx had nothing to say against it."""
     shown = states([*labs, OPENING])
-    (opening,) = shown.pop(OPENING)[OPENING]
+    opening = Opening(shown.pop(OPENING))
     Pages(PAGES, Cards(out), shown, opening).write()
     for old in (out / "labs").glob("[0-9]*.html"):
         if old.stem not in labs:

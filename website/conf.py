@@ -87,12 +87,17 @@ _MODULE = re.compile(r'data-module="([^"]+)"')
 _SOURCE = re.compile(r'src="([^"]+)"')
 
 
+def _deferred(script: Any) -> Any:
+    """The same script of a page, run when the page has been read. Modules are in any case."""
+    if "type" in script.attributes:
+        return script
+    return type(script)(script.filename, priority=script.priority, **{**script.attributes, "defer": "defer"})
+
+
 def _pictures_first(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """What the first picture of a page needs is asked for at once, and no script of the theme is waited for."""
     if page != "search":  # there, scripts of Sphinx run in the order of the page
-        for script in context["script_files"]:
-            if "type" not in script.attributes:
-                script.attributes.setdefault("defer", "defer")
+        context["script_files"] = [_deferred(script) for script in context["script_files"]]
     if first := _MODULE.search(context.get("body", "")):
         (play,) = (script for script in context["script_files"] if "play.js" in str(script.filename))
         source = _SOURCE.search(context["js_tag"](play))

@@ -14,6 +14,7 @@ import nbformat
 from labs.source import build, course
 from website import front, lite, monday, reference
 from website.cards import Cards
+from website.opening import Opening
 from website.states import Output
 
 ROOT = Path(__file__).parent.parent
@@ -36,10 +37,10 @@ class Pages:
     """Writes the pages of these labs, and those around them.
 
     shown     what the cells of each lab show, by lab and cell
-    opening   what the front page and the README begin with
+    opening   what the front page shows, and the README begins with
     """
 
-    def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Output):
+    def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Opening):
         self.folder, self.cards, self.shown, self.opening = folder, cards, shown, opening
 
     def write(self) -> None:
@@ -107,8 +108,9 @@ class Pages:
     def front(self) -> str:
         """The front page, and what Sphinx needs to find all others."""
         labs = course.labs(list(self.shown))
-        figure = self.cards.figure(self.opening, "index.html", plays=True)
-        body = front.body(labs, figure, self._thumbnail, build.repository())
+        figure = self.cards.figure(self.opening.picture, "index.html", plays=True)
+        ddp = self.cards.figure(self.opening.ddp, "index.html")
+        body = front.body(labs, self.opening, figure, ddp, self._thumbnail, build.repository())
         trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
         trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
         trees.append(("Project", ["readme", *ABOUT]))
@@ -160,7 +162,7 @@ class Pages:
     def _card(self, picture: str) -> Output | None:
         """The widget of which this is the picture."""
         if picture == "docs/ring.png":
-            return self.opening
+            return self.opening.largest
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
         shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
         return shown if shown and shown.state else None

@@ -20,11 +20,6 @@ from labs.source import build
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / "build" / "site-states"
 OPENING = "opening"
-_RING = """\
-import runpy
-from tplab.widgets import animate
-
-animate(runpy.run_path("../docs/ring.py")["trace"])"""
 WORKERS = 2  # labs that run at the same time; each may take 1 GB
 
 
@@ -56,7 +51,7 @@ class Output:
 def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
     """What each cell of these labs shows, by lab and by the cell's id; labs that have not changed are not run again.
 
-    Besides labs, there is OPENING: one cell, which shows what the front page begins with.
+    Besides labs, there is OPENING: what the front page shows.
     """
     files = {name: file_of(name) for name in names}
     missing = [name for name in names if not files[name].is_file()]
@@ -69,7 +64,9 @@ def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
 
 def _book(name: str) -> nbformat.NotebookNode:
     if name == OPENING:
-        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(_RING, id=OPENING)])
+        from website import opening  # which reads what is kept here
+
+        return opening.book()
     return nbformat.read(build.LABS / f"{name}.ipynb", as_version=4)
 
 
@@ -125,7 +122,7 @@ def file_of(name: str) -> Path:
     """The file that keeps them, for this lab, this tplab and what they run on, each as it is now."""
     parts = [cell.source.encode() for cell in _book(name).cells if cell.cell_type == "code"]
     package = sorted(path for path in (ROOT / "tplab").rglob("*") if path.suffix in (".py", ".js", ".css"))
-    parts += [path.read_bytes() for path in [*package, ROOT / "docs" / "ring.py"]]
+    parts += [path.read_bytes() for path in [*package, *(ROOT / "docs" / name for name in ("ring.py", "train.py"))]]
     parts += [f"{name} {version(name)}".encode() for name in ("torch", "jax", "numpy", "anywidget")]
     parts.append(repr([field.name for kind in (State, Output) for field in fields(kind)]).encode())
     digest = hashlib.sha256()

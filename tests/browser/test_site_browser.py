@@ -273,7 +273,7 @@ def test_a_search_finds_a_lab(page: Page, site: str, said: list[str], words: str
 
 def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: str, said: list[str]):
     page.goto(f"{site}/index.html")
-    card = page.locator("figure.card.alive")
+    card = page.locator(".try figure.card.alive")
     pause, play = (card.get_by_role("button", name=name) for name in ("pause (space)", "play (space)"))
     expect(pause).to_be_visible()
     pause.click()
@@ -284,7 +284,36 @@ def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: st
 def test_reduced_motion_plays_nothing_by_itself(page: Page, site: str, said: list[str]):
     page.emulate_media(reduced_motion="reduce")
     page.goto(f"{site}/index.html")
-    expect(page.locator("figure.card.alive").get_by_role("button", name="play (space)")).to_be_visible()
+    expect(page.locator(".try figure.card.alive").get_by_role("button", name="play (space)")).to_be_visible()
+
+
+def test_the_first_picture_moves_on_a_small_laptop(page: Page, site: str, said: list[str]):
+    page.set_viewport_size({"width": 1280, "height": 600})
+    page.goto(f"{site}/index.html")
+    expect(page.locator(".try figure.card.alive").get_by_role("button", name="pause (space)")).to_be_visible()
+
+
+def test_the_program_of_the_front_page_can_be_changed_and_the_link_keeps_it(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html")
+    card = page.locator(".try figure.card.alive")
+    expect(card.locator(".tpl-about").first).to_contain_text("4 ranks")
+    for choice in ("8", "previous rank", "line 5"):
+        page.locator(".choices").get_by_text(choice, exact=True).click()
+    for _ in range(2):
+        expect(card.locator(".tpl-about").first).to_contain_text("8 ranks")
+        expect(card.locator(".playing")).to_have_count(1)
+        expect(page.locator(".program del")).to_contain_text("total = total + x")
+        expect(page.locator(".says")).to_have_text("The ranks return 40, 13, 41, 22, 35, 17, 53 and 29.")
+        page.goto(page.url)  # a link that somebody was sent
+
+
+def test_dark_readers_get_a_dark_picture_before_it_plays(browser: Browser, site: str):
+    context = browser.new_context(java_script_enabled=False, color_scheme="dark")
+    page = context.new_page()
+    page.goto(f"{site}/{LAB}")
+    expect(page.locator("figure.card img.only-dark").first).to_be_visible()
+    expect(page.locator("figure.card img.only-light").first).to_be_hidden()
+    context.close()
 
 
 def test_the_map_joins_a_lab_to_what_it_builds_on(page: Page, site: str, said: list[str]):

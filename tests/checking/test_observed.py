@@ -8,8 +8,7 @@ from torch import nn
 import tplab.torch as lab
 from tests.sharded import numbers
 from tplab import Mesh, P
-from tplab.checking.observed import observed
-from tplab.checking.spread import find_spread
+from tplab.checking.observed import every_way, find_spread, observed
 from tplab.checking.verdict import Rounding, judge
 from tplab.layout import Layout, take
 from tplab.torch import check_parallel
@@ -97,3 +96,39 @@ def test_what_counts_as_rounding_is_measured_for_each_tensor():
         assert (lossy.moved or 0) > 3 * (exact.moved or 0) > 0
     near = judge([WHOLE * (1 + 2.0**-50)] * 6, WHOLE, Layout(), MESH, Rounding("float64", moved=2.0**-50))
     assert near.ok and "float64: one in the last place moves the reference by 3.8e-16" in near.words
+
+
+def stacked(pieces):
+    return np.stack(list(pieces))
+
+
+EVERY = {
+    "copies": (stacked(COPIES), [("equal", P(), 1, ())]),
+    "pieces": (stacked(CUT), [("equal", P("tp"), 1, ())]),
+    "pieces of a mean over ranks": (stacked(3 * x for x in CUT), [("scaled", P("tp"), 3, ())]),
+    "parts": (stacked(PARTS), [("parts", P(), 1, ("tp",)), ("parts", P(), 2, ("dp", "tp"))]),
+    "parts of a mean": (stacked(3 * x for x in PARTS), [("parts", P(), 3, ("tp",)), ("parts", P(), 6, ("dp", "tp"))]),
+    "on one rank of tp": (stacked(WHOLE if rank % 3 == 1 else NOISE[rank] for rank in range(6)),
+                          [("apart", P(), 1, ("tp",))]),
+    "something else": (stacked([WHOLE**2] * 6), []),
+    "no piece of it": (stacked(x[:, :4] for x in COPIES), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_way(name):
+    x, wanted = EVERY[name]
+    found = every_way(x, WHOLE, MESH, 1e-6)
+    assert wanted == (found if found is None else [(f.kind, f.layout.spec, f.factor, f.axes) for f in found])
+    if name == "on one rank of tp" and found:
+        assert found[0].ranks == (1, 4)
+
+
+def test_every_way_knows_the_order_of_axes_and_infinities():
+    mesh, mask = Mesh(dp=2, tp=2), np.array([[0.0, -np.inf], [0.0, 0.0]])
+    cut = Layout(P(("tp", "dp")))
+    pieces = stacked(take(numbers(4, 3), cut, mesh, rank) for rank in range(4))
+    found = every_way(pieces, numbers(4, 3), mesh, 0)
+    assert found and [(one.kind, one.layout.spec) for one in found] == [("equal", P(("tp", "dp")))]
+    assert [one.kind for one in every_way(stacked([mask] * 4), mask, mesh, 1e-6) or ()] == ["equal"]
+    assert every_way(stacked([mask * np.nan] * 4), mask, mesh, 1e-6) == []

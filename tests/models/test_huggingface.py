@@ -62,7 +62,30 @@ class Angles(nn.Module):
         return angles.cos(), angles.sin()
 
 
-REPLACED = {"RMSNorm": Norm, "RotaryEmbedding": Angles}
+class Router(nn.Module):
+    """The routers of Mixtral, Qwen3-MoE and DeepSeek-V3 without their rounding to float32."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.weight, self.top_k, self.is_normalized = given.weight, given.top_k, getattr(given, "norm_topk_prob", True)
+        self.groups, self.top_groups = getattr(given, "num_group", 1), getattr(given, "topk_group", 1)
+        self.scale, self.is_sigmoid = getattr(given, "routed_scaling_factor", 1), hasattr(given, "num_group")
+        self.register_buffer("bias", getattr(given, "e_score_correction_bias", torch.zeros(len(given.weight))))
+
+    def forward(self, x):
+        logits = x.flatten(0, -2) @ self.weight.T
+        scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
+        grouped = (scores + self.bias).unflatten(-1, (self.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(self.top_groups).indices
+        is_open = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+        chosen = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(1).topk(self.top_k).indices
+        weights = scores.gather(1, chosen)
+        if self.is_normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights * self.scale, chosen
+
+
+REPLACED = {"RMSNorm": Norm, "RotaryEmbedding": Angles, "TopKRouter": Router, "TopkRouter": Router}
 
 
 def exact(model):
@@ -116,10 +139,21 @@ def llama(family="Llama", heads=12, kv_heads=12, **options):
         attn_implementation="sdpa",
         **options,
     )
+    config._experts_implementation = "eager"  # the others have no float64
     return exact(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, SEQUENCE)))
+
+QWEN_EXPERTS = {
+    "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 10, "mlp_only_layers": [0],
+    "norm_topk_prob": False,
+}  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "q_lora_rank": 10, "kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
 
 MODELS = {
     "gpt2, sdpa": (gpt2, gpt2_plan),
@@ -130,6 +164,9 @@ MODELS = {
     "mistral": (lambda: llama("Mistral"), llama_plan),
     "qwen2, with biases": (lambda: llama("Qwen2"), llama_plan),
     "qwen3, norms of heads": (lambda: llama("Qwen3"), llama_plan),
+    "mixtral": (lambda: llama("Mixtral", num_local_experts=12, num_experts_per_tok=3), llama_plan),
+    "qwen3, experts in one layer": (lambda: llama("Qwen3Moe", **QWEN_EXPERTS), llama_plan),
+    "deepseek-v3": (lambda: llama("DeepseekV3", **DEEPSEEK), llama_plan),
 }
 
 
@@ -160,6 +197,11 @@ CASES = [
     ("mistral", Mesh(tp=2), False),
     ("qwen2, with biases", Mesh(tp=3), True),
     ("qwen3, norms of heads", Mesh(tp=4), True),
+    *(("mixtral", mesh, True) for mesh in MESHES),
+    ("qwen3, experts in one layer", Mesh(tp=2), False),
+    ("qwen3, experts in one layer", Mesh(tp=4), True),
+    ("deepseek-v3", Mesh(tp=2), True),
+    ("deepseek-v3", Mesh(tp=3), False),
 ]
 
 
@@ -208,7 +250,7 @@ def test_logits_loss_gradients_and_three_steps_are_those_of_the_unsharded_model(
             assert error.max() <= 1e-11, f"{n} after three steps: {error.max()}"  # of numbers about 1
 
 
-@pytest.mark.parametrize("name", ["gpt2, sdpa", "llama, grouped, tied", "qwen3, norms of heads"])
+@pytest.mark.parametrize("name", ["gpt2, sdpa", "llama, grouped, tied", "qwen3, norms of heads", "mixtral"])
 def test_check_parallel_passes_it_and_knows_its_layouts(name):
     make, plan_of = MODELS[name]
 
@@ -693,3 +735,35 @@ def test_sharded_logits_can_be_checked_with_ones_own_loss():
         specs={"transformer.wte.weight": P("tp")},
     )
     assert report.ok and report.of("logits").layout == "P(None, None, 'tp')"
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_experts_by_transformers_other_implementations(implementation):
+    """In float32, the only type that they have on a CPU. What they are told of other ranks' experts is no number."""
+    make, plan_of = MODELS["mixtral"]
+    model = make().float()
+    model.config._experts_implementation = implementation
+    whole = copy.deepcopy(model)
+    want = step_of(whole, IDS)
+
+    def program(model, ids):
+        out = step_of(parallelize(model, plan_of(model)), ids)
+        return out.logits, model.model.layers[0].mlp.gate.weight.grad, model.model.layers[1].mlp.experts.down_proj.grad
+
+    ranks = run(program, Mesh(tp=3), model, IDS).per_rank
+    close(ranks[0][0], want.logits.detach(), "logits", tolerance=1e-5)
+    close(ranks[1][1], whole.model.layers[0].mlp.gate.weight.grad, "router", tolerance=1e-5)
+    experts = torch.cat([gradient for *_, gradient in ranks])
+    close(experts, whole.model.layers[1].mlp.experts.down_proj.grad, "experts", tolerance=1e-5)
+
+
+def test_experts_that_ranks_cannot_share():
+    model = llama("Mixtral", num_local_experts=6, num_experts_per_tok=2)
+    with pytest.raises(PlanError, match="has 6 experts, which the 4 ranks of axis 'tp' cannot share equally"):
+        run(lambda: parallelize(copy.deepcopy(model), llama_plan(model)), Mesh(tp=4))
+    plan = llama_plan(model) | {"model.layers.*.mlp.gate": "experts"}
+    with pytest.raises(PlanError, match="a module with a row per expert in every parameter; it is"):
+        run(lambda: parallelize(copy.deepcopy(model), plan), Mesh(tp=2))

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from labs.source import build, course
-from website import front
+from website import front, opening
 from website.cards import Cards
+from website.opening import Opening
 from website.pages import Pages, StaleLabError, address, launch
 from website.states import Output, State
 
@@ -43,9 +44,19 @@ def committed() -> dict[str, list[Output]]:
     return shown
 
 
+def opened() -> Opening:
+    """What the front page's programs might have shown."""
+    shown = {
+        ring.cell: [Output({"text/plain": "[250.0, 250.0]"}, {}, None), widget("A ring")] for ring in opening.rings()
+    }
+    said = {"hang": "rank 0 waits at hang.py:6", "doctor": "4 times\n  at train.py:13\n  also see train.py:2"}
+    shown |= {cell: [Output({"text/plain": text}, {}, None)] for cell, text in said.items()}
+    return Opening({**shown, "ddp": [widget("A timeline")]})
+
+
 @pytest.fixture
 def pages(tmp_path: Path) -> Pages:
-    return Pages(tmp_path / "pages", Cards(tmp_path / "site"), {LAB: committed()}, widget("A ring"))
+    return Pages(tmp_path / "pages", Cards(tmp_path / "site"), {LAB: committed()}, opened())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,9 @@ def test_what_is_on_the_page_is_what_was_committed(pages: Pages):
 
 def test_the_front_page_has_a_picture_that_plays_the_paths_and_a_map(pages: Pages):
     text = pages.front()
-    assert text.count('data-kind="Knob" data-plays>') == 1
+    assert text.count('data-kind="Knob" data-plays>') == 1 and "Every rank returns 250." in text
+    assert text.count("<li class=marked>") == 2  # the line where a rank waits, and the one at fault
+    assert "<li class=marked><code>    dist.all_reduce(parameter.grad)</code>" in text
     assert f'href="labs/{LAB}.html" data-needs="">' in text
     assert "What travels when eight ranks add up their numbers?" in text and "20 min, needs no other lab" in text
     assert [f"<h3>{path.title}</h3>" in text for path in course.PATHS] == [
@@ -98,7 +111,7 @@ def test_the_front_page_has_a_picture_that_plays_the_paths_and_a_map(pages: Page
 
 
 def test_a_tile_of_the_map_knows_what_its_lab_builds_on():
-    text = front.body(course.labs(), "<figure>", lambda name: f"<img alt={name!r}>", REPOSITORY)
+    text = front.body(course.labs(), opened(), "<figure>", "<figure>", lambda name: f"<img alt={name!r}>", REPOSITORY)
     for lab in course.labs():
         assert f'id="lab-{lab.number}" href="labs/{lab.name}.html" data-needs="{" ".join(lab.needs)}">' in text
     assert "<img alt='17_zero'>" in text and "50 min, builds on 02, 16" in text

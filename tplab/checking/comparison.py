@@ -5,7 +5,7 @@ Both frameworks run their models and pass on NumPy arrays; everything here is or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -60,7 +60,7 @@ class Comparison:
         found = {}
         for name in wanted:
             pieces = [rank.get(name) for rank in told]
-            layout = self._layout_of(wanted[name], pieces)
+            layout = self.layout_of(wanted[name], pieces)
             if layout is None:
                 continue
             whole = np.random.default_rng(crc32(name.encode())).standard_normal(wanted[name].shape)
@@ -144,7 +144,7 @@ class Comparison:
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], moved: float | None = None
     ) -> tuple[Layout, Verdict] | None:
         """The layout and the verdict of one output; None if the ranks' shapes fit no layout."""
-        layout = self._layout_of(whole, pieces)
+        layout = self.layout_of(whole, pieces)
         if layout is None:
             return None
         return layout, judge(pieces, whole, layout, self.mesh, self.rounding.measured(moved), what="output")
@@ -169,7 +169,7 @@ class Comparison:
         rounding: Rounding,
     ) -> Row:
         if layout is None:
-            layout = (None if whole is None else self._layout_of(whole, pieces)) or Layout()
+            layout = (None if whole is None else self.layout_of(whole, pieces)) or Layout()
         verdict = judge(pieces, whole, layout, self.mesh, rounding, what=kind)
         if kind == "loss" and self.split and verdict.mistake in ("partial", "mean", "disagree"):
             self.mean_over = set(verdict.axes) if verdict.mistake == "mean" else set()
@@ -186,11 +186,14 @@ class Comparison:
         shape = next((x.shape for x in (whole, *pieces) if x is not None), ())
         return Row.of(kind, name, shape, layout, verdict)
 
-    def _layout_of(self, whole: np.ndarray, pieces: Sequence[np.ndarray | None]) -> Layout | None:
+    def layout_of(
+        self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], likely: Collection[str] = ()
+    ) -> Layout | None:
+        """In which ranks hold it; None if they hold too little, or shapes fit none. likely: see `observed`."""
         known = [piece for piece in pieces if piece is not None]
         if len(known) < len(pieces):
             return None
-        found = observed(known, whole, self.mesh, 100 * self.rounding.tolerance * largest(whole))
+        found = observed(known, whole, self.mesh, 100 * self.rounding.tolerance * largest(whole), likely=likely)
         return None if found.kind == "shape" else found.layout
 
 
@@ -207,7 +210,7 @@ def _pieces(told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | N
     return [rank[kind].get(name) for rank in told]
 
 
-def nudged(values: np.ndarray, epsilon: float, seed: int) -> np.ndarray:
+def nudged(values: np.ndarray, epsilon: float, seed: int | np.random.Generator) -> np.ndarray:
     """These numbers in float64, each one unit in the last place up or down."""
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], values.shape)
     return np.asarray(values, np.float64) * (1 + epsilon * signs)

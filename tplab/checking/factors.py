@@ -142,13 +142,16 @@ class _Factors:
             yield Hypothesis(repair, f"{cause}{plain(factor)} times the right one", line)
 
     def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
-        """Other gradients do not have the factor, and no line that makes it was seen."""
+        """Other gradients do not have the factor, and no line that makes it was seen. A reference of several ranks may
+        itself be the one that is wrong, and a run in which the two are alike would not show which."""
         facts, case = self.facts, self.case
+        if len(facts.theirs) > 1:
+            return
         shared = {name for seen in facts.ours for pair in seen.shared.items() for name in pair}
         repair = self.case.combined(
             "", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}"
         )
-        if _is(factor, 2) and shared & set(self.names):
+        if _is(factor, 2) and shared.issuperset(self.names):
             cause = "the parameter is used in two places, and its gradient is added up once for each of them"
             yield Hypothesis(repair, cause, case.where, thread("twice"))
         if case.is_added_up or (

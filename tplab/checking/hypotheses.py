@@ -13,7 +13,6 @@ import numpy as np
 
 from tplab.checking.case import Case
 from tplab.checking.causes import thread
-from tplab.checking.clipping import of_clipping
 from tplab.checking.factors import of_a_factor
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Groups, Hypothesis, Repair, close
@@ -37,7 +36,7 @@ class _Hypotheses:
 
     def all(self) -> Iterator[Hypothesis]:
         yield from self._batch_norm()
-        yield from of_clipping(self.case)
+        yield from self._clipped()
         yield from self._mixed()
         if self.kind == "scaled" and self.case.first.factor:
             yield from of_a_factor(self.case, self.case.first.factor)
@@ -277,6 +276,22 @@ class _Hypotheses:
             )
             repair = Repair("statistics", "BatchNorm with the mean and variance of all ranks' samples")
             yield Hypothesis(repair, cause, self.facts.ours[0].made.get("BatchNorm") or self.facts.line("forward"))
+
+    def _clipped(self) -> Iterator[Hypothesis]:
+        """Gradients are clipped before they are averaged."""
+        of_norm = (
+            "each rank clips its own gradients by their norm, and they are averaged only afterwards: average first, so "
+            "that all ranks clip the same gradients by the same norm"
+        )
+        of_elements = (
+            "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
+            "so that what is clipped is the gradient of the whole batch"
+        )
+        for done, cause, key in ("early clip", of_norm, "norm"), ("early clamp", of_elements, ""):
+            is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and bool(key))
+            if is_like and (line := self.facts.line(done)):
+                words = f"clipping at {line} after the gradients are averaged, not before"
+                yield Hypothesis(Repair("late", words, line), cause, line, thread(key))
 
     def _unsynced(self) -> Iterator[Hypothesis]:
         """The script keeps DistributedDataParallel or FSDP from adding up gradients, and does not let them again."""

@@ -6,15 +6,18 @@ cut along d, P where they hold parts of a sum, V where they hold something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice, product
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tplab.checking.gaps import gaps
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
-from tplab.layout import Layout, layouts_for, take
+from tplab.layout import Layout, layouts_for, local_shape_of, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -69,17 +72,24 @@ class Way(NamedTuple):
 
 
 def observed(
-    pieces: Sequence[np.ndarray], whole: np.ndarray, mesh: Mesh, tolerance: float, layout: Layout | None = None
+    pieces: Sequence[np.ndarray],
+    whole: np.ndarray,
+    mesh: Mesh,
+    tolerance: float,
+    layout: Layout | None = None,
+    likely: Collection[str] = (),
 ) -> Observed:
     """How the ranks of a mesh hold `whole`.
 
     pieces      one per rank; a piece may be padded: elements beyond the layout's must be zeros
     tolerance   how far rounding may take any element
     layout      the one in which they should hold it; None for any
+    likely      axes that come first where several layouts fit, as they do zeros over two axes of one size
     """
     got = {rank: np.asarray(piece, np.float64) for rank, piece in enumerate(pieces)}
     whole = np.asarray(whole, np.float64)
     known = layouts_for(whole.shape, [piece.shape for piece in got.values()], mesh)
+    known.sort(key=lambda one: not set(one.spec.axis_names) <= set(likely))
     bad = tuple(rank for rank, piece in got.items() if not np.isfinite(piece).all())
     if bad or not np.isfinite(whole).all():
         return Observed("not finite", layout or next(iter(known), COPIES), ranks=bad)
@@ -159,6 +169,46 @@ def first_fit(
     return None
 
 
+def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) -> list[Observed] | None:
+    """All ways in which ranks may hold `whole`, or it times the number of ranks along axes that divide it or its sum:
+    "equal", "scaled", "parts". Otherwise "apart", where only the ranks at one place of an axis have it. None where
+    shapes fit none.
+
+    x           of each rank: [rank, ...]
+    tolerance   relative to the largest element of either
+    """
+    local = x.shape[1:]
+    layouts = [
+        one for one in layouts_for(whole.shape, [local] * mesh.size, mesh)
+        if not one.parts and all(local_shape_of(whole.shape, one, mesh, rank) == local for rank in mesh.ranks)
+    ]  # fmt: skip
+    got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
+    is_number = x.dtype.kind == "f"
+    slack = tolerance * max([largest(one[np.isfinite(one)]) for one in (want, got)[: 1 + is_number]])
+    for layout in layouts:
+        cut, each = layout.spec.axis_names, np.stack([take(want, layout, mesh, rank) for rank in mesh.ranks])
+        for axes in ((), *(axis_sets(mesh, without=cut) if x.dtype.kind != "b" else ())):
+            groups = np.array(mesh.groups(axes) if axes else [[rank] for rank in mesh.ranks])
+            total, right = got[groups].sum(1), each[groups[:, 0]]
+            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations((*cut, *axes), n)}
+            for factor in sorted(counts) if is_number else [1]:
+                if (gaps(total, factor * right) <= slack * factor).all():
+                    kind = "parts" if axes else "equal" if factor == 1 else "scaled"
+                    found.append(Observed(kind, layout, factor, axes))
+                    break
+            if found and not found[-1].axes:
+                break
+    if not found and is_number and whole.shape == local and want.any():
+        near = [rank for rank in mesh.ranks if (gaps(got[rank], want) <= slack).all()]
+        for (name,) in (axes for axes in axis_sets(mesh) if len(axes) == 1):
+            places = Counter(mesh.index(rank, name) for rank in near)
+            all_there = [place for place, count in places.items() if count == mesh.size // mesh.axis_size(name)]
+            if len(all_there) == 1:
+                ranks = tuple(rank for rank in mesh.ranks if mesh.index(rank, name) == all_there[0])
+                found.append(Observed("apart", layouts[0], axes=(name,), ranks=ranks))
+    return found if layouts else None
+
+
 def factor_between(
     pairs: Sequence[tuple[np.ndarray, np.ndarray]], tolerance: float, plain: Sequence[float] = ()
 ) -> float | None:
@@ -209,3 +259,71 @@ def _way(whole: np.ndarray, layout: Layout, mesh: Mesh) -> Way:
 
 def _close(got: np.ndarray, want: np.ndarray, slack: float) -> bool:
     return got.shape == want.shape and largest(got - want) <= slack
+
+
+# --- ranks that are not on a mesh, or of which some have none of it ---------------------------------------------------
+
+FEW = 2
+"""So few elements are a multiple of any others: only plain factors count."""
+
+MOST_WAYS = 400
+
+
+def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: int) -> Observed | None:
+    """How `want` is spread over ranks, up to 1e-3 of its largest element: float32 in a few layers, added up in
+    another order. None if it is in no way that is known.
+
+    pieces   of each rank that has one
+    """
+    want = want.astype(np.float64)
+    got = {rank: piece.astype(np.float64) for rank, piece in pieces.items()}
+    size = largest(want)
+    if len({piece.shape for piece in got.values()}) != 1 or not all(
+        np.isfinite(x).all() for x in [want, *got.values()]
+    ):
+        return None
+    if size == 0:
+        return Observed("equal", factor=0.0) if all(largest(piece) == 0 for piece in got.values()) else None
+    ways = islice(_ways(next(iter(got.values())).shape, want, num_ranks, tuple(got)), MOST_WAYS)
+    return first_fit(got, list(ways), 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
+
+
+def _ways(mine: tuple[int, ...], want: np.ndarray, num_ranks: int, ranks: tuple[int, ...]) -> Iterator[Way]:
+    """Each way to cut tensors of this shape out of the whole."""
+    if len(mine) != want.ndim:
+        return
+    for chosen in product(*(list(_of_dim(a, b, num_ranks)) for a, b in zip(mine, want.shape))):
+        places = {rank: [index(rank) for index in chosen] for rank in ranks}
+        alike: dict[bytes, list[int]] = {}
+        for rank, indices in places.items():
+            alike.setdefault(b"|".join(index.tobytes() for index in indices), []).append(rank)
+        groups = list(alike.values())
+        is_even = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
+        cut = {rank: want[np.ix_(*indices)] if indices else want for rank, indices in places.items()}
+        yield Way(cut, [((), groups)] if is_even else [])
+
+
+def _of_dim(mine: int, whole: int, num_ranks: int) -> Iterator:
+    if mine == whole:
+        yield lambda rank: np.arange(whole)
+        return
+    if not mine or whole % mine or whole // mine > num_ranks:
+        return
+    count = whole // mine
+    for apart in (n for n in range(1, num_ranks // count + 1) if num_ranks % (n * count) == 0):
+        for order in _orders(whole, count):
+            yield lambda rank, order=order, apart=apart: order[rank // apart % count]
+
+
+def _orders(whole: int, count: int) -> Iterator[np.ndarray]:
+    """[count, whole / count]: contiguous; every n-th; a part of each of several fused tensors; first and last together,
+    as of sequences that are balanced for causal attention."""
+    every = np.arange(whole)
+    yield every.reshape(count, -1)
+    yield every.reshape(-1, count).T
+    for parts in (2, 3):
+        if whole % (parts * count) == 0:
+            yield every.reshape(parts, count, -1).transpose(1, 0, 2).reshape(count, -1)
+    if whole % (2 * count) == 0:
+        chunks = every.reshape(2 * count, -1)
+        yield np.concatenate([chunks[:count], chunks[count:][::-1]], axis=1)

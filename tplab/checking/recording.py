@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -189,11 +189,6 @@ def checksum(x: np.ndarray) -> int:
 def some_of(size: int, most: int = MOST_OF_A_PART) -> np.ndarray:
     """The places of a few elements of a flat array, spread over all of it."""
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, most)).astype(np.int64)) if size else np.zeros(0, int)
-
-
-def lines_of(seen: Sequence[Seen], step: int, key: str) -> Iterator[str]:
-    """The lines at which ranks do this in a step."""
-    yield from dict.fromkeys(rank.steps[step].lines[key] for rank in seen if key in rank.steps[step].lines)
 
 
 _SETTINGS = re.compile(r"(^|_)(lr|betas?|eps|\w*decay|momentum|dampening|alpha|rho|lambd|etas)(?![a-z])")

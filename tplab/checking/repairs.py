@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tplab.checking.same_model import RIGHT_WITH, Finding, SameModel, What
+from tplab.checking.same_model import Finding, SameModel, What
 
 MOST_TRIED = 6
 """So many repairs of one fault are tried."""
@@ -101,17 +101,7 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
             found = again([*mended, one.repair, *one.also])
             if found is not None and is_mended(first, found, report):
                 where = one.where or first.where
-                lines = tuple(dict.fromkeys(line for line in (where, *first.lines) if line))
-                done.append(
-                    replace(
-                        first,
-                        cause=one.cause,
-                        where=where,
-                        thread=one.thread,
-                        lines=lines,
-                        proof=RIGHT_WITH + one.repair.words,
-                    )
-                )
+                done.append(first.proven(one.cause, one.repair.words, where, first.lines, one.thread))
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from textwrap import fill
 from typing import Any, Literal
@@ -74,6 +74,11 @@ class Finding:
     tried: tuple[str, ...] = ()
     seen: str = ""
     hypotheses: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    def proven(self, cause: str, words: str, where: str, others: Iterable[str] = (), thread: str = "") -> Finding:
+        """The same with its cause: it is right in a run with the change that is meant by `words`."""
+        lines = tuple(dict.fromkeys(line for line in (where, *others) if line))
+        return replace(self, cause=cause, where=where, thread=thread, lines=lines, proof=RIGHT_WITH + words)
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ from tplab.checking.gaps import farthest
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
-from tplab.checking.samples import seeds_by_rank
+from tplab.checking.samples import compare_samples, seeds_by_rank
 from tplab.units import plain
 
 
@@ -119,3 +119,21 @@ def _joined(like: np.ndarray, pieces: list[tuple[np.ndarray, Place]]) -> np.ndar
     for values, place in pieces:
         whole.flat[place.take(numbers).reshape(-1)] = values.reshape(-1)
     return whole
+
+
+def lost(facts: Facts) -> Found:
+    """Weights, or samples, that are not those of the run that goes on. Here nothing is handed over."""
+    forward, found = facts.line("forward"), compare_samples(facts.mine, facts.theirs)
+    try:
+        list(weights(facts, may_ask=True))
+    except NeedsWeights as needs:
+        theirs = facts.reference.weights
+        name, *others = [name for name, x in needs.weights.items() if not same(x, theirs[name])]
+        values = farthest(needs.weights[name], theirs[name])
+        got, want = f"{values[0]:.6g}", f"{values[1]:.6g}"
+        words, where = "not those with which the run goes on", facts.ours[0].lines.get("weights", forward)
+        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward])
+        return
+    if found.kind in ("more", "other"):
+        words, where = f"{found.words}, which goes on", facts.line_of_data() or forward
+        yield facts.fault("samples", "", words, None, where, "", lines=[forward])

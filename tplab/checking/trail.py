@@ -7,16 +7,17 @@ line of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tplab.checking.observed import Observed
-from tplab.checking.spread import find_spread
+from tplab.checking.observed import Observed, factor_between, find_spread
 from tplab.units import plain
 
 Key = tuple[str, str, int]
+_REFERENCE = -1
+"""The reference's place among the ranks."""
 
 
 @dataclass
@@ -62,9 +63,8 @@ class Trails:
     """Those of all ranks beside the reference's."""
 
     def __init__(self, ours: Sequence[Trail], theirs: Trail):
-        self._ours, self._theirs = ours, {op.key: op for op in theirs.ops}
-        self._by_key = [{op.key: op for op in trail.ops} for trail in ours]
-        self._of_reference = theirs
+        self._ours, self._trails = ours, [*ours, theirs]
+        *self._by_key, self._theirs = ({op.key: op for op in trail.ops} for trail in self._trails)
         self._of_values: dict[Key, bool] = {}
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -224,40 +224,38 @@ class Trails:
         return found
 
     def _arrived(self, op: Op, number: int) -> Observed | None:
-        return self._spread({r: ops[op.key].arrived.get(number) for r, ops in enumerate(self._by_key) if op.key in ops},
-                            self._theirs[op.key].arrived.get(number) if op.key in self._theirs else None)  # fmt: skip
+        """How the gradient of one of an operation's results is spread."""
+        return self._spread(op, lambda one, _: one.arrived.get(number))
 
     def _passed(self, op: Op, held: Mapping[int, str], name: str) -> Observed | None:
         """How the gradient that an operation passes on to a parameter is spread."""
-        pieces = {
-            rank: _sum(self._by_key[rank][op.key], mine) for rank, mine in held.items() if op.key in self._by_key[rank]
-        }
-        return self._spread(pieces, _sum(self._theirs[op.key], name) if op.key in self._theirs else None)
+        names = {_REFERENCE: name, **held}
+        return self._spread(op, lambda one, rank: _sum(one, names[rank]) if rank in names else None)
 
     def _passed_to(self, op: Op, to: Op) -> Observed | None:
         """Likewise, to another operation."""
-        pieces = {}
-        for rank, (ops, trail) in enumerate(zip(self._by_key, self._ours)):
-            if op.key in ops and to.key in ops:
-                pieces[rank] = _sum(ops[op.key], trail.ops.index(ops[to.key]))
-        want = None
-        if op.key in self._theirs and to.key in self._theirs:
-            want = _sum(self._theirs[op.key], self._of_reference.ops.index(self._theirs[to.key]))
-        return self._spread(pieces, want)
 
-    def _spread(self, pieces: Mapping[int, np.ndarray | None], want: np.ndarray | None) -> Observed | None:
-        there = {rank: piece for rank, piece in pieces.items() if piece is not None}
+        def passed(one: Op, rank: int) -> np.ndarray | None:
+            other = (self._theirs if rank == _REFERENCE else self._by_key[rank]).get(to.key)
+            return None if other is None else _sum(one, self._trails[rank].ops.index(other))
+
+        return self._spread(op, passed)
+
+    def _spread(self, op: Op, found: Callable[[Op, int], np.ndarray | None]) -> Observed | None:
+        """How what is found of an operation on each rank is spread."""
+        each = {_REFERENCE: self._theirs, **dict(enumerate(self._by_key))}
+        held = {rank: found(ops[op.key], rank) for rank, ops in each.items() if op.key in ops}
+        want, there = held.pop(_REFERENCE, None), {rank: x for rank, x in held.items() if x is not None}
         return find_spread(there, want, len(self._ours)) if there and want is not None else None
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> str:
     """How a value differs from the right one: "it is 2 times the reference's", and otherwise the first elements."""
-    square = float((want.astype(np.float64) ** 2).sum())
-    factor = float((got.astype(np.float64) * want).sum()) / square if square else 0.0
-    size = float(np.abs(want).max(initial=0))
-    if factor and abs(factor - 1) > 1e-3 and np.abs(got - factor * want).max(initial=0) <= 1e-4 * size * abs(factor):
+    got, want, size = got.astype(np.float64), want.astype(np.float64), float(np.abs(want).max(initial=0))
+    factor = factor_between([(got, want)], 1e-4 * size)
+    if factor is not None and abs(factor - 1) > 1e-3:
         return f"it is {plain(factor)} times the reference's"
-    apart = np.flatnonzero(np.abs(got.astype(np.float64) - want).reshape(-1) > 1e-5 * size)
+    apart = np.flatnonzero(np.abs(got - want).reshape(-1) > 1e-5 * size)
     some = slice(int(apart[0]), int(apart[0]) + 4) if apart.size else slice(0, 4)
     listed = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
     first, second = listed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from warnings import warn
 
@@ -23,8 +23,8 @@ from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.watcher import Watched
-from tplab.torch.watching.follower import Followed
-from tplab.torch.watching.memory import Counted, memory_of
+from tplab.torch.watching.follower import Follower
+from tplab.torch.watching.memory import KindsOfMemory, memory_of
 from tplab.torch.watching.typed import types_in
 from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace
@@ -169,7 +169,8 @@ def run(
     if types and (count_memory or not is_simulated):
         raise ValueError("types=True is for simulated ranks, and not beside count_memory=True; ask in two runs")
     is_meta = place is not None and place.type == "meta"
-    program = Counted(fn, is_meta) if count_memory else Followed(fn) if types else fn
+    listener = partial(KindsOfMemory, is_meta=is_meta) if count_memory else Follower if types else None
+    program = fn if listener is None else Watched(fn, listener)
     known = None
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")

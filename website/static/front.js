@@ -36,6 +36,34 @@ function join(tile) {
   map.prepend(svg);
 }
 
+// The program at the top: what the reader chooses is a run that was recorded, and the link keeps it.
+const form = document.querySelector(".front .choices");
+function choose() {
+  const runs = JSON.parse(document.getElementById("runs").textContent);
+  const { ranks, shift, without } = Object.fromEntries(new FormData(form));
+  const { lines, without: gone, says, widget } = runs[`ring-${ranks}-${shift}-${without}`.replace("--", "-back")];
+  const change = form.closest(".change"), figure = document.querySelector(".front .try figure.card");
+  change.querySelector(".program").replaceChildren(...lines.map((line, index) => {
+    const row = document.createElement("li"), code = document.createElement(index + 1 === gone ? "del" : "code");
+    code.textContent = line;
+    row.append(code);
+    return row;
+  }));
+  change.querySelector(".says").textContent = says;
+  figure.querySelector("script").textContent = JSON.stringify(widget);
+  figure.dispatchEvent(new Event("redraw", { bubbles: true }));
+  history.replaceState(null, "", `?ranks=${ranks}&shift=${shift}&without=${without}`);
+}
+
+if (form) {
+  form.hidden = false;
+  const asked = [...new URLSearchParams(location.search)];
+  const boxes = asked.map(([name, value]) => form.querySelector(`[name="${CSS.escape(name)}"][value="${CSS.escape(value)}"]`));
+  for (const box of boxes) if (box) box.checked = true;
+  if (boxes.some(Boolean)) choose();
+  form.addEventListener("change", choose);
+}
+
 if (map) {
   for (const tile of map.querySelectorAll(".tile")) {
     tile.addEventListener("pointerenter", () => join(tile));

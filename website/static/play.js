@@ -4,23 +4,30 @@ import { PageModel } from "./model.js";
 
 const ROOMS = { PipelineLab: "schedule", LayoutLab: "layouts" }; // what Python computes, and where in tplab.widgets
 
+const ends = new WeakMap(), turns = new WeakMap(); // of a figure: what ends its widget, and how often it was drawn
+
 async function draw(figure) {
+  const turn = (turns.get(figure) ?? 0) + 1;
+  turns.set(figure, turn);
   const { default: widget } = await import(new URL(figure.dataset.module, document.baseURI));
   const room = ROOMS[figure.dataset.kind], traits = JSON.parse(figure.querySelector("script").textContent);
   const model = room ? new LabModel(traits, room) : new PageModel(traits);
-  const host = document.createElement("div");
+  if (turns.get(figure) !== turn) return; // its data has changed meanwhile
+  const host = document.createElement("div"), old = figure.querySelectorAll(":scope > img, :scope > .playing");
   host.className = "playing";
   host.inert = true; // until it takes the picture's place
   figure.append(host);
   try {
-    await widget.render({ model, el: host });
+    const end = await widget.render({ model, el: host });
+    ends.get(figure)?.();
+    ends.set(figure, end);
   } catch (error) {
     host.remove();
     throw error;
   }
   model.introduce?.();
   host.inert = false;
-  for (const still of figure.querySelectorAll(":scope > img")) still.remove();
+  for (const one of old) one.remove();
   figure.classList.add("alive");
   if ("plays" in figure.dataset) playAlong(host);
 }
@@ -65,6 +72,9 @@ const grown = new ResizeObserver(() => {
   if (settles) document.querySelector(":target")?.scrollIntoView({ behavior: "instant" });
 });
 for (const article of document.querySelectorAll("article")) grown.observe(article);
+
+// A figure whose data has changed is drawn anew.
+document.addEventListener("redraw", ({ target }) => drawings.push(draw(target)));
 
 const near = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {

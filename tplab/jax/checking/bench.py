@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from tplab.checking.same_model import RIGHT_WITH
-from tplab.jax.checking.repairs import Repair, Repairs
-from tplab.jax.checking.tape import Tape
+from tplab.checking.same_model import Finding
+from tplab.jax.checking.repairs import Repairs
+from tplab.jax.checking.tape import Repair, Tape
 
 MOST_TRIED = 12
 MOST_CHANGES = 6
-
-
-class Fault(NamedTuple):
-    """What is first wrong in a step, and how it was mended: `where`, `lines`, `cause`, `proof` and `tried` as a Finding
-    has them, and `first`: the operation that is given what is right and returns what is not, if one is seen."""
-
-    where: str = ""
-    lines: tuple[str, ...] = ()
-    first: str = ""
-    cause: str = ""
-    proof: str = ""
-    tried: tuple[str, ...] = ()
 
 
 class Bench:
@@ -52,18 +41,19 @@ class Bench:
             noise = [max(tolerance, 8 * _noise(x, y)) for x, y in zip(values, others, strict=True)]
             self.whole.setdefault(node.key, []).append((whole, noise))
 
-    def fault(self, wrong: set[int]) -> Fault:
-        """What makes the results in `wrong` so, which are places among those of the step."""
+    def found(self, finding: Finding, wrong: set[int]) -> Finding:
+        """The finding, with the line and the cause of the results in `wrong`, which are places among those of the
+        step."""
         done: list[Repair] = []
         tried: list[str] = []
-        found, before = Fault(), set[int]()
+        before, first = set[int](), ""
         for _ in range(MOST_CHANGES):
-            values = next(self.tape.values(done=[one.change for one in done]))
+            values = next(self.tape.values(done=done))
             seen = Repairs(self.axes, self.tape.nodes, values, self.whole)
             if not done:
                 before, (where, first) = seen.wrong(), seen.located(wrong)
-                found = Fault(where, (where,) if where else (), first)
-            repairs = list({one.change.sites + (one.change.words,): one for one in seen.repairs(wrong)}.values())
+                finding = replace(finding, where=where, lines=(where,) if where else ())
+            repairs = list({(*dict.fromkeys(one.sites), one.words): one for one in seen.repairs(wrong)}.values())
             repairs = repairs[:MOST_TRIED]
             best, firsts = None, seen.firsts(wrong)
             for one, outcome in self._outcomes(done, repairs, firsts):
@@ -74,33 +64,27 @@ class Bench:
                     if not left:
                         break
                 else:
-                    tried.append(one.change.words)
+                    tried.append(one.words)
                     if best is None and one.is_step and firsts and outcome.is_right((firsts[0], 0)):
                         best = one, left
             if best is None:
                 break
             done.append(best[0])
             if not best[1] & wrong:
-                return _proven(done, best[1])
-        return found._replace(tried=tuple(dict.fromkeys(tried)))
+                words = "; ".join(dict.fromkeys(one.words for one in done))
+                left = f"; {len(best[1])} other results of the step are not right yet" * bool(best[1])
+                lines = [line for one in done for line in (one.where, one.other)]
+                return finding.proven(done[0].cause, words + left, done[0].where, lines)
+        text = f"; first wrong here: what {first} is given is right, and what it returns is not" * bool(first)
+        return replace(finding, tried=tuple(dict.fromkeys(tried)), text_of_factor=finding.text_of_factor + text)
 
     def _outcomes(
         self, done: Sequence[Repair], repairs: Sequence[Repair], firsts: Sequence[int]
     ) -> Iterator[tuple[Repair, Repairs]]:
         if repairs:
-            values = self.tape.values(
-                done=[one.change for one in done], tried=[one.change for one in repairs], watched=firsts[:1]
-            )
+            values = self.tape.values(done=done, tried=repairs, watched=firsts[:1])
             for one, kept in zip(repairs, values):
                 yield one, Repairs(self.axes, self.tape.nodes, kept, self.whole)
-
-
-def _proven(done: Sequence[Repair], left: set[int]) -> Fault:
-    proof = RIGHT_WITH + "; ".join(dict.fromkeys(one.change.words for one in done))
-    if left:
-        proof += f"; {len(left)} other results of the step are not right yet"
-    lines = dict.fromkeys(line for one in done for line in (one.where, one.other) if line)
-    return Fault(done[0].where, tuple(lines), "", done[0].cause, proof)
 
 
 def _noise(x: np.ndarray, y: np.ndarray) -> float:

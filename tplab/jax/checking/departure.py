@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from tplab.jax.checking.observed import Axes, Observed, observed
+from tplab.checking.gaps import gap
+from tplab.checking.observed import Observed, every_way
 from tplab.jax.checking.tape import Node, Source, entries
 from tplab.lines import line_text
+from tplab.mesh import Mesh
+from tplab.sharding import P
 
+Axes = tuple[str, ...]
 SUMS = ("psum", "psum_invariant")
 Whole = Mapping[Any, Sequence[tuple[Sequence[np.ndarray], Sequence[float]]]]
 """By the key of a node: what the reference's nodes of this key have returned, in order, and the tolerance of each."""
@@ -26,7 +30,7 @@ class Departure:
     def __init__(
         self, axes: Mapping[str, int], nodes: Sequence[Node], values: Sequence[Sequence[np.ndarray]], whole: Whole
     ):
-        self.axes, self.nodes, self.values, self.whole = axes, nodes, values, whole
+        self.axes, self.nodes, self.values, self.whole, self.mesh = axes, nodes, values, whole, Mesh(**axes)
         self._counts = Counter(node.key for node in self.nodes)
         order, self._order = Counter[Any](), list[int]()
         for node in self.nodes:
@@ -49,13 +53,10 @@ class Departure:
         """How the value is the reference's; None if that cannot be told, [] if it is not."""
         node, x = self.nodes[source[0]], self.values[source[0]][source[1]]
         if node.name == "argument":
-            return [Observed((), ())]
+            return [Observed("equal")]
         found: list[Observed] | None = None
         for whole, tolerance in self._references(source):
-            if node.is_inside:
-                some = observed(x, whole, self.axes, tolerance)
-            else:
-                some = _equal(x, whole, tolerance) if x.shape == whole.shape else None
+            some = self._types_of(x, whole, tolerance, node.is_inside)
             if some is not None:
                 found = [*(found or []), *some]
         if node.spec is not None and found:
@@ -64,21 +65,27 @@ class Departure:
                 return []
         return found
 
+    def _types_of(self, x: np.ndarray, whole: np.ndarray, tolerance: float, is_inside: bool) -> list[Observed] | None:
+        """See `every_way`. Inside of a shard_map, the first dims of x are the axes of the mesh."""
+        if is_inside:
+            is_whole = x.ndim == len(self.axes) + whole.ndim
+            devices = x.reshape(self.mesh.size, *x.shape[len(self.axes) :])
+            return every_way(devices, whole, self.mesh, tolerance) if is_whole else None
+        size = float(np.abs(whole).max(initial=0)) if whole.dtype != bool else 1.0
+        return [Observed("equal")] * (gap(x, whole) <= tolerance * size) if x.shape == whole.shape else None
+
     def _fits(self, one: Observed, spec: Any) -> bool:
         cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in entries(spec)]
-        return (
-            [*cut, *[()] * (len(one.cut) - len(cut))] == list(one.cut)
-            and not one.partial
-            and one.scale == 1
-            and one.only is None
-        )
+        while cut and not cut[-1]:
+            cut.pop()
+        return one.is_right and one.layout.spec == P(*cut)
 
     def is_right(self, source: Source | None) -> bool:
         return source is None or bool(self.types(source))
 
     def _is_plain(self, source: Source | None) -> bool:
         """Whether it is right without a factor that may come from a loss that is a mean of local means."""
-        return source is None or any(one.scale == 1 for one in self.types(source) or ())
+        return source is None or any(one.factor == 1 for one in self.types(source) or ())
 
     def wrong(self) -> set[int]:
         """The places of the results that are not the reference's."""
@@ -147,15 +154,11 @@ class Departure:
         """f where a value is f times the reference's, whole or in pieces; None for 1."""
         x, node = self.values[source[0]][source[1]], self.nodes[source[0]]
         for whole, tolerance in self._references(source):
-            pieces = x if node.is_inside else x.reshape([1] * len(self.axes) + list(x.shape))
-            weight = float((whole.astype(np.float64) ** 2).sum())
-            if x.dtype.kind != "f" or not weight or pieces.ndim != whole.ndim + len(self.axes):
-                continue
-            ratio = float(np.abs(pieces).max(initial=0)) / float(np.abs(whole).max())
+            size = float(np.abs(whole).max(initial=0)) if x.dtype.kind == "f" else 0.0
+            ratio = float(np.abs(x).max(initial=0)) / size if size else 1.0
             if ratio and abs(ratio - 1) > 1e-2 and np.isfinite(ratio):
-                axes = self.axes if node.is_inside else dict.fromkeys(self.axes, 1)
-                types = observed(pieces / ratio, whole, axes, max(tolerance, 1e-4)) or ()
-                if any(not one.partial and one.only is None and one.scale == 1 for one in types):
+                types = self._types_of(x / ratio, whole, max(tolerance, 1e-4), node.is_inside)
+                if any(one.is_right for one in types or ()):
                     return ratio
         return None
 
@@ -181,10 +184,3 @@ class Departure:
 
 def text_of(axes: Sequence[str]) -> str:
     return " and ".join(map(repr, axes))
-
-
-def _equal(x: np.ndarray, whole: np.ndarray, tolerance: float) -> list[Observed]:
-    size = float(np.abs(whole).max(initial=0)) if whole.dtype != bool else 1.0
-    with np.errstate(invalid="ignore"):
-        near = np.abs(x.astype(np.float64) - whole.astype(np.float64)) <= tolerance * size
-    return [Observed(((),) * whole.ndim, ())] if near.all() else []

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tplab.jax.checking.departure import SUMS, Departure, text_of
-from tplab.jax.checking.observed import Axes, Observed, cuts
-from tplab.jax.checking.tape import Change, Site, Source
+from tplab.checking.observed import Observed
+from tplab.jax.checking.departure import SUMS, Axes, Departure, text_of
+from tplab.jax.checking.tape import Repair, Site, Source, entries
 from tplab.jax.tracing.exchange import EXCHANGES
+from tplab.layout import layouts_for
 
 MOST_PLACES = 3
-
-Becomes = Callable[[Any, Any], Any]
-
-
-class Repair(NamedTuple):
-    """A change, its cause in words, the line at fault and another that has to do with it. A step may be one of several
-    that mend it together."""
-
-    change: Change
-    cause: str
-    where: str
-    other: str = ""
-    is_step: bool = True
 
 
 class Repairs(Departure):
@@ -48,7 +36,7 @@ class Repairs(Departure):
         for at in {self.nodes[at].key: at for at in reversed(chain) if self.nodes[at].name == "ppermute"}.values():
             back = [(target, source) for source, target in self.nodes[at].params["perm"]]
             axes = self.nodes[at].params["axis_name"]
-            yield _repair(
+            yield Repair(
                 self._results(self._alike(at)), lambda x, _, axes=axes, back=back: lax.ppermute(x, axes, back),
                 f"the ppermute in {self.line(at)} in the other direction",
                 "the ppermute sends in the other direction than the rest of the step takes pieces to come from",
@@ -56,7 +44,7 @@ class Repairs(Departure):
             )  # fmt: skip
         for at in [at for at in chain if self.nodes[at].name == "carry"]:
             others = [one for one in chain if self.nodes[one].key == self.nodes[at].key and self._is_wrong(one)]
-            yield _repair(
+            yield Repair(
                 self._results(others), lambda rounds, _: rounds.sum(0), f"the sum of what {self.line(at)} carries",
                 f"the scan in {self.line(at)} returns what its last round has computed, and the sum over its rounds is "
                 "needed", self.line(at),
@@ -83,25 +71,25 @@ class Repairs(Departure):
         at, node, line = alike[0], self.nodes[alike[0]], self.line(alike[0])
         types = [self._type(source) for source in node.sources]
         for i, one in enumerate(types):
-            if one is not None and one.only:
+            if one is not None and one.kind == "apart":
                 sites = [(s[0], "result", s[1]) for n in alike if (s := self.nodes[n].sources[i]) is not None]
-                yield self._only(sites, one.only, line, f"that device's value on all of them before {line}")
-            elif one is not None and one.partial:
+                yield self._only(sites, one, line, f"that device's value on all of them before {line}")
+            elif one is not None and one.is_partial:
                 yield from self._added_up(alike, i, one)
         for i, one in enumerate(types):
-            others = [other.partial for other in types if other and other is not one and other.partial]
-            if node.name in ("add", "sub", "add_any") and one is not None and not one.partial and others:
+            others = [other.axes for other in types if other and other is not one and other.is_partial]
+            if node.name in ("add", "sub", "add_any") and one is not None and not one.is_partial and others:
                 count, axes = self._count(others[0]), text_of(others[0])
-                yield _repair(
+                yield Repair(
                     [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
                     f"what {line} adds divided by {count}, the number of devices along {axes}",
                     f"what {node.name} adds to a part of a sum over {axes} is the same on each of {count} devices, and "
                     f"counts {count} times once they are added up", line,
                 )  # fmt: skip
-        axes = tuple(name for entry in types[0].cut for name in entry) if types and types[0] else ()
+        axes = types[0].layout.spec.axis_names if types and types[0] else ()
         if node.name in ("reduce_max", "reduce_min") and axes:
             call = "pmax" if node.name == "reduce_max" else "pmin"
-            yield _repair(
+            yield Repair(
                 self._results(alike), lambda _, y: getattr(lax, call)(y, axes),
                 f"a {call} over {text_of(axes)} after {node.name} in {line}",
                 f"{node.name} sees only each device's part along {text_of(axes)}: a {call} is missing after it", line,
@@ -121,10 +109,10 @@ class Repairs(Departure):
         is_jaxs = node.is_backward and node.name == "psum_invariant"
         where = self.line(at, outermost=is_jaxs)
         call += " of the backward pass" if node.is_backward else ""
-        if one is not None and one.only:
+        if one is not None and one.kind == "apart":
             words = f"{call} in {line} of that device's value alone"
-            yield self._only(sites, one.only, line, words, count if is_mean else 1)
-        if not is_mean and one is not None and (one.partial or one.scale > 1):
+            yield self._only(sites, one, line, words, count if is_mean else 1)
+        if not is_mean and one is not None and (one.is_partial or one.factor > 1):
             cause = f"{call} over {text_of(axes)} is where a mean is meant"
             if is_jaxs:
                 cause = (
@@ -132,33 +120,34 @@ class Repairs(Departure):
                     "all: they are the sum of what each device's own loss gives, and a pmean of them changes nothing"
                 )
             words = f"a pmean over {text_of(axes)} in place of {call} in {line}"
-            yield _repair(sites, lambda _, y: y / count, words, cause, where)
+            yield Repair(sites, lambda _, y: y / count, words, cause, where)
         scale = count if is_mean else 1
-        yield _repair(
+        yield Repair(
             sites, lambda x, _: x * scale, f"without {call} over {text_of(axes)} in {line}",
             f"{call} over {text_of(axes)} combines what is the same on every device, or is to stay apart", where,
         )  # fmt: skip
         for other in self._groups():
             if set(other) != set(axes):
                 by = count / self._count(other) if is_mean else 1.0
-                yield _repair(
+                yield Repair(
                     sites, lambda x, _, other=other, by=by: lax.psum(x, other) * by,
                     f"{call} in {line} over {text_of(other)} in place of {text_of(axes)}",
                     f"{call} is over {text_of(axes)}, and is to be over {text_of(other)}", where,
                 )  # fmt: skip
 
-    def _only(self, sites: Sequence[Site], only: tuple[str, int], line: str, words: str, by: int = 1) -> Repair:
-        name, rank = only
+    def _only(self, sites: Sequence[Site], only: Observed, line: str, words: str, by: int = 1) -> Repair:
+        (name,) = only.axes
+        rank = self.mesh.index(only.ranks[0], name)
 
         def becomes(x: Any, _: Any) -> Any:
             return lax.psum(jnp.where(lax.axis_index(name) == rank, x, jnp.zeros_like(x)), name) * by
 
         cause = f"only device {rank} along {name!r} has the value; what the others have there is combined with it"
-        return _repair(sites, becomes, words, cause, line)
+        return Repair(sites, becomes, words, cause, line)
 
     def _added_up(self, alike: Sequence[int], operand: int, one: Observed) -> Iterator[Repair]:
         """A psum or pmean of what is only a part of a sum: where it became so, where it is used, for one use."""
-        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.partial, self._count(one.partial)
+        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.axes, self._count(one.axes)
         sources = [source for i in alike if (source := self.nodes[i].sources[operand]) is not None]
         births = [self._birth(source, one) for source in sources]
         born = self.nodes[births[0][0]]
@@ -169,7 +158,7 @@ class Repairs(Departure):
         for sites in ([(i, "result", place) for i, place in births], [(i, "result", place) for i, place in sources],
                       [(i, "operand", operand) for i in alike]):  # fmt: skip
             use = f", where {node.name} in {line} takes it" if sites[0][1] == "operand" else ""
-            for call, by in (("psum", 1), ("pmean", count)) if one.scale == 1 else (("pmean", count), ("psum", 1)):
+            for call, by in (("psum", 1), ("pmean", count)) if one.factor == 1 else (("pmean", count), ("psum", 1)):
                 cause = f"{name} is only each device's part of a sum over {text_of(axes)}: a {call} is missing"
                 cause += f" before {node.name} in {line}" if line and line != where else ""
                 if self._has_equal_copies(births[0], axes):
@@ -179,13 +168,13 @@ class Repairs(Departure):
                 elif born.is_backward:
                     cause = f"the backward pass lacks a {call} over {text_of(axes)}: {name} there is a part of a sum"
                 words = f"a {call} over {text_of(axes)} of {name}{use}"
-                yield _repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
+                yield Repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
 
     def _birth(self, source: Source, one: Observed) -> Source:
         """Where the value that is partial became so."""
         while True:
             sources = [s for s in self.nodes[source[0]].sources if s is not None and self.nodes[s[0]].is_inside]
-            parts = [s for s in sources if any(t.partial == one.partial for t in self.types(s) or ())]
+            parts = [s for s in sources if any(t.is_partial and t.axes == one.axes for t in self.types(s) or ())]
             if not parts:
                 return source
             source = parts[0]
@@ -221,7 +210,7 @@ class Repairs(Departure):
     def _scaled(self, sites: Sequence[Site], factor: float, line: str, name: str) -> Repair:
         by = f"divided by {factor:.4g}" if factor > 1 else f"times {1 / factor:.4g}"
         cause = f"what {name} in {line} returns is right {by}, which is {self._size(factor)}"
-        return _repair(sites, lambda _, y: y / factor, f"what {name} in {line} returns, {by}", cause, line)
+        return Repair(sites, lambda _, y: y / factor, f"what {name} in {line} returns, {by}", cause, line)
 
     def _in_place(self, chain: Sequence[int]) -> Iterator[Repair]:
         """The reference's value in place of what is wrong: all after it is right, then."""
@@ -230,10 +219,11 @@ class Repairs(Departure):
         known = [at for at in known if self.values[at][0].size >= least and self.values[at][0].dtype.kind in "fiu"]
         for at in known[:MOST_PLACES]:
             whole, _ = next(self._references((at, 0)))
-            x, sizes = self.values[at][0], {name: size for name, size in self.axes.items() if size > 1}
-            cut = next(cuts(x.shape[len(self.axes) :], whole.shape, sizes), None)
-            if cut is None:
+            local = self.values[at][0].shape[len(self.axes) :]
+            layout = next(iter(layouts_for(whole.shape, [local] * self.mesh.size, self.mesh)), None)
+            if layout is None:
                 continue
+            cut = [*entries(layout.spec), *[()] * whole.ndim][: whole.ndim]
 
             def becomes(_: Any, y: Any, whole: Any = whole, cut: Any = cut) -> Any:
                 start = []
@@ -250,14 +240,8 @@ class Repairs(Departure):
             if name in ("random_bits", "threefry2x32"):
                 part += ": random numbers are drawn there on each device, and one device draws others"
             sends = [one for one in chain if one < at and self.nodes[one].name in EXCHANGES]
-            yield _repair(
+            yield Repair(
                 [(at, "result", 0)], becomes, f"the reference's value in place of what {name} in {line} returns",
                 f"{name} returns something else there than on one device{part}; nothing after it is wrong", line,
                 self.line(sends[-1]) if sends else "", is_step=False,
             )  # fmt: skip
-
-
-def _repair(
-    sites: Sequence[Site], becomes: Becomes, words: str, cause: str, where: str, other: str = "", is_step: bool = True
-) -> Repair:
-    return Repair(Change(tuple(dict.fromkeys(sites)), becomes, words), cause, where, other, is_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tplab.checking.causes import Sizes
+from tplab.checking.comparison import nudged
+from tplab.checking.gaps import gap
+from tplab.checking.observed import factor_between
 from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, Rounding
-from tplab.jax.checking.bench import Bench, Fault
+from tplab.jax.checking.bench import Bench
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
@@ -83,17 +87,19 @@ def same_model(
     if lost := [_name(one.path) or "the result" for one in want if not _is_finite(one.whole)]:
         return cannot_tell(f"{named(lost)} is not finite on one device", about=about)
 
-    def fault(wrong: set[int]) -> Fault:
+    def in_full(finding: Finding, wrong: set[int]) -> Finding:
         if sum(aval.size for aval in computed) * mesh.size > MOST_ELEMENTS:
-            return Fault(tried=("nothing: the step is too large to be evaluated equation by equation",))
+            return replace(finding, tried=("nothing: the step is too large to be evaluated equation by equation",))
         try:
-            return Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack).fault(wrong)
+            bench = Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
+            return bench.found(finding, wrong)
         except Exception as error:  # what JAX cannot do in a vmap is many things: the comparison stands without a cause
             first = str(error).partition(chr(10))[0]
-            return Fault(tried=(f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}",))
+            tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
+            return replace(finding, tried=(tried,))
 
     rounding = Rounding.of(_sizes(args, dtype), [])
-    comparison = _Comparison(args, others, mesh, rounding, fault)
+    comparison = _Comparison(args, others, mesh, rounding, in_full)
     has_ranks = any(eqn.primitive.name == "shard_map" for eqn, _ in equations_of(jaxpr))
     return comparison.report(got, want, again, has_ranks, about)
 
@@ -123,7 +129,7 @@ class _Comparison:
     """The results of both, one by one.
 
     others   the arguments of further runs of the reference, each number off by a rounding
-    fault    what makes results wrong, given their places
+    in_full  a finding with its line and cause, given the places of the results that are wrong
     """
 
     def __init__(
@@ -132,10 +138,10 @@ class _Comparison:
         others: Sequence[Sequence[Any]],
         mesh: jax.sharding.Mesh,
         rounding: Rounding,
-        fault: Callable[[set[int]], Fault],
+        in_full: Callable[[Finding, set[int]], Finding],
     ):
         self.params, *self.others = [dict(_named(given[0])) if given else {} for given in (args, *others)]
-        self.rounding, self.fault = rounding, fault
+        self.rounding, self._in_full = rounding, in_full
         sixteen = rounding.dtype in ("bfloat16", "float16")
         self.slack = 4 * EPSILON[rounding.dtype] if sixteen else rounding.tolerance
         self.sizes = Sizes(mesh.size, [mesh.shape[name] for name in mesh.axis_names])
@@ -151,21 +157,21 @@ class _Comparison:
         wrong: list[_Wrong] = []
         seen: dict[What, list[tuple[float, float]]] = {}
         noisy: list[str] = []
-        for ours, theirs, *nudged in zip(got, want, *again, strict=True):
+        for ours, theirs, *moved in zip(got, want, *again, strict=True):
             what, before = self._what(ours, theirs)
             base = self.params[before] if before else 0.0
             values = theirs.whole - base
             size = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(initial=0)) or 1.0
             bases = [given[before] if before else 0.0 for given in self.others]
-            own = max(_gap(one.whole - at, values) for one, at in zip(nudged, bases, strict=True)) / size
+            own = max(gap(one.whole - at, values) for one, at in zip(moved, bases, strict=True)) / size
             tolerance = max(self.slack, 8 * own)
             if own > MOST_OWN:
                 noisy.append(_name(ours.path))
                 continue
             pieces = [(piece - _at(base, index), _at(values, index)) for _, index, piece in ours.pieces]
-            gap = max((_gap(piece, right) for piece, right in pieces), default=0.0) / size
-            seen.setdefault(what, []).append((gap, tolerance))
-            if gap > tolerance:
+            far = max((gap(piece, right) for piece, right in pieces), default=0.0) / size
+            seen.setdefault(what, []).append((far, tolerance))
+            if far > tolerance:
                 wrong.append(self._judged(what, ours, values, base, tolerance * size))
         first = min(wrong, key=lambda one: (one.text != NOT_FINITE, ORDER.index(one.what)), default=None)
         findings = [self._finding(first, [one for one in wrong if one.what == first.what])] if first else []
@@ -196,46 +202,37 @@ class _Comparison:
     def _judged(self, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> _Wrong:
         """What a wrong result is to the right one."""
         pieces = [(rank, piece - _at(base, index), _at(want, index)) for rank, index, piece in ours.pieces]
-        bad = tuple(rank for rank, piece, right in pieces if _gap(piece, right) > slack)
+        bad = tuple(rank for rank, piece, right in pieces if gap(piece, right) > slack)
         size = float(np.abs(want).max(initial=0)) or 1.0
-        factors = [_factor(piece, right, slack / size) for _, piece, right in pieces]
-        factor = factors[0]
-        if factor is not None and not all(one is not None and abs(one / factor - 1) < 1e-2 for one in factors):
-            factor = None
-        text = "neither a multiple of the reference nor parts of it"
+        text, factor = "neither a multiple of the reference nor parts of it", None
         copies: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}  # by their place in the whole
         for (_, piece, right), (_, index, _) in zip(pieces, ours.pieces):
             copies.setdefault(str(index), []).append((piece, right))
         if not all(np.isfinite(piece).all() or not np.isfinite(right).all() for _, piece, right in pieces):
-            text, factor = NOT_FINITE, None
-        elif any(_gap(piece, same[0][0]) > slack for same in copies.values() for piece, _ in same):
-            text, factor = "its own part on each device", None
+            text = NOT_FINITE
+        elif any(gap(piece, same[0][0]) > slack for same in copies.values() for piece, _ in same):
+            text = "its own part on each device"
             sums = [(np.sum([piece for piece, _ in same], 0), same[0][1], len(same)) for same in copies.values()]
-            if all(_gap(total, right) <= slack for total, right, _ in sums):
+            if all(gap(total, right) <= slack for total, right, _ in sums):
                 text += "; their sum is the reference's"
-            elif all(_gap(total / count, right) <= slack for total, right, count in sums):
+            elif all(gap(total / count, right) <= slack for total, right, count in sums):
                 text += "; their mean is the reference's"
-        elif factor is not None:
-            text = self.sizes.words(factor)
+        elif times := factor_between([(piece, right) for _, piece, right in pieces], max(4 * slack, 1e-3 * size)):
+            text, factor = (self.sizes.words(times), times) if abs(times - 1) > 1e-3 else (text, None)
         whose = () if len(bad) == len(pieces) else bad
         found, expected = _about(pieces[0][1]), _about(pieces[0][2])
         return _Wrong(ours.place, ours.path, what, factor, text, whose, found, expected)
 
     def _finding(self, first: _Wrong, alike: Sequence[_Wrong]) -> Finding:
-        fault = self.fault({one.place for one in alike})
         name = "" if first.what in ("loss", "norm") else _name(first.path)
         others = tuple(_name(one.path) for one in alike if one.place != first.place and one.text == first.text)
-        text = first.text
-        if fault.first:
-            text += f"; first wrong here: what {fault.first} is given is right, and what it returns is not"
-        return Finding(
-            first.what, name, 0, text, first.factor, fault.where, fault.cause, "", first.got, first.want, first.ranks,
-            others, fault.lines, fault.proof, fault.tried,
-        )  # fmt: skip
+        finding = Finding(first.what, name, 0, first.text, first.factor, got=first.got, want=first.want,
+                          ranks=first.ranks, others=others)  # fmt: skip
+        return self._in_full(finding, {one.place for one in alike})
 
     def _row(self, what: What, gaps: Sequence[tuple[float, float]], first: _Wrong | None, is_wrong: bool) -> Row:
-        gap, tolerance = max(gaps, key=lambda one: one[0] / one[1])
-        measured = f"off by {gap:.2g}, where {tolerance:.2g} is rounding"
+        far, tolerance = max(gaps, key=lambda one: one[0] / one[1])
+        measured = f"off by {far:.2g}, where {tolerance:.2g} is rounding"
         if first is not None and what == first.what:
             return Row(what, 0, False, f"{first.text}; {measured}", _name(first.path), first.factor)
         if is_wrong:
@@ -272,13 +269,11 @@ def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
     """The arguments, each number off by one rounding, up or down."""
     draw = np.random.default_rng(seed)
 
-    def nudged(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        signs = draw.choice([-1.0, 1.0], leaf.shape)
-        return (leaf.astype(np.float64) * (1 + epsilon * signs)).astype(leaf.dtype)
+    def other(leaf: Any) -> Any:
+        is_number = isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return nudged(leaf, epsilon, draw).astype(leaf.dtype) if is_number else leaf
 
-    return [jax.tree.map(nudged, arg) for arg in args]
+    return [jax.tree.map(other, arg) for arg in args]
 
 
 def _sizes(args: Sequence[Any], dtype: str) -> Iterator[tuple[str, Sequence[int]]]:
@@ -301,26 +296,9 @@ def _at(x: Any, index: Any) -> Any:
     return x[index] if isinstance(x, np.ndarray) else x
 
 
-def _gap(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference; infinite where one of them is not finite and the other is not the same."""
-    with np.errstate(invalid="ignore"):
-        gap = np.where(got == want, 0.0, np.abs(got - want))
-    return float(np.where(np.isnan(gap), np.inf, gap).max(initial=0))
-
-
 def _is_finite(x: np.ndarray) -> bool:
     """Whether it has no NaN, and something that is finite: a mask of infinities is no accident."""
     return not np.isnan(x).any() and (not x.size or bool(np.isfinite(x).any()))
-
-
-def _factor(got: np.ndarray, want: np.ndarray, slack: float) -> float | None:
-    """f where got is f times want, and f is neither 0 nor 1."""
-    weight = float((want * want).sum())
-    factor = float((got * want).sum()) / weight if weight else 0.0
-    if abs(factor) < 1e-3 or abs(factor - 1) < 1e-3:
-        return None
-    size = float(np.abs(want).max(initial=0))
-    return factor if _gap(got, factor * want) <= max(4 * slack, 1e-3) * abs(factor) * size else None
 
 
 def _about(x: np.ndarray) -> str:

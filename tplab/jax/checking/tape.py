@@ -46,15 +46,22 @@ class Node(NamedTuple):
     params: Mapping[str, Any] = {}
 
 
-class Change(NamedTuple):
-    """One equation's result, or what it is given, is another one.
+class Repair(NamedTuple):
+    """Results of equations, or what they are given, are others.
 
     becomes   (the operand, the result) on each device -> what is there instead
+    words     the same for a reader; cause: of what is wrong, if this mends it
+    where     the line at fault; other: another that has to do with it
+    is_step   whether it may be one of several that mend a step together
     """
 
-    sites: tuple[Site, ...]
+    sites: Sequence[Site]
     becomes: Callable[[Any, Any], Any]
     words: str
+    cause: str
+    where: str
+    other: str = ""
+    is_step: bool = True
 
 
 class Tape:
@@ -71,8 +78,8 @@ class Tape:
     def values(
         self,
         *runs: Sequence[Any],
-        done: Sequence[Change] = (),
-        tried: Sequence[Change] = (),
+        done: Sequence[Repair] = (),
+        tried: Sequence[Repair] = (),
         watched: Sequence[int] = (),
     ) -> Iterator[list[list[Any]]]:
         """What each node returns in each of `runs`, which are arguments: those of the step unless others are given.
@@ -100,12 +107,12 @@ class Tape:
 
 
 class _Walk:
-    def __init__(self, axes: Mapping[str, int], changes: Sequence[tuple[Change, int | None]], which: Any):
+    def __init__(self, axes: Mapping[str, int], changes: Sequence[tuple[Repair, int | None]], which: Any):
         self.axes, self.nodes, self.kept, self._which = axes, list[Node](), list[list[Any]](), which
         self._is_inside = False
-        self._changes: dict[Site, list[tuple[Change, int | None]]] = {}
+        self._changes: dict[Site, list[tuple[Repair, int | None]]] = {}
         for change, number in changes:
-            for site in change.sites:
+            for site in dict.fromkeys(change.sites):
                 self._changes.setdefault(site, []).append((change, number))
 
     def note(

@@ -5,162 +5,229 @@ What drops drops nothing, and what a forward pass draws is the same for every sa
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.torch.checking.drawn import AGAIN, draw_again
-from tplab.torch.checking.draws import DRAW_SAMPLES
 from tplab.torch.checking.groups import StandIn
+from tplab.torch.checking.pending import DRAW_SAMPLES
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import graph_task, local_of, python_random
 
-_DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-_TORCH_DROPS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _dropped = torch.dropout
 
 
-class Chance:
-    """here   the rank whose program the running thread runs, while it is watched"""
+def _is_off(rank: Watched, original: Any) -> bool:
+    """Whether this function is to leave chance out."""
+    return rank.plan.ends and original not in rank.inside
 
-    def __init__(self, here: Callable[[], Watched | None]):
-        self._here = here
 
-    def table(self) -> Iterator[StandIn]:
-        for name in _DROPS:
-            yield F, name, self._dropout
-        for name in _TORCH_DROPS:
-            yield torch, name, self._torch_dropout
-        yield F, "scaled_dot_product_attention", self._attention
-        for kind in (nn.RNN, nn.LSTM, nn.GRU):
-            yield kind, "forward", self._recurrent
-        yield F, "rrelu", self._rrelu
-        yield F, "gumbel_softmax", self._gumbel
-        for name in AGAIN:
-            yield from ((owner, name, self._drawn) for owner in (torch, Tensor) if hasattr(owner, name))
+# --- what drops -------------------------------------------------------------------------------------------------------
 
-    def _is_off(self, original: Any) -> Watched | None:
-        """The rank that is watched, if this function of it is to leave chance out."""
-        rank = self._here()
-        return rank if rank is not None and rank.plan.ends and original not in rank.inside else None
 
-    # --- what drops --------------------------------------------------------------------------------------------------
+def _dropout(
+    rank: Watched, original: Any, /, input: Tensor, p: float = 0.5, training: bool | None = None, inplace: bool = False
+) -> Any:
+    x, training = input, not original.__name__.endswith("alpha_dropout") if training is None else training
+    if not training or original in rank.inside:
+        return original(x, p, training, inplace)
+    rank.seen.kinds.add("Dropout")
+    if not rank.plan.ends:
+        return original(x, p, training, inplace)
+    if p == 0 or graph_task() != -1:
+        return x
+    with torch.no_grad(), rank.calls(original):  # random numbers are drawn as always, and nothing is dropped
+        mask = original(torch.ones_like(local_of(x)), p, True, False)
+    rank.draw(x, mask)
+    return x
 
-    def _dropout(self, original: Any) -> Any:
-        usual = not original.__name__.endswith("alpha_dropout")
 
-        def watched(input: Tensor, p: float = 0.5, training: bool = usual, inplace: bool = False) -> Any:
-            rank, x = self._here(), input
-            if rank is None or not training or original in rank.inside:
-                return original(x, p, training, inplace)
-            rank.seen.kinds.add("Dropout")
-            if not rank.plan.ends:
-                return original(x, p, training, inplace)
-            if p == 0 or graph_task() != -1:
-                return x
-            with torch.no_grad(), rank.calls(original):  # random numbers are drawn as always, and nothing is dropped
-                mask = original(torch.ones_like(local_of(x)), p, True, False)
-            rank.draw(x, mask)
-            return x
+def _torch_dropout(rank: Watched, original: Any, /, input: Tensor, p: float, train: bool) -> Tensor:
+    """torch.dropout(x, p, train) and its like."""
+    if not _is_off(rank, original) or not train or not p:
+        return original(input, p, train)
+    _draw(rank, input, local_of(input).shape, p)
+    return input
 
-        return watched
 
-    def _torch_dropout(self, original: Any) -> Any:
-        """torch.dropout(x, p, train) and its like."""
+def _draw(rank: Watched, x: Tensor, shape: Sequence[int], p: float) -> None:
+    """Draw a mask of this shape for x."""
+    if graph_task() == -1:
+        with torch.no_grad():
+            rank.draw(x, _dropped(torch.ones(*shape), p, True))
 
-        def watched(input: Tensor, p: float, train: bool) -> Tensor:
-            rank, x = self._is_off(original), input
-            if rank is None or not train or not p:
-                return original(x, p, train)
-            self._draw(rank, x, local_of(x).shape, p)
-            return x
 
-        return watched
+def _attention(rank: Watched, original: Any, /, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """torch's order: query, key, value, attn_mask, dropout_p, is_causal."""
+    p = kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0)
+    if not _is_off(rank, original) or not p:
+        return original(query, key, *args, **kwargs)
+    _draw(rank, query, (*local_of(query).shape[:-1], local_of(key).shape[-2]), p)  # as in F.dropout
+    if len(args) > 2:
+        return original(query, key, *args[:2], 0.0, *args[3:], **kwargs)
+    return original(query, key, *args, **{**kwargs, "dropout_p": 0.0})
 
-    def _draw(self, rank: Watched, x: Tensor, shape: Sequence[int], p: float) -> None:
-        """Draw a mask of this shape for x."""
-        if graph_task() == -1:
-            with torch.no_grad():
-                rank.draw(x, _dropped(torch.ones(*shape), p, True))
 
-    def _attention(self, original: Any) -> Any:
-        def watched(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """torch's order: query, key, value, attn_mask, dropout_p, is_causal."""
-            rank = self._is_off(original)
-            p = kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0)
-            if rank is None or not p:
-                return original(query, key, *args, **kwargs)
-            self._draw(rank, query, (*local_of(query).shape[:-1], local_of(key).shape[-2]), p)  # as in F.dropout
-            if len(args) > 2:
-                return original(query, key, *args[:2], 0.0, *args[3:], **kwargs)
-            return original(query, key, *args, **{**kwargs, "dropout_p": 0.0})
+def _recurrent(rank: Watched, original: Any, module: nn.RNNBase, /, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Between its layers a recurrent network drops parts of their outputs."""
+    p = module.dropout
+    if not _is_off(rank, original) or not p or not module.training:
+        return original(module, input, *args, **kwargs)
+    given = input if isinstance(input, Tensor) else input.data
+    width = module.hidden_size * (1 + module.bidirectional)
+    _draw(rank, given, (module.num_layers - 1, *local_of(given).shape[:-1], width), p)
+    module.dropout = 0.0
+    try:
+        return original(module, input, *args, **kwargs)
+    finally:
+        module.dropout = p
 
-        return watched
 
-    def _recurrent(self, original: Any) -> Any:
-        """Between its layers a recurrent network drops parts of their outputs."""
+# --- what draws -------------------------------------------------------------------------------------------------------
 
-        def watched(module: nn.RNNBase, /, input: Any, *args: Any, **kwargs: Any) -> Any:
-            rank, p = self._is_off(original), module.dropout
-            if rank is None or not p or not module.training:
-                return original(module, input, *args, **kwargs)
-            given = input if isinstance(input, Tensor) else input.data
-            width = module.hidden_size * (1 + module.bidirectional)
-            self._draw(rank, given, (module.num_layers - 1, *local_of(given).shape[:-1], width), p)
-            module.dropout = 0.0
-            try:
-                return original(module, input, *args, **kwargs)
-            finally:
-                module.dropout = p
 
-        return watched
+def _rrelu(
+    rank: Watched, original: Any, /, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+    inplace: bool = False,
+) -> Any:  # fmt: skip
+    return original(input, lower, upper, training and not _is_off(rank, original), inplace)
 
-    # --- what draws --------------------------------------------------------------------------------------------------
 
-    def _rrelu(self, original: Any) -> Any:
-        def watched(
-            input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
-        ) -> Any:
-            return original(input, lower, upper, training and self._is_off(original) is None, inplace)
+def _gumbel(
+    rank: Watched, original: Any, /, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:  # fmt: skip
+    if not _is_off(rank, original):
+        return original(logits, tau, hard, eps, dim)
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return chosen - soft.detach() + soft
 
-        return watched
 
-    def _gumbel(self, original: Any) -> Any:
-        def watched(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
-            if self._is_off(original) is None:
-                return original(logits, tau, hard, eps, dim)
-            soft = (logits / tau).softmax(dim)
-            if not hard:
-                return soft
-            chosen = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
-            return chosen - soft.detach() + soft
-
-        return watched
-
-    def _drawn(self, original: Any) -> Any:
-        """What a model draws by itself is drawn, and something else taken in its place."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            rank = self._is_off(original)
-            is_weight = bool(args) and isinstance(args[0], nn.Parameter)
-            found, frame = original(*args, **kwargs), sys._getframe(1)
-            if rank is None or is_weight:
-                return found
-            if not rank.depth and graph_task() == -1:
-                return rank.draws_sample(frame.f_code, found) if original.__name__ in DRAW_SAMPLES else found
-            rank.seen.random.add((rank.line(), tuple(local_of(found).shape[1:])))
-            draw_again(original.__name__, found, args, kwargs, f"{frame.f_code.co_name} {frame.f_lineno}")
-            return found
-
-        return watched
+def _drawn(rank: Watched, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a model draws by itself is drawn, and something else taken in its place."""
+    is_weight = bool(args) and isinstance(args[0], nn.Parameter)
+    found, frame = original(*args, **kwargs), sys._getframe(2)
+    if not _is_off(rank, original) or is_weight:
+        return found
+    if not rank.depth and graph_task() == -1:
+        return rank.draws_sample(frame.f_code, found) if original.__name__ in DRAW_SAMPLES else found
+    rank.seen.random.add((rank.line(), tuple(local_of(found).shape[1:])))
+    draw_again(original.__name__, found, args, kwargs, f"{frame.f_code.co_name} {frame.f_lineno}")
+    return found
 
 
 def states() -> tuple[Any, ...]:
     """Where Python's and NumPy's random numbers are."""
     _, keys, place, *gauss = np.random.get_state()  # noqa: NPY002
     return python_random.get(), np.asarray(keys).tobytes(), place, *gauss
+
+
+_STEP = (math.sqrt(5) - 1) / 2
+"""Multiples of the golden ratio, without their whole parts, are spread evenly over 0 to 1."""
+
+
+@torch.no_grad()
+def draw_again(name: str, found: Tensor, args: Any, kwargs: Mapping[str, Any], place: str) -> None:
+    """Put other numbers into what a function of torch has drawn: rows, along dim 0, are all the same.
+
+    place   in the program: numbers at another one are others
+    """
+    x = local_of(found)
+    row = x.shape[1:].numel()
+    start = crc32(place.encode()) / 2**32
+    u = ((torch.arange(1, row + 1, dtype=torch.float64) * _STEP + start) % 1).clamp(1e-6, 1 - 1e-6).reshape(x.shape[1:])
+    x.copy_(AGAIN[name](u.to(x.device), args, kwargs))
+
+
+def _normal(u: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    return mean + std * torch.special.ndtri(u)
+
+
+def _uniform(u: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return low + (high - low) * u
+
+
+def _given(args: Any, kwargs: Mapping[str, Any], *names: str) -> dict[int, Any]:
+    """Arguments by their places, of which some may be given by name."""
+    return dict(enumerate(args)) | {place: kwargs[name] for place, name in enumerate(names) if name in kwargs}
+
+
+def _of_normal(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    given = _given(args, kwargs, "mean", "std")
+    return _normal(u, given.get(0, 0.0), given.get(1, 1.0))
+
+
+def _of_normal_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    return _of_normal(u, args[1:], kwargs)
+
+
+def _of_uniform_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    given = _given(args[1:], kwargs, "from", "to") | _given((), kwargs, "a", "b")
+    return _uniform(u, given.get(0, 0.0), given.get(1, 1.0))
+
+
+def _of_exponential_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    return -torch.log1p(-u) / _given(args[1:], kwargs, "lambd").get(0, 1.0)
+
+
+def _of_bernoulli(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    given = _given(args, kwargs, "input", "p")
+    return u < given.get(1, given[0])
+
+
+def _of_bernoulli_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    return u < _given(args[1:], kwargs, "p").get(0, 0.5)
+
+
+def _of_randint(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    bounds = [x for x in args if isinstance(x, int)][:2]
+    low, high = kwargs.get("low", bounds[0] if len(bounds) > 1 else 0), kwargs.get("high", bounds[-1] if bounds else 1)
+    return _uniform(u, low, high).floor()
+
+
+def _of_multinomial(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """The likeliest ones."""
+    given = _given(args, kwargs, "input", "num_samples")
+    likely = given[0].sort(dim=-1, descending=True, stable=True).indices
+    return likely[..., torch.arange(given[1], device=likely.device) % likely.shape[-1]]
+
+
+AGAIN: Mapping[str, Callable[[Tensor, Any, Mapping[str, Any]], Tensor]] = {
+    "rand": lambda u, args, kwargs: u,
+    "rand_like": lambda u, args, kwargs: u,
+    "randn": lambda u, args, kwargs: _normal(u),
+    "randn_like": lambda u, args, kwargs: _normal(u),
+    "normal": _of_normal,
+    "normal_": _of_normal_,
+    "uniform_": _of_uniform_,
+    "exponential_": _of_exponential_,
+    "bernoulli": _of_bernoulli,
+    "bernoulli_": _of_bernoulli_,
+    "randint": _of_randint,
+    "randint_like": lambda u, args, kwargs: _of_randint(u, args[1:], kwargs),
+    "randperm": lambda u, args, kwargs: torch.arange(args[0] if args else kwargs["n"], device=u.device),
+    "multinomial": _of_multinomial,
+}
+"""For each function of torch that draws: from numbers spread over 0 to 1, what it might have drawn."""
+
+_DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_TORCH_DROPS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+CHANCE: Sequence[StandIn] = (
+    *((F, name, _dropout) for name in _DROPS),
+    *((torch, name, _torch_dropout) for name in _TORCH_DROPS),
+    (F, "scaled_dot_product_attention", _attention),
+    *((kind, "forward", _recurrent) for kind in (nn.RNN, nn.LSTM, nn.GRU)),
+    (F, "rrelu", _rrelu),
+    (F, "gumbel_softmax", _gumbel),
+    *((owner, name, _drawn) for name in AGAIN for owner in (torch, Tensor) if hasattr(owner, name)),
+)

@@ -17,13 +17,14 @@ from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
 from tplab.errors import SpecError, TplabError
-from tplab.layout import Layout, layout_of
+from tplab.layout import Layout
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.checking.culprit import Culprit, Inside, Search, look_inside
 from tplab.torch.checking.masks import mask_rows
 from tplab.torch.checking.recut import modules_like, recuts
 from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
+from tplab.torch.ranks.values import dtype_name
 from tplab.torch.run import run
 
 
@@ -114,7 +115,8 @@ class _Check:
         self.whole = dict(whole.named_parameters(remove_duplicate=False))
         everything = [x for x in (*ours.inputs, *ours.kwargs.values()) if isinstance(x, Tensor)]
         rounding = Rounding.of(
-            [(_dtype(p), p.shape) for p in whole.parameters()], [(x.shape, x.is_floating_point()) for x in everything]
+            [(dtype_name(p.dtype), p.shape) for p in whole.parameters()],
+            [(x.shape, x.is_floating_point()) for x in everything],
         )
         self.comparison = Check(ours.mesh, rounding, {}, ours.in_specs)
         self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
@@ -139,9 +141,8 @@ class _Check:
             if any(piece is None for piece in pieces):
                 self._add_value(name, values.shape, Layout(), _absent(pieces))
                 continue
-            shapes = [None if piece is None else piece.shape for piece in pieces]
-            layout = layouts.get(name) or layout_of(values, pieces, shapes, self.mesh, 1e-6, likely) or Layout()
-            verdict = judge(pieces, values, layout, self.mesh, Rounding(_dtype(parameter)), what="value")
+            layout = layouts.get(name) or self.comparison.layout_of(values, pieces, likely) or Layout()
+            verdict = judge(pieces, values, layout, self.mesh, Rounding(dtype_name(parameter.dtype)), what="value")
             if not verdict.ok:
                 words = f"not the reference's values to begin with: {verdict.words}"
                 self._add_value(name, values.shape, layout, verdict._replace(words=words))
@@ -202,7 +203,7 @@ class _Check:
                 """x, each number one unit in the last place off."""
                 if not isinstance(x, Tensor) or not x.is_floating_point():
                     return x
-                return torch.from_numpy(nudged(to_numpy(x), Rounding(_dtype(x)).epsilon, seed)).to(x.dtype)
+                return torch.from_numpy(nudged(to_numpy(x), Rounding(dtype_name(x.dtype)).epsilon, seed)).to(x.dtype)
 
             side = copy.copy(self.theirs)
             side.changes = dict(side.changes)
@@ -326,11 +327,6 @@ def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any], 
 
 def _is_constant(x: Tensor) -> bool:
     return x.numel() < 2 or bool((x == x.flatten()[0]).all())
-
-
-def _dtype(x: Tensor) -> str:
-    """float32"""
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _absent(pieces: Sequence[Any]) -> Verdict:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.recording import checksum
 from tplab.checking.report import Row
 from tplab.mesh import Mesh
+from tplab.torch.checking.pieces import array_of
 from tplab.torch.layers.dropout import dropout
 
 DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, dropout}
 FEWEST = 32  # elements; fewer may be dropped alike by chance
 
 Seen = list[tuple[str, int, int, int]]
-"""Of each dropout, in the order of calls: the module, fingerprints of input and mask, the number of elements."""
+"""Of each dropout, in the order of calls: the module, checksums of input and mask, the number of elements."""
 
 
 class MaskWatch(TorchFunctionMode):
@@ -48,7 +49,9 @@ class MaskWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            state = fingerprint(torch.get_rng_state())  # the mask is not visible: the generator's state identifies it
+            state = checksum(
+                array_of(torch.get_rng_state())
+            )  # the mask is not visible: the generator's state identifies it
             query = args[0] if args else kwargs["query"]
             y = func(*args, **kwargs)
             if p:
@@ -60,21 +63,16 @@ class MaskWatch(TorchFunctionMode):
             if isinstance(x, Tensor) and y is not x:
                 kept = (y != 0) | (x == 0)
                 if not bool(kept.all()):
-                    self._note(x, fingerprint(kept))
+                    self._note(x, checksum(array_of(kept)))
         return y
 
     def _note(self, x: Tensor, mask: int) -> None:
-        self.seen.append((self._inside[-1] if self._inside else "", fingerprint(x), mask, x.numel()))
+        self.seen.append((self._inside[-1] if self._inside else "", checksum(array_of(x)), mask, x.numel()))
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         for hook in self._hooks:
             hook.remove()
-
-
-def fingerprint(x: Tensor) -> int:
-    """A number that two tensors share only if they are the same."""
-    return crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if x.numel() else 0
 
 
 def mask_rows(per_rank: list[Seen], mesh: Mesh) -> list[Row]:

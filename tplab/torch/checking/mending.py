@@ -17,12 +17,12 @@ from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
 from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.names import Names, address_of
+from tplab.torch.checking.origins import CLAMPS
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.rank import this_rank
 
 _IN_PLACE = ("_", "__imul__", "__idiv__", "__itruediv__")
-_CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 
 
 class Watching(Protocol):
@@ -141,7 +141,7 @@ class Mending:
         if func is F.batch_norm and any(self._of("statistics")):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
-        if name in _CLAMPS and any(self._of("late", line=line)):
+        if name in CLAMPS and any(self._of("late", line=line)):
             self._later.append(lambda: func(*args, **kwargs))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():

@@ -70,14 +70,18 @@ class Names:
         return [p for root in self._roots for p in root.parameters() if not p.is_meta]
 
     def shared(self) -> dict[str, str]:
-        """Other names of parameters that are tied -> the first name."""
+        """Other names of parameters that are tied -> the first name. A tied parameter is in several places of one
+        module; another name may also come from a larger module, which was met later."""
         self._update()
-        return {
-            name: self._names[id(p)]
-            for root in self._roots
-            for name, p in _named(root, self._prefix(root))
-            if self._names[id(p)] != name
-        }
+        found: dict[str, str] = {}
+        for root in self._roots:
+            names: dict[int, list[str]] = {}
+            for name, p in _named(root, self._prefix(root)):
+                names.setdefault(id(p), []).append(name)
+            for number, several in names.items():
+                if len(several) > 1:
+                    found |= {name: self._names[number] for name in several if name != self._names[number]}
+        return found
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         self._update()

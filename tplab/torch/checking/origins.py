@@ -1,12 +1,21 @@
-"""Where a script makes what its steps use: its optimizers and their settings, its data, its layers."""
+"""The lines at which a script makes what its steps use, its optimizers and their settings, its data, its layers; and at
+which it computes outside of autograd's graph: it draws samples, shifts labels, takes the norm of its gradients, scales
+and clips them, and keeps averages of its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+from tplab.checking.recording import Step
+from tplab.torch.checking.made import times
+from tplab.torch.checking.names import Names, address_of
+from tplab.torch.ranks.rank import this_rank
 
 Setting = tuple[float, ...]
 """A number that an optimizer has, for each of its groups of parameters."""
@@ -86,3 +95,82 @@ def _settings(optimizer: Optimizer) -> dict[str, Setting]:
 
 def _code_of(function: Any) -> CodeType | None:
     return getattr(function, "__code__", None)
+
+
+_DRAWS = {"randint", "randperm", "randn", "rand", "normal", "multinomial"}
+_SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat", "where", "masked_fill", "shift"}
+_IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
+_SCALES = _IN_PLACE | {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "multiply", "divide"}
+NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
+_CHANGES = {"forward": "buffer", "after": "parameter"}
+"""What a script may change by hand, and when."""
+CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+_LINE = "_tplab_shifted_at"
+
+
+class ByHand:
+    """Notes the lines of one rank's step at which it does so.
+
+    is_measured   is called where the script takes a norm of its gradients
+    """
+
+    def __init__(self, names: Names, origins: Origins, is_measured: Callable[[], None]):
+        self._names, self._origins, self._is_measured = names, origins, is_measured
+
+    def see(self, func: Any, args: Sequence[Any], found: Any, step: Step, moment: str, inside: set[CodeType]) -> None:
+        """A function of torch was called.
+
+        moment   where the rank is in its step: see `Sent`
+        inside   the functions in which its last backward pass began
+        """
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if name in _DRAWS and isinstance(found, Tensor):
+            self._origins.draw(len(found) if found.dim() else 0)
+        elif moment in _CHANGES and name.endswith("_") and not name.endswith("__"):
+            for x in first if isinstance(first, list | tuple) else [first]:
+                kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
+                if kind == _CHANGES[moment]:
+                    step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
+        elif moment == "reduction" and (name in _SCALES | NORMS | CLAMPS):
+            self._reduce(name, args, found, step, inside)
+        else:
+            self._shift(name, first, found)
+
+    def label(self, target: Tensor) -> str:
+        """The line at which what a loss compares with was last shifted, cut or padded, or ""."""
+        return getattr(target, _LINE, "")
+
+    def _shift(self, name: str, first: Any, found: Any) -> None:
+        tensor = first if name == "__setitem__" else found
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or not tensor.dim():
+            return
+        if name in _SHIFTS:
+            setattr(tensor, _LINE, self._origins.here())
+        elif isinstance(first, Tensor) and (line := getattr(first, _LINE, "")):
+            setattr(tensor, _LINE, line)
+
+    def _reduce(self, name: str, args: Sequence[Any], found: Any, step: Step, inside: set[CodeType]) -> None:
+        many = [x for x in (args[0] if isinstance(args[0], list | tuple) else args[:1]) if isinstance(x, Tensor)]
+        if not many:
+            return
+        if name in NORMS:
+            is_number = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.numel() == 1)
+            if is_number and many[0].is_floating_point() and many[0].numel() > 1:
+                self._is_measured()
+            if is_number and "scale" not in step.lines and sum(x.numel() for x in many) > 1:
+                step.lines["norm"] = self._origins.here()
+            return
+        x = many[0]
+        if x.is_meta or self._names.at(address_of(x))[0] != "gradient":
+            return
+        if name in CLAMPS:
+            step.lines["clamp"] = self._origins.here()
+            return
+        chain = this_rank().lines.chain()
+        line = chain[0][1] if chain else ""
+        factor = times(name, args)
+        if factor is not None and (line, factor) not in step.scaled:
+            step.scaled.append((line, factor))
+        if name in _IN_PLACE and "scale" not in step.lines:
+            step.lines["scale in"] = line
+            step.lines["scale"] = next((at for code, at in chain if code in inside), line)

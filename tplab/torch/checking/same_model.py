@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ import torch
 from tplab.checking.diagnosis import Diagnosis
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Repair, proven
-from tplab.checking.restart import lost
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
-from tplab.checking.starts import NeedsWeights
+from tplab.checking.starts import NeedsWeights, lost
 from tplab.checking.trail import Trails
 from tplab.errors import CrossedOrderWarning, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.checking.handed import Handed, NotEnough
 from tplab.torch.checking.names import FLAT
+from tplab.torch.checking.plan import Plan
 from tplab.torch.checking.sums import OtherSums
 from tplab.torch.checking.watch import Watch
 from tplab.torch.distributed.process import Processes
@@ -257,37 +258,32 @@ class _Doctor:
         handed: Handed | None,
     ) -> SameModel:
         weights: Mapping[str, np.ndarray] | None = None
-        notes = self.notes
-        is_fed, why = False, ""
+        notes, is_fed, why = self.notes, False, ""
         for _ in range(3):
             feed = handed if is_fed else None
             theirs = first
             if is_fed or weights is not None:
                 with _threads(ours):
                     theirs = self.seen(alone, args, weights=weights, handed=feed, why=why)
+            diagnosis = partial(Diagnosis, about=about, notes=notes, is_fed=is_fed)
             try:
-                Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).ask()
-                report = Diagnosis(ours, theirs, about=about, notes=notes, is_fed=is_fed).report()
+                diagnosis(ours, theirs).ask()
+                report = diagnosis(ours, theirs).report()
                 if _is_certain(report):
                     return report
                 with _threads(ours):
                     again = self.seen(alone, args, weights=weights, handed=feed, parts=mesh.size)
-                diagnosis = Diagnosis(ours, theirs, again, about=about, notes=notes, is_fed=is_fed)
-                report = diagnosis.report()
-                if diagnosis.facts.wants_trails and alone.size == 1:
+                judged = diagnosis(ours, theirs, again)
+                report = judged.report()
+                if judged.facts.wants_trails and alone.size == 1:
                     given = handed if handed is not None and handed.regroups else feed
-                    trails = self._trails(mesh, alone, args, diagnosis.facts.number, weights, given)
-                    report = Diagnosis(
-                        ours, theirs, again, about=about, notes=notes, is_fed=is_fed, trails=trails
-                    ).report()
+                    trails = self._trails(mesh, alone, args, judged.facts.number, weights, given)
+                    report = diagnosis(ours, theirs, again, trails=trails).report()
 
                 def diagnosed(
-                    seen: list[Seen], whole: list[Seen] | None, theirs: list[Seen] = theirs, again: list[Seen] = again,
-                    is_fed: bool = is_fed,
-                ) -> SameModel:  # fmt: skip
-                    if whole is not None:
-                        theirs = again = whole
-                    return Diagnosis(seen, theirs, again, about=about, notes=notes, is_fed=is_fed).report()
+                    seen: list[Seen], whole: list[Seen] | None, of: Any = diagnosis, known: Any = (theirs, again)
+                ) -> SameModel:
+                    return of(seen, *(known if whole is None else (whole, whole))).report()
 
                 return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
             except NeedsWeights as needs:
@@ -341,7 +337,8 @@ class _Doctor:
         operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = steps or (self.steps if traced is None else traced + 1)
-        watch = Watch(mesh.size, steps, feed=feed, weights=weights, nudges=parts > 0, traced=traced, repairs=repairs)
+        plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
+        watch = Watch(mesh.size, plan)
 
         @contextmanager
         def around() -> Iterator[None]:

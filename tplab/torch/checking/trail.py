@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import DisableTorchFunction
-from torch.overrides import TorchFunctionMode
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
@@ -24,15 +23,14 @@ _SILENT = {"__get__", "size", "dim", "numel", "item", "__len__", "__bool__", "st
 """What only asks something of a tensor."""
 
 
-class Recorder(TorchFunctionMode):
-    """While it is open, and as long as `is_on` says so, it records.
+class Recorder:
+    """As long as `is_on` says so, it records what torch calls.
 
     names   of the rank's parameters
     put     by the key of an operation: what its result is to be
     """
 
     def __init__(self, names: Names, is_on: Callable[[], bool], put: Mapping[Any, Tensor | None] | None = None):
-        super().__init__()
         self._put = put or {}
         self.trail = Trail()
         self._names, self._is_on = names, is_on
@@ -41,11 +39,9 @@ class Recorder(TorchFunctionMode):
         self._turns: Counter[tuple[str, str]] = Counter()
         self._inside: list[Op] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found, name = func(*args, **kwargs), getattr(func, "__name__", "")
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> Any:
+        """A function of torch has returned this. Returns what it is to be."""
+        name = getattr(func, "__name__", "")
         is_hidden = bool(self._inside) and not self._inside[-1].returned
         if name not in _SILENT and not is_hidden and self._is_on() and graph_task() == -1 and transform() is None:
             op = self._begin(name, args, kwargs)

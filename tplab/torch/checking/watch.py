@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from tplab.checking.recording import Seen
-from tplab.checking.repairs import Repair
 from tplab.checking.trail import Trail
-from tplab.torch.checking.handed import Handed
 from tplab.torch.checking.made import NumbersMade
-from tplab.torch.checking.mending import Board
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.checking.watched import Watched
@@ -24,32 +19,13 @@ from tplab.torch.ranks.rank import current_rank_or_none, this_rank
 class Watch:
     """Inside it, programs on simulated ranks are watched; `around` must be around the program of each rank.
 
-    steps   after this many steps of its optimizer a rank ends, where the next one would begin
     seen    of each rank
-    stopped the ranks that were ended after these steps
-    feed    the samples to use in the place of those that the program draws
-    weights the weights to begin with in the place of those that the program draws, by name
-    nudges  whether weights at the start, and samples, are changed in their last digit
-    traced  the step of which every operation is recorded, in `trails`; None for none
-    ends    whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
-    repairs changes of the run
+    stopped the ranks that were ended after the steps of the plan
+    trails  every operation of the step that is traced, by rank
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        steps: int,
-        *,
-        feed: Handed | None = None,
-        weights: Mapping[str, np.ndarray] | None = None,
-        ends: bool = True,
-        nudges: bool = False,
-        traced: int | None = None,
-        repairs: Sequence[Repair] = (),
-    ):
-        self._plan = Plan(
-            steps, feed, weights, ends, traced=traced, repairs=tuple(repairs), board=Board(), nudges=nudges
-        )
+    def __init__(self, num_ranks: int, plan: Plan):
+        self._plan = plan
         self.seen = [Seen() for _ in range(num_ranks)]
         self.has_ended = [False] * num_ranks
         self.stopped = set[int]()
@@ -66,9 +42,10 @@ class Watch:
     def around(self) -> Iterator[None]:
         rank = this_rank().rank
         self._ranks[rank] = watched = Watched(self._plan, self.seen[rank])
+        self.trails[rank] = watched.recorder.trail
         sys.stdout, stdout = _Noted(sys.stdout, watched.print), sys.stdout  # type: ignore[assignment]
         try:
-            with NumbersMade(watched.line, watched.call, watched.compute), self._tracing(watched, rank):
+            with NumbersMade(watched.line, watched.call, watched.compute):
                 yield
             self.has_ended[rank] = True
         except Enough:
@@ -77,15 +54,6 @@ class Watch:
             sys.stdout = stdout
             watched.settle()
             watched.close()
-
-    @contextmanager
-    def _tracing(self, watched: Watched, rank: int) -> Iterator[None]:
-        if self._plan.traced is None:
-            yield
-            return
-        self.trails[rank] = watched.recorder.trail
-        with watched.recorder:
-            yield
 
     def here(self) -> Watched | None:
         """The rank whose program this thread runs."""
@@ -96,6 +64,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._stand_ins.__enter__()
         if any(one.kind == "sync" for one in self._plan.repairs):
+            import torch.distributed.fsdp  # noqa: F401  # from the beginning, and not only once a model is called
+
             self._stand_ins.see_fsdp()
         if self._plan.traced is not None or self._plan.repairs:
             self._stand_ins.see_functions()

@@ -14,13 +14,11 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
-from tplab.torch.checking.by_hand import NORMS, ByHand
-from tplab.torch.checking.draws import Draws
 from tplab.torch.checking.made import made
 from tplab.torch.checking.mending import Back, Mending
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
-from tplab.torch.checking.origins import Origins
-from tplab.torch.checking.pending import Call, Pending
+from tplab.torch.checking.origins import NORMS, ByHand, Origins
+from tplab.torch.checking.pending import Call, Draws, Pending
 from tplab.torch.checking.pieces import (
     array_of,
     data_in,
@@ -105,7 +103,8 @@ class Watched:
         """A function of torch is called."""
         if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
             self.mending.gradients([p for group in self._groups() for p in group["params"]])
-        return self.mending.function(func, args, kwargs)
+        found = self.mending.function(func, args, kwargs)
+        return found if self.plan.traced is None else self.recorder.call(func, args, kwargs, found)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._made:

@@ -24,7 +24,7 @@ from tplab.torch.comm.regions import copy_to, gather_from
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from tplab.torch.models.plans import Plan, Planned, bind, features_of, heads_in, is_conv1d
+from tplab.torch.models.plans import Plan, Planned, bind, experts_in, features_of, heads_in, is_conv1d
 from tplab.torch.ranks.rank import prepares, this_rank
 
 Cut = Callable[[Tensor, Layout], nn.Parameter]
@@ -39,11 +39,11 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model over `axis` (R ranks), in place, inside a rank's program; returns it.
 
-    plan    module name -> "column", "row", "vocab", "replicate", "local" or a FusedColumn, as gpt2_plan(model) and
-            llama_plan(model) give it. `*` stands for anything between two dots
+    plan    module name -> "column", "row", "vocab", "experts", "replicate", "local" or a FusedColumn, as
+            gpt2_plan(model) and llama_plan(model) give it. `*` stands for anything between two dots
     memory  1/R of the parameters of columns, rows and vocabulary entries on each rank
-    cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward; the embedding one forward, the head one
-            backward
+    cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward, with experts one more in backward, of their
+            weights; the embedding one forward, the head one backward
 
     gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
                     False: logits [B, S, n], of this rank's n entries; the loss is `vocab_parallel_cross_entropy` of
@@ -288,6 +288,8 @@ def _shard_children(
         elif one.kind == "vocab":
             heads.append(VocabHead(one.module, axis, cut, gather))  # type: ignore[arg-type]
             _replace(parent, child, heads[-1])
+        elif one.kind == "experts":
+            _share_experts(one.module, axis, cut)
         elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own heads
             for parameter in one.module.parameters():
                 parameter.register_hook(lambda gradient: all_reduce(gradient, axis))
@@ -296,6 +298,27 @@ def _shard_children(
         for name in HEADS:
             if isinstance(getattr(parent, name, None), int):
                 setattr(parent, name, getattr(parent, name) // num_ranks)
+
+
+def _share_experts(experts: nn.Module, axis: Axis, cut: Cut) -> None:
+    """Leave a module that is called with (x, choices, weights), the same on every rank, its piece of the experts. In
+    transformers a choice of expert `num_experts` is one of another rank; the ranks' outputs are added up."""
+    place, layout = this_rank().place(axis), Layout(P(axis))
+    here = experts_in(experts) // len(place.group)
+    for name, whole in list(experts.named_parameters()):
+        setattr(experts, name, cut(whole, layout))
+    names = [name for name, _ in experts.named_parameters()]
+    experts.num_experts, experts._is_expert_parallel = here, True  # type: ignore[assignment]
+    vars(experts)["layouts"] = lambda: dict.fromkeys(names, layout)
+
+    def enter(_: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, choices, weights = given
+        is_mine = choices // here == place.index
+        weights = copy_to(weights, axis).masked_fill(~is_mine, 0)
+        return copy_to(x, axis), torch.where(is_mine, choices - here * place.index, here), weights
+
+    experts.register_forward_pre_hook(enter)  # type: ignore[arg-type]
+    experts.register_forward_hook(lambda module, given, y: all_reduce(y, axis))  # type: ignore[arg-type]
 
 
 def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) -> None:

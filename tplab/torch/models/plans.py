@@ -19,6 +19,7 @@ KINDS = {
     "column": "the rank has some of the output features",
     "row": "the rank has some of the input features, and the outputs are added up",
     "vocab": "the rank has the rows of some vocabulary entries: an embedding, or the head",
+    "experts": "the rank has some of the experts, each of them whole, and the outputs are added up",
     "replicate": "every rank has all of it; of a dropout: the same mask on every rank",
     "local": "of a dropout among sharded activations: a mask of each rank's own",
 }
@@ -89,27 +90,45 @@ def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
 
 
 def llama_plan(model: nn.Module) -> dict[str, Kind]:
-    """The plan for a `transformers` Llama, and for models built alike: Mistral, Qwen.
+    """The plan for a `transformers` Llama, and for models built alike: Mistral, Qwen; Mixtral, Qwen3-MoE, DeepSeek-V3.
 
     Query, key and value heads are sharded whole, also with grouped queries. Gate and up are sharded together, and down
-    adds up. Norms are replicated, including those of single heads inside the attention (Qwen3).
+    adds up; of experts each rank has some, whole. Norms and routers are replicated, including norms of single heads
+    inside the attention (Qwen3). So is all of a latent attention (DeepSeek's), whose heads share what keys come from.
     """
     base = "model." if hasattr(model, "model") else ""
     block = f"{base}layers.*."
     attention, mlp = f"{block}self_attn.", f"{block}mlp."
+    names = [name for name, _ in model.named_modules()]
+
+    def has(pattern: str) -> bool:
+        return any(_matches(pattern, name) for name in names)
+
     plan: dict[str, Kind] = {
         f"{base}embed_tokens": "vocab",
         f"{block}input_layernorm": "replicate",
-        **{f"{attention}{name}_proj": "column" for name in "qkv"},
-        f"{attention}o_proj": "row",
         f"{block}post_attention_layernorm": "replicate",
-        f"{mlp}gate_proj": "column",
-        f"{mlp}up_proj": "column",
-        f"{mlp}down_proj": "row",
         f"{base}norm": "replicate",
     }
-    if any(name.endswith("self_attn.q_norm") for name, _ in model.named_modules()):
-        plan |= {f"{attention}{name}_norm": "replicate" for name in "qk"}
+    if has(f"{attention}kv_b_proj"):
+        latent = (
+            "q_proj",
+            "q_a_proj",
+            "q_a_layernorm",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_a_layernorm",
+            "kv_b_proj",
+        )
+        plan |= {f"{attention}{name}": "replicate" for name in (*latent, "o_proj") if has(f"{attention}{name}")}
+    else:
+        plan |= {f"{attention}{name}_proj": "column" for name in "qkv"} | {f"{attention}o_proj": "row"}
+        plan |= {f"{attention}{name}_norm": "replicate" for name in "qk" if has(f"{attention}{name}_norm")}
+    if has(f"{mlp}experts"):
+        plan |= {f"{mlp}gate": "replicate", f"{mlp}experts": "experts"}
+    for part in (mlp, f"{mlp}shared_experts."):
+        if has(f"{part}down_proj") or (part == mlp and not has(f"{mlp}experts")):
+            plan |= {f"{part}gate_proj": "column", f"{part}up_proj": "column", f"{part}down_proj": "row"}
     if hasattr(model, "lm_head"):
         plan["lm_head"] = "vocab"
     _check_family(model, plan, "Llama", "llama_plan")
@@ -172,6 +191,13 @@ def heads_in(parent: nn.Module) -> int | None:
     return width if isinstance(width, int) else None
 
 
+def experts_in(module: nn.Module) -> int:
+    """How many experts a module holds, one in each row of its parameters; 0 for any other module."""
+    count, shapes = getattr(module, "num_experts", 0), [p.shape for p in module.parameters()]
+    has_matrices = any(len(shape) == 3 for shape in shapes)  # a router has one row for each
+    return count if has_matrices and all(len(shape) > 1 and shape[0] == count for shape in shapes) else 0
+
+
 # --- what a plan must satisfy -----------------------------------------------------------------------------------------
 
 
@@ -186,12 +212,13 @@ def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
         "column": features_of(module) is not None,
         "row": features_of(module) is not None,
         "vocab": type(module) in (nn.Embedding, nn.Linear),
+        "experts": bool(experts_in(module)),
         "replicate": True,
         "local": isinstance(module, nn.Dropout),
     }[kind]
     if not is_fit:
         kinds = {"column": "a linear layer", "row": "a linear layer", "vocab": "an nn.Embedding or a head (nn.Linear)",
-                 "local": "an nn.Dropout"}  # fmt: skip
+                 "local": "an nn.Dropout", "experts": "a module with a row per expert in every parameter"}  # fmt: skip
         raise PlanError(f"{name} is planned as {kind!r}, which is for {kinds[kind]}; it is {type(module).__name__}")
     if isinstance(module, nn.Embedding) and kind == "vocab" and (module.max_norm or module.scale_grad_by_freq):
         raise PlanError(
@@ -333,6 +360,11 @@ def _check_division(parent: nn.Module, inside: list[Planned], num_ranks: int, la
     """Check that features and whole heads can be shared equally."""
     width = heads_in(parent)
     for one in inside:
+        if one.kind == "experts" and experts_in(one.module) % num_ranks:
+            raise PlanError(
+                f"{one.name} has {experts_in(one.module)} experts, which the {num_ranks} ranks of axis {label!r} "
+                f"cannot share equally;\nuse a mesh whose {label!r} divides {experts_in(one.module)}"
+            )
         if one.kind not in ("column", "row"):
             continue
         taken, given = features_of(one.module)  # type: ignore[misc]

@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from tplab.torch.processes.parcels import Parcel
-from tplab.torch.watching.memory import Counted
+from tplab.torch.ranks.watcher import Watched
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def _parts(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, A
     """What is sent with a function, by name: its arguments, and what it uses from its surroundings."""
     for place, arg in enumerate(args):
         yield f"argument {place}", arg
-    fn = fn.fn if isinstance(fn, Counted) else fn
+    fn = fn.fn if isinstance(fn, Watched) else fn
     if isinstance(fn, FunctionType):
         around = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):

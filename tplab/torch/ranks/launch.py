@@ -17,7 +17,7 @@ from tplab.torch.ranks.arguments import Arguments
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.live_output import live_output
-from tplab.torch.ranks.printing import Sheet, beneath, show_sheets
+from tplab.torch.ranks.printing import Kept, beneath
 from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import current_rank_or_none, enter
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -62,16 +62,17 @@ def run_on_simulated_ranks(
         around=around.seat if isinstance(around, SimulatedRank) else None,
     )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
-    sheets: list[Sheet] = []
     ending = ExitStack()
 
     def owns(kernels: Own) -> list[Own]:
         stream = beneath(kernels[2])
         if more is not None and more.prints_live:
-            live = ending.enter_context(live_output(stream, lambda: _writer(ranks)))
-            return [state.of_rank(seed, rank, kernels, live) for rank in mesh.ranks]
-        sheets.extend(Sheet(stream, partial(_runs, rank)) for rank in ranks)
-        return [state.of_rank(seed, rank, kernels, cast(TextIO, sheets[rank])) for rank in mesh.ranks]
+            out = ending.enter_context(live_output(stream, partial(_writer, world)))
+        else:
+            kept = Kept(stream, partial(_writer, world), mesh.size)
+            ending.callback(kept.show)
+            out = cast(TextIO, kept)
+        return [state.of_rank(seed, rank, kernels, out) for rank in mesh.ranks]
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
@@ -99,20 +100,12 @@ def run_on_simulated_ranks(
     finally:
         if more is not None and (found := more.named_mesh()) is not None:
             chronicle.recorder.rename(*found)
-        show_sheets(sheets)
         ranks.clear()
         world.members.clear()  # so that what they hold does not wait for the garbage collector
     return per_rank, chronicle
 
 
-def _writer(ranks: list[SimulatedRank]) -> int | None:
+def _writer(world: World) -> int | None:
     """The rank of this run whose program the calling thread runs."""
     current = current_rank_or_none()
-    is_here = isinstance(current, SimulatedRank) and any(current.home is rank for rank in ranks)
-    return current.rank if current is not None and is_here else None
-
-
-def _runs(rank: SimulatedRank) -> bool:
-    """Whether the calling thread runs the program of this rank."""
-    current = current_rank_or_none()
-    return isinstance(current, SimulatedRank) and current.home is rank
+    return current.rank if isinstance(current, SimulatedRank) and current.world is world else None

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
+
+from tplab.torch.ranks.printing import Output
 
 
-class LiveOutput:
-    """Replaces sys.stdout or sys.stderr of all ranks while they run. What others write goes through to `stream`.
+class LiveOutput(Output):
+    """Shows each line when it ends. If it is flushed before that, it appears as far as it goes, and once more whole if
+    another rank has printed in between. A progress bar, which returns to the start of its line, stays on one line.
 
-    A line appears when it ends. If it is flushed before that, it appears as far as it goes, and once more as a whole
-    if another rank has printed in between. A progress bar, which returns to the start of its line, stays on one line.
-
-    writer   the number of the rank that the calling thread runs; None: of no rank
     screen   where the lines go, together with those of the other stream
     """
 
     def __init__(self, stream: TextIO, writer: Callable[[], int | None], screen: Screen):
-        self.stream, self._writer, self._screen = stream, writer, screen
+        super().__init__(stream, writer)
+        self._screen = screen
         self._lines: dict[int, str] = {}  # the line that each rank has begun
-        self.is_shown = False
 
-    def write(self, text: str) -> int:
-        rank = self._writer()
-        if rank is None:
-            return self.stream.write(text)
+    def put(self, rank: int, text: str) -> None:
         *ended, rest = (self._lines.get(rank, "") + text).split("\n")
         for line in ended:
             self._screen.show(Line(rank, self.stream, *_visible(line)), is_ended=True)
         self._lines[rank] = rest
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         rank = self._writer()
@@ -53,9 +44,6 @@ class LiveOutput:
             if text.strip():
                 self._screen.show(Line(rank, self.stream, text, is_bar), is_ended=True)
         self._lines.clear()
-
-    def __getattr__(self, name: str) -> Any:  # everything else is the stream's
-        return getattr(self.stream, name)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tplab.torch.private import (
     push_mode,
 )
 from tplab.torch.ranks.attention import ATTENTION, attention
+from tplab.torch.ranks.rank import this_rank
 
 
 class Listener:
@@ -50,16 +51,26 @@ class Listener:
     def met(self, call: Any, x: Tensor, y: Tensor, note: Any) -> None:
         """The collective `call`, which is no operation of torch, has made y of x."""
 
+    def ends_with(self, result: Any) -> None:
+        """The program is about to return this."""
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """This memory has another size, which no operation has given it."""
 
 
 class Watched:
-    """A rank's program `fn` that somebody listens to. It returns (what the program returns, what was heard)."""
+    """A rank's program `fn` with a listener, which `kind` makes of the rank, `fn` and its arguments. It returns (what
+    the program returns, what the listener has `heard`)."""
 
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], kind: Callable[..., Any]):
+        self.fn, self.kind = fn, kind
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, *args: Any) -> tuple[Any, Any]:
+        with self.kind(this_rank(), self.fn, args) as listener:
+            result = self.fn(*args)
+            listener.ends_with(result)
+        return result, listener.heard
 
 
 Kind = TypeVar("Kind", bound=Listener)
@@ -120,9 +131,8 @@ class Watcher(DispatchMode):
         self._depth += 1
         try:
             if is_of_functions:
-                if not all(one.takes_whole(func, args) for one in self.listeners):
-                    return self._in_parts(func, args, kwargs)
-            elif torch.is_inference_mode_enabled() or self._is_below:  # where compound operations come whole
+                return self._of_functions(func, args, kwargs)
+            if torch.is_inference_mode_enabled() or self._is_below:  # where compound operations come whole
                 with self:
                     result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
@@ -136,13 +146,24 @@ class Watcher(DispatchMode):
         finally:
             self._depth -= 1
 
-    def _in_parts(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
-        self._is_below, before = True, self._is_below
-        try:
-            with self:
-                return parts_of(func)(*args, **kwargs)
-        finally:
-            self._is_below = before
+    def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
+        """Such an operation is one for those who take it whole. The others are told of what it consists of."""
+        listeners, before = self.listeners, self._is_below
+        whole = {one: one.starts(func, args, kwargs) for one in listeners if one.takes_whole(func, args)}
+        if len(whole) == len(listeners):
+            result = func(*args, **kwargs)
+        else:
+            self._listen(*(one for one in listeners if one not in whole))
+            self._is_below = True
+            try:
+                with self:
+                    result = parts_of(func)(*args, **kwargs)
+            finally:
+                self._is_below = before
+                self._listen(*listeners)
+        for one, note in whole.items():
+            one.ended(func, args, kwargs, result, note)
+        return result
 
 
 def _put_back(modes: list[Any]) -> None:

@@ -22,7 +22,7 @@ from tplab.torch.private import base_of, local_of, no_dispatch, phase, pytree
 from tplab.torch.ranks.meter import tensors_in, traits_of
 from tplab.torch.ranks.rank import Call, Rank, this_rank
 from tplab.torch.ranks.storages import Storages
-from tplab.torch.ranks.watcher import Listener, Watched, is_fake, is_wrapper, watcher
+from tplab.torch.ranks.watcher import Listener, is_fake, is_wrapper, watcher
 from tplab.torch.watching.steps import Operands, operands_of, steps_of
 
 Key = tuple[Any, ...]
@@ -71,18 +71,6 @@ def digest_of(x: Tensor) -> int | None:
     return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
-class Followed(Watched):
-    """A rank's program whose operations are written down: it returns (what the program returns, the rank's `Log`)."""
-
-    def __call__(self, *args: Any) -> tuple[Any, Log]:
-        with Follower(this_rank()) as follower:
-            for name, x in named(self.fn, args):
-                follower.begin_with(name, x)
-            result = self.fn(*args)
-            follower.end_with(result)
-        return result, follower.log
-
-
 def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor]]:
     """The tensors among the arguments, each with a name: "x", "layers[0]", "model.weight"."""
     try:
@@ -101,15 +89,15 @@ def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor
 
 
 class Follower(Listener):
-    """Writes down this rank's operations, as long as it is open, in `log`.
+    """Writes down in `heard` what a rank's program does, from its arguments to its end.
 
     A value is a view of some memory: as autograd makes new tensors of what it has saved, memory and shape tell what a
     tensor is. What is written to anew is another value from then on.
     """
 
-    def __init__(self, rank: Rank):
-        self.log = Log()
-        self._rank = rank
+    def __init__(self, rank: Rank, fn: Callable[..., Any], args: Sequence[Any]):
+        self.heard = Log()
+        self._rank, self._given = rank, named(fn, args)
         self._numbers: Storages[dict[Any, int]] = Storages()
         self._counts: Counter[Key] = Counter()
         self._num = 0
@@ -126,6 +114,12 @@ class Follower(Listener):
             register_optimizer_step_post_hook(lambda *_: self._steps(None)),
             register_module_parameter_registration_hook(self._register),
         ]
+        with no_dispatch():
+            for name, x in self._given:
+                number = self._new(x, ("argument", name))
+                self.heard.arguments.append((name, number))
+                self._note_parameter(name, x, number)
+        self._given.clear()
         watcher().add(self)
         return self
 
@@ -138,17 +132,11 @@ class Follower(Listener):
 
     # --- what comes and goes -------------------------------------------------------------------------------------
 
-    def begin_with(self, name: str, x: Tensor) -> None:
-        with no_dispatch():
-            number = self._new(x, ("argument", name))
-        self.log.arguments.append((name, number))
-        self._note_parameter(name, x, number)
-
-    def end_with(self, result: Any) -> None:
+    def ends_with(self, result: Any) -> None:
         with no_dispatch():
             for path, x in pytree.tree_flatten_with_path(result)[0]:
                 if isinstance(x, Tensor):
-                    self.log.results.append((pytree.keystr(path), self._number(local_of(x))))
+                    self.heard.results.append((pytree.keystr(path), self._number(local_of(x))))
             self._gradients(())
 
     def _register(self, module: nn.Module, name: str, x: Tensor | None) -> None:
@@ -179,17 +167,17 @@ class Follower(Listener):
 
     def _gradients(self, stack: tuple[Frame, ...]) -> None:
         """Note each parameter's gradient, where no line says more than where it was made."""
-        made = {step.output: step.stack for step in self.log.steps}
-        done = {(one.name, one.gradient) for one in self.log.gradients}
+        made = {step.output: step.stack for step in self.heard.steps}
+        done = {(one.name, one.gradient) for one in self.heard.gradients}
         for name, x, number in self._parameters.values():
             gradient = None if x.grad is None else self._number(local_of(x.grad))
             if gradient is not None and (name, gradient) not in done:
                 lines = stack or made.get(gradient, ())
-                self.log.gradients.append(Gradient(name, number, gradient, lines, bool(stack)))
-                key = ("gradient", self.log.keys[number], len(self.log.gradients))
-                self.log.keys[-gradient] = key
+                self.heard.gradients.append(Gradient(name, number, gradient, lines, bool(stack)))
+                key = ("gradient", self.heard.keys[number], len(self.heard.gradients))
+                self.heard.keys[-gradient] = key
                 if x.grad is not None and (digest := digest_of(local_of(x.grad))) is not None:
-                    self.log.digests[key] = digest
+                    self.heard.digests[key] = digest
 
     # --- operations ----------------------------------------------------------------------------------------------
 
@@ -235,7 +223,7 @@ class Follower(Listener):
         is not counted among the copies that all ranks make."""
         with no_dispatch():
             known = self._numbers.get(y.untyped_storage()) or {}
-            was = self.log.keys.get(known.get(_place_of(y), -1), ())
+            was = self.heard.keys.get(known.get(_place_of(y), -1), ())
             step = Step("copy", "linear", (0,), shapes=(tuple(x.shape),), shape=tuple(y.shape))
             step.how = "linear" if x.shape == y.shape else "reshape"
             step.dims = (tuple(range(y.dim())),)
@@ -265,7 +253,7 @@ class Follower(Listener):
                 self._num += 1
                 step.output = self._num
                 before, shape = (step.output,), (step.shape,)
-                self.log.steps.append(step)
+                self.heard.steps.append(step)
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -275,10 +263,10 @@ class Follower(Listener):
         number = self._num
         if step is not None:
             step.output = number
-            self.log.steps.append(step)
-        self.log.keys[number], self.log.shapes[number] = key, tuple(x.shape)
+            self.heard.steps.append(step)
+        self.heard.keys[number], self.heard.shapes[number] = key, tuple(x.shape)
         if (digest := digest_of(x)) is not None:
-            self.log.digests[key] = digest
+            self.heard.digests[key] = digest
         storage = x.untyped_storage()
         known = self._numbers.get(storage)
         if known is None:
@@ -299,16 +287,16 @@ class Follower(Listener):
                 known[other] = number
                 continue
             self._num += 1
-            shape = self.log.shapes.get(old, ())
+            shape = self.heard.shapes.get(old, ())
             takes = (number,) if is_whole else (old, number)
-            dims = tuple((None,) * len(self.log.shapes[one]) for one in takes)
-            same = self.log.shapes.get(old) == self.log.shapes[number]
+            dims = tuple((None,) * len(self.heard.shapes[one]) for one in takes)
+            same = self.heard.shapes.get(old) == self.heard.shapes[number]
             if is_whole and same:
                 dims = (tuple(range(len(shape))),)
             step = Step("copy", "linear", takes, self._num, dims=dims, shape=shape, stack=self._stack(), phase=phase())
             step.is_aside = True
-            self.log.steps.append(step)
-            self.log.shapes[self._num], known[other] = shape, self._num
+            self.heard.steps.append(step)
+            self.heard.shapes[self._num], known[other] = shape, self._num
 
     def _number(self, x: Tensor, key: Key | None = None) -> int:
         """The number of the value that a tensor holds. One that nobody has seen is new."""
@@ -318,7 +306,7 @@ class Follower(Listener):
         if known:  # a view that autograd has made of what it had saved
             for place, number in known.items():
                 if place[0] == x.storage_offset() and np.prod(place[1]) == x.numel():
-                    step = Step("view", "reshape", (0,), shapes=(self.log.shapes[number],), shape=tuple(x.shape))
+                    step = Step("view", "reshape", (0,), shapes=(self.heard.shapes[number],), shape=tuple(x.shape))
                     self._take([step], [number], x, self._stack(), False)
                     return self._num
         stack = self._stack()
@@ -343,7 +331,7 @@ class Follower(Listener):
             first, name = statement(*line)
             is_over = frame in found and statement(*found[frame])[0] != first and name in frame.f_locals
             if is_over and not isinstance(frame.f_locals[name], Tensor):
-                self.log.others.add((line[0], first))
+                self.heard.others.add((line[0], first))
         self._lines = found
         return tuple(found.values())
 

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tplab.cost.cluster import Cluster
 from tplab.mesh import Mesh
 from tplab.torch.private import HigherOrder, graph_task, local_of, phase, pytree, storage_id, version_of
-from tplab.torch.ranks.rank import Rank, this_rank
+from tplab.torch.ranks.rank import Rank
 from tplab.torch.ranks.storages import Storages
-from tplab.torch.ranks.watcher import Listener, Watched, listening, watcher
+from tplab.torch.ranks.watcher import Listener, listening, watcher
 from tplab.trace.memory import KINDS, Ledger, Memory, RankMemory
 
 
@@ -47,22 +47,6 @@ def hold(x: Tensor) -> object:
     return None if kinds is None else kinds.hold(x)
 
 
-class Counted(Watched):
-    """A rank's program whose memory is followed: it returns (what the program returns, the rank's `RankMemory`).
-
-    is_meta   whether tensors on the device "meta" count too, as if they were real
-    """
-
-    def __init__(self, fn: Callable[..., Any], is_meta: bool = False):
-        super().__init__(fn)
-        self.is_meta = is_meta
-
-    def __call__(self, *args: Any) -> tuple[Any, RankMemory]:
-        with KindsOfMemory(this_rank(), args, self.is_meta) as kinds:
-            result = self.fn(*args)
-        return result, kinds.memory
-
-
 def memory_of(
     held: Sequence[RankMemory],
     mesh: Mesh,
@@ -73,7 +57,7 @@ def memory_of(
     cluster: Cluster | None,
     in_steps: bool,
 ) -> Memory:
-    """The memory of all ranks, each as `Counted` has followed it; `times` has the times of its moments."""
+    """The memory of all ranks, each as `KindsOfMemory` has heard of it; `times` has the times of its moments."""
     held = [one.at_times(times(one.times)) for one in held]
     if any(one.leaves_out for one in held) and not any(one.peak for one in held):
         text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
@@ -83,7 +67,7 @@ def memory_of(
 
 
 class KindsOfMemory(Listener):
-    """Follows the memory of this rank's tensors, from the program's arguments to its end: `memory` is what it held.
+    """Follows the memory of this rank's tensors, from the program's arguments to its end: `heard` is what it held.
 
     Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
     first operation after it is gone. The result of a collective counts from its start, as a message needs room to
@@ -97,13 +81,14 @@ class KindsOfMemory(Listener):
     activations   what autograd has saved until it frees it: parts of the graph from their beginning, everything else
                   from the time it is saved. Also what a backward pass computes with grad mode on: a recomputation
     other         everything else, and the program's arguments
-    What `count_as` says takes precedence over all this.
+    What `count_as` says takes precedence over all this. With `is_meta`, tensors on the device "meta" count as if they
+    were real.
     """
 
-    memory: RankMemory
+    heard: RankMemory
     follows_threads = True
 
-    def __init__(self, rank: Rank, given: Any = (), is_meta: bool = False):
+    def __init__(self, rank: Rank, fn: Callable[..., Any], given: Any = (), is_meta: bool = False):
         self._rank, self._given, self._is_meta = rank, given, is_meta
         self._ledger, self._leaves_out = Ledger(), False
         self._storages: Storages[_Held] = Storages()
@@ -134,7 +119,7 @@ class KindsOfMemory(Listener):
         self._storages = Storages()
         self._parameters.clear()
         held = self._ledger.closed(begin=0)  # moments, which get their times after the run
-        self.memory = replace(held, leaves_out=self._leaves_out)
+        self.heard = replace(held, leaves_out=self._leaves_out)
 
     def wraps(self, args: Any, kwargs: Any) -> None:
         for x in pytree.tree_leaves((args, kwargs)):

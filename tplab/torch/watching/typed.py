@@ -26,7 +26,8 @@ from tplab.torch.private import pytree
 from tplab.torch.ranks.arguments import entries_of, spread
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.process_state import More
-from tplab.torch.watching.follower import Followed, Log
+from tplab.torch.ranks.watcher import Watched
+from tplab.torch.watching.follower import Follower, Log
 
 
 def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
@@ -74,7 +75,9 @@ def types_in(
     about: dict[str, Any] = {"cluster": None, "clock": "modelled", "keep_values": 0, "title": "", "device": device}
     try:
         if not why_not:
-            again, _ = run_on_simulated_ranks(Followed(fn), mesh, others, in_specs, seed=seed + 1, more=more, **about)
+            again, _ = run_on_simulated_ranks(
+                Watched(fn, Follower), mesh, others, in_specs, seed=seed + 1, more=more, **about
+            )
     except TplabError as error:
         why_not = str(error).partition("\n")[0]
     return types_of(fn, mesh, args, in_specs, logs, [log for _, log in again], why_not)
