@@ -1,5 +1,6 @@
 """The project around the code: versions, environments, addresses and links."""
 
+import importlib
 import re
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from labs.source import build, course
 from tests.test_rooms import imports
+from tplab.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -294,6 +296,42 @@ def readme_code() -> list[str]:
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) < 150
+
+
+DOCS_CODE = [
+    pytest.param(found[1], found[2], id=f"{path.stem}-{number}")
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for number, found in enumerate(
+        re.finditer(r"^```python\n(import .*?)^```\n\n```\n(.*?)^```$", path.read_text(encoding="utf8"), re.M | re.S)
+    )
+]
+
+
+@pytest.mark.parametrize(("code", "prints"), DOCS_CODE)
+def test_code_of_the_docs_prints_what_stands_below_it(code: str, prints: str, tmp_path: Path):
+    """A block that begins with an import is a whole program, in a file with the name of its first function."""
+    (name, *_) = re.findall(r"^def (\w+)", code, re.MULTILINE)
+    file = tmp_path / f"{name}.py"
+    file.write_text(code, encoding="utf8")
+    done = subprocess.run([sys.executable, "-W", "error", str(file)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == prints.splitlines(), done.stderr
+
+
+def options_of(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The options that a command's --help lists."""
+    command = importlib.import_module(module)
+    command = command if hasattr(command, "main") else importlib.import_module(f"{module}.__main__")
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit):
+        command.main()
+    return set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+def test_command_line_options_are_frozen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """An option is a promise: tests/options.txt changes in the commit that adds or drops one."""
+    modules = sorted({name for command in COMMANDS for name in re.findall(r"-m (tplab\.\w+)", command)})
+    found = "\n".join(" ".join([name, *sorted(options_of(name, monkeypatch, capsys))]) for name in modules)
+    assert found == (ROOT / "tests" / "options.txt").read_text(encoding="utf8").strip()
 
 
 @pytest.mark.parametrize("code", readme_code(), ids=["torch", "jax", "own", "experts"])

@@ -1,4 +1,7 @@
-"""The rooms of the package: frameworks where they belong, no arrow up, no circle. docs/design.md draws the floors."""
+"""The rooms of the package: frameworks where they belong, no arrow up, no circle, sizes and public names that are held.
+
+docs/design.md draws the floors and has the sizes.
+"""
 
 import ast
 import re
@@ -187,3 +190,51 @@ def test_no_modules_import_one_another_in_a_circle():
 def test_a_circle_is_seen():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"d"}}) == []
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+
+
+# ---------------------------------------------------------------------------------------------------------- ratchets
+
+
+COUNTED = [path for path in (ROOT / "tplab").rglob("*") if path.suffix in {".py", ".js", ".css"}]
+
+
+def rooms_with_sizes() -> Iterator[tuple[str, list[Path], int]]:
+    """The rows of the tables in docs/design.md: the rooms' names, their files and folders, and their lines at most."""
+    tables = DESIGN.partition("## Floors")[0].split("| room | lines, at most |")[1:]
+    for table, homes in zip(tables, (("",), ("torch", "jax")), strict=True):
+        for names, size in re.findall(r"^\| (`[^|]+) \| ([\d,]+) \|", table, re.MULTILINE):
+            paths = [
+                ROOT / "tplab" / home / name.rstrip("/") for name in re.findall(r"`([\w/]+)`", names) for home in homes
+            ]
+            found = [path for one in paths for path in (one, one.with_suffix(".py")) if path.exists()]
+            yield names, found, int(size.replace(",", ""))
+
+
+def lines_in(paths: list[Path]) -> int:
+    files = [file for file in COUNTED if any(file == path or path in file.parents for path in paths)]
+    return sum(len(file.read_text(encoding="utf8").splitlines()) for file in files)
+
+
+def test_every_file_is_in_one_room_with_a_size():
+    listed = [path for _, paths, _ in rooms_with_sizes() for path in paths]
+    doors = [ROOT / "tplab" / home / "__init__.py" for home in ("", "torch", "jax")]  # what is public
+    outside = {file: [path for path in listed if file == path or path in file.parents] for file in COUNTED}
+    assert {str(file.relative_to(ROOT)): rooms for file, rooms in outside.items()
+            if len(rooms) != 1 and file not in doors} == {}  # fmt: skip
+
+
+def test_no_room_has_grown():
+    """Whoever needs more lines changes the number in docs/design.md in the same commit, and says why."""
+    sizes = {names: (lines_in(paths), most) for names, paths, most in rooms_with_sizes()}
+    assert {names: f"{lines:,} lines, at most {most:,}" for names, (lines, most) in sizes.items() if lines > most} == {}
+
+
+def test_public_names_are_frozen():
+    """A public name is a promise: tests/public_names.txt changes in the commit that adds or drops one."""
+    found = set()
+    for package, file in MODULES.items():
+        for node in ast.parse(SOURCES[file]).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found |= {f"{package}.{name}" for name in ast.literal_eval(node.value)}
+    frozen = set((ROOT / "tests" / "public_names.txt").read_text(encoding="utf8").split())
+    assert (sorted(found - frozen), sorted(frozen - found)) == ([], []), "new names, and names that are gone"

@@ -10,7 +10,8 @@ from datetime import date
 from pathlib import Path
 
 from tplab.commands import leave_working_directory_out
-from tplab.cost import NAMED, THIS_LAPTOP, Cluster, find
+from tplab.cost import NAMED, Cluster, find
+from tplab.cost.named import THIS_LAPTOP
 from tplab.cost.own import Row, fit_cluster, read_tables, save
 from tplab.cost.own.fit import Own
 from tplab.errors import TplabError

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.errors import SpecError
 from tplab.mesh import Mesh
 
 
@@ -16,3 +17,19 @@ def check_run(fn: Any, mesh: Any, *, seed: Any, keep_values: Any) -> None:
     for name, given in (("seed", seed), ("keep_values", keep_values)):
         if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
             raise ValueError(f"{name} is {given!r}; it must be a whole number, 0 or more")
+
+
+def check_entries(specs: Any, count: int, name: str, what: str) -> None:
+    """Raise SpecError unless the specs are a sequence with one entry for each of `count` things."""
+    if not isinstance(specs, tuple | list):
+        raise SpecError(f"{name} is {specs!r}; give a P, or a tuple with one P for each of the {count} {what}")
+    if len(specs) != count:
+        raise SpecError(f"{name} has {len(specs)} entries, but there are {count} {what}; give one for each")
+
+
+def no_out_specs() -> SpecError:
+    """The error for a whole result that nobody asked for."""
+    return SpecError(
+        "run was given no out_specs, so it does not know how the ranks' results make a whole; "
+        "give out_specs (P() where all ranks return the same), or read .per_rank"
+    )

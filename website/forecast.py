@@ -16,10 +16,9 @@ import numpy as np
 from benchmarks.fit import steps as fit
 from tplab.forecast import Model, Plan, measured
 from tplab.forecast.classes import ANY, SIZES, Key, class_of, key_from, keys_of, known
-from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import ON_B200, Run
 from tplab.forecast.memory import memory, peak_bytes, room
-from tplab.forecast.stacks import FSDP, STACKS, constants, find_stack
+from tplab.forecast.stacks import FSDP, KEEPS, STACKS, constants, find_stack
 from website import steps
 from website.device import table
 

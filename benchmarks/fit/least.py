@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tplab.cost.fabric import Error
-from tplab.cost.own.least import Array, least
+from tplab.cost.own.fit import Array, least
 
 __all__ = ["Array", "least", "print_errors", "rounded", "summary", "third", "write"]
 

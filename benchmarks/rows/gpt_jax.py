@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.plain_gpt_jax import plain_loss
 from benchmarks.table import Row, in_turns, seconds
 from tplab import Mesh, P
 from tplab.jax import GPT, GPTConfig, run
-from tplab.jax.models.plain import plain_loss
 
 CONFIG = GPTConfig(vocab_size=1024, width=256, num_layers=4, num_heads=4, context=128)
 BATCH, NUM_RANKS, REPETITIONS = 8, 4, 7

@@ -18,7 +18,7 @@ from tplab import Mesh, P
 from tplab.checking.report import ParallelReport, Row
 from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge
 from tplab.errors import ParallelError, SpecError
-from tplab.layout import Layout, layouts_for, local_shape_of, take
+from tplab.layout import Layout, layouts_for, take
 from tplab.torch import check_parallel
 from tplab.torch.ranks.rank import this_rank
 
@@ -749,7 +749,6 @@ def cases(draw):
 @given(cases())
 def test_right_pieces_are_right_and_others_are_not(case):
     mesh, layout, whole, pieces = case
-    assert [list(p.shape) for p in pieces] == [list(local_shape_of(whole.shape, layout, mesh, r)) for r in mesh.ranks]
     found = judge(pieces, whole, layout, mesh, ROUNDING)
     assert (found.ok, found.error, found.words) == (True, 0.0, "equal to the last bit")
     for factor in (2, 0.5, -1, 0):

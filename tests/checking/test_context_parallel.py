@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import tplab.torch as lab
+from tests.sequence.counted import next_tokens
 from tplab import Mesh, P
-from tplab.sequence import LAYOUTS, LayoutName, TokenLayout, next_tokens
+from tplab.sequence import LAYOUTS, LayoutName, TokenLayout
 from tplab.torch import GPT, GPTConfig, average_gradients, axis_size, check_parallel
 from tplab.torch.ranks.rank import this_rank
 

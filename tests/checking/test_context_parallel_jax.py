@@ -10,10 +10,11 @@ import pytest
 from jax import Array
 
 import tplab.jax as lab
+from tests.sequence.counted import next_tokens
 from tplab import Mesh, P
 from tplab.jax.layers.vocabulary import vocab_parallel_cross_entropy
 from tplab.jax.private import in_float64
-from tplab.sequence import TokenLayout, next_tokens
+from tplab.sequence import TokenLayout
 
 CONFIG = lab.GPTConfig(32, 16, 1, 4, context=24)
 IDS = np.random.default_rng(0).integers(0, 32, (2, 24))

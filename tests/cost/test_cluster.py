@@ -148,7 +148,6 @@ def test_the_roofline_is_the_larger_of_arithmetic_and_memory():
     assert chip.seconds(flops=1000, bytes=10, dtype="bfloat16") == 3 + 5
     assert chip.seconds(flops=1000, bytes=500, dtype="bfloat16") == 3 + 50
     assert chip.seconds(0, 0) == 3
-    assert chip.ridge("bfloat16") == 20
     assert Cluster("one", chip, c.NVLINK_4).compute_seconds(1000, 10, "float32") == 13
     # a dtype that the chip has no figure for is never modelled faster than one it has
     assert chip.peak("complex128") == 100

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tplab import cost
 from tplab.cost.link import NO_LINK, ONE_HOP, Link
-from tplab.cost.named import H100_NODE, NAMED, SLOW_ETHERNET
+from tplab.cost.named import H100_NODE
 from tplab.errors import ClusterError
 
 LINK = Link("test", latency=3.0, bandwidth=0.5)  # dyadic, so that sums are exact
@@ -543,7 +543,6 @@ def test_one_rank_alone_sends_nothing(op, algorithm):
     got = cost.collective(op, 1000, 1, LINK, algorithm)
     assert (got.seconds, got.hops, got.bytes) == (0, 0, 0)
     assert cost.lower_bound(op, 1000, 1, LINK).seconds == 0
-    assert cost.crossover_bytes(op, 1, LINK, algorithm) == math.inf
 
 
 @pytest.mark.parametrize("op, algorithm", EVERY, ids=map("-".join, EVERY))
@@ -563,28 +562,6 @@ def test_relations_between_the_rings(R):
     assert gather.seconds == pytest.approx(scatter.seconds)
     assert reduce.seconds == pytest.approx(scatter.seconds + gather.seconds)
     assert (reduce.hops, reduce.bytes) == (scatter.hops + gather.hops, scatter.bytes + gather.bytes)
-
-
-@pytest.mark.parametrize("op, algorithm", [pair for pair in EVERY if pair[0] != "barrier"])
-@given(R=st.integers(2, 64))
-def test_at_the_crossover_hops_and_bytes_cost_the_same(op, algorithm, R):
-    n = cost.crossover_bytes(op, R, LINK, algorithm)
-    hops = cost.collective(op, 0, R, LINK, algorithm).seconds
-    if (op, algorithm) in (("broadcast", "ring"), ("reduce", "ring")):
-        bytes_alone = n / LINK.bandwidth  # as n grows its pieces follow one another and n passes each link once
-    else:
-        bytes_alone = cost.collective(op, n, R, Link("no latency", 0.0, LINK.bandwidth), algorithm).seconds
-    assert bytes_alone == pytest.approx(hops)
-
-
-def test_crossovers_of_the_named_clusters():
-    for cluster in NAMED.values():
-        link = cluster.inner_link
-        assert cost.crossover_bytes("all_reduce", 8, link) == pytest.approx(8 * link.latency * link.bandwidth)
-    assert cost.crossover_bytes("barrier", 8, LINK) == math.inf
-    # a few kilobytes over Ethernet, megabytes over NVLink: fast links need large messages
-    assert cost.crossover_bytes("all_reduce", 8, SLOW_ETHERNET.inner_link) == pytest.approx(50e3)
-    assert cost.crossover_bytes("all_reduce", 8, H100_NODE.inner_link) == pytest.approx(6.84e6)
 
 
 def test_the_quickest_algorithm_depends_on_the_size():
@@ -636,8 +613,6 @@ def test_what_cannot_be_is_refused():
             cost.collective("all_reduce", nbytes, 4, LINK)
     with pytest.raises(ClusterError, match="no collective is named 'collect'"):
         cost.lower_bound("collect", 8, 4, LINK)
-    with pytest.raises(ClusterError, match="no collective is named 'collect'"):
-        cost.crossover_bytes("collect", 4, LINK)
     with pytest.raises(ClusterError, match="no collective is named 'collect'"):
         cost.bytes_sent("collect", 8, 4, 4, 0)
     for elements, ranks, index in ((8, 4, 4), (8, 4, -1), (-8, 4, 0), ((1, 2), 4, 0), ((1, 2), 4, 3), (8, 0, 0)):

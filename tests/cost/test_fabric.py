@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.fit import fabrics as fit
 from tplab import Mesh
 from tplab import torch as tt
-from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE, OPS, Fabric, find
+from tplab.cost import H100_MEASURED, OPS, Fabric, find
 from tplab.cost.measured import FABRICS, between, fabrics
-from tplab.cost.named import CARDS
+from tplab.cost.named import A100_MEASURED, B200_MEASURED, CARDS, H100_NODE
 from tplab.errors import ClusterError
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.messages import price

@@ -15,9 +15,10 @@ from benchmarks.fit import matmuls as fit
 from benchmarks.fit.least import least, summary
 from benchmarks.fit.tables import matmuls, prompts, source
 from tplab import cost
-from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE, find, measured
+from tplab.cost import H100_MEASURED, find, measured
 from tplab.cost.fabric import Error
 from tplab.cost.kernels import Tiles
+from tplab.cost.named import A100_MEASURED, B200_MEASURED, H100_NODE
 from tplab.cost.nccl import MEASURED, Nccl, Ratios
 from tplab.errors import ClusterError
 

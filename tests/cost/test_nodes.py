@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tplab import Mesh, cost, jax
 from tplab import torch as tt
-from tplab.cost import A100_NODE, H100_NODE, Cluster, Link
+from tplab.cost import Cluster, Link
+from tplab.cost.named import A100_NODE, H100_NODE
 from tplab.errors import ClusterError
 
 ROUND = Cluster("round", H100_NODE.chip, Link("near", 2.0, 400.0), node_size=4, outer_link=Link("far", 8.0, 100.0))

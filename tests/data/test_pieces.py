@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.zero import elements_sent
 from tplab.data.pieces import Pieces
-from tplab.data.zero import MIXED_ADAM, StateBytes, bytes_per_parameter, elements_sent, state_bytes
+from tplab.data.zero import MIXED_ADAM, StateBytes, bytes_per_parameter, state_bytes
 from tplab.torch.data import pieces as on_torch
 
 PICTURE = """\

@@ -1,5 +1,7 @@
 """Block quantisation: what comes back, and that torch and JAX give the bits that NumPy gives."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from tests.frameworks import FRAMEWORKS, Framework
 from tplab.data import quantization as reference
-from tplab.data.quantization import error_bound, quantized_bytes
+from tplab.data.quantization import LEVELS, SMALLEST, Quantized, block_size, quantized_bytes
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 BLOCKS = (None, 1, 7, 64)
@@ -139,3 +141,14 @@ def test_what_is_wrong_is_said(fw, bits, block, error, message):
 def test_whole_numbers_are_refused(fw):
     with pytest.raises(TypeError, match=r"quantize takes floating-point numbers, not (torch.)?int32; convert"):
         fw.lab.quantize(fw.array(np.ones(4, np.int32)))
+
+
+def error_bound(quantized: Quantized) -> np.ndarray:
+    """How far off each element may be, [...]: half a step of its block, plus float32 rounding (2**-15 of a step).
+
+    A block whose scale is 0 holds numbers below 127 * 2.4e-38, which all come back as 0.
+    """
+    n = math.prod(quantized.shape)
+    scales = np.asarray(quantized.scales, np.float64)
+    bound = np.where(scales == 0, LEVELS[quantized.bits] * float(SMALLEST), scales * (0.5 + 2.0**-15))
+    return np.repeat(bound, block_size(n, quantized.block))[:n].reshape(quantized.shape)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.data.test_quantization import error_bound
 from tests.frameworks import FRAMEWORKS, Framework, on_each_rank
 from tplab import Mesh, P
 from tplab.data import quantization as reference
-from tplab.data.quantization import error_bound, quantized_bytes
+from tplab.data.quantization import quantized_bytes
 from tplab.errors import MeshError, ShapeError
 
 MESH = Mesh(node=2, gpu=3)

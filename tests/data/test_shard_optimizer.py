@@ -16,6 +16,7 @@ from tests.data.zero import (
     SIZES,
     Model,
     batch,
+    elements_sent,
     jax_adamw,
     jax_loss,
     one_device,
@@ -28,7 +29,7 @@ from tests.frameworks import FRAMEWORKS, Framework, gathers_alike, in_both
 from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
-from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.data.zero import StateBytes, state_bytes
 from tplab.errors import RankError
 from tplab.pipeline import LayerSpec
 from tplab.schedules import one_f_one_b

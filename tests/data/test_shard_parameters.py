@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tplab.jax as on_jax
 import tplab.torch as lab
-from tests.data.zero import DECAY, RATE, jax_adamw, torch_adamw
+from tests.data.zero import DECAY, RATE, elements_sent, jax_adamw, torch_adamw
 from tests.frameworks import FRAMEWORKS, Framework
 from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
-from tplab.data.zero import StateBytes, elements_sent, state_bytes
+from tplab.data.zero import StateBytes, state_bytes
 from tplab.errors import MeshError, RankError
 from tplab.schedules import one_f_one_b
 from tplab.trace.overlap import overlap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import nn
 from tests.frameworks import Framework
 from tests.sharded import numbers
 from tplab import Mesh, P
+from tplab.data.pieces import Pieces
 
 SHAPES = {"up": (5, 7), "bias": (7,), "down": (7, 3)}
 SIZES = [35, 7, 21]
@@ -115,3 +116,16 @@ def _jax_steps(make: Make, steps: int) -> Callable[..., Any]:
         return jax.lax.scan(step, (params, optimizer.init(params)), None, steps)[0][0]
 
     return program
+
+
+def elements_sent(stage: int, pieces: Iterable[Pieces], *, reshard_after_forward: bool = True) -> int:
+    """The elements that each rank sends in a step with the ring algorithm: (R-1)/R of 2 M or 3 M.
+
+    pieces                  of all buckets or units, including their padding, which is also sent; stage 0 has no padding
+    reshard_after_forward   stage 3: whether parameters are freed after the forward pass and gathered again
+    """
+    passes = 3 if stage == 3 and reshard_after_forward else 2
+    listed = list(pieces)
+    if stage == 0:
+        return sum(passes * (p.num_ranks - 1) * sum(p.sizes) // p.num_ranks for p in listed)
+    return sum(passes * (p.num_ranks - 1) * p.width for p in listed)

@@ -136,7 +136,7 @@ def _executed(config: GPTConfig, recipe: Recipe, mesh: Mesh, cluster: Cluster | 
     from tplab.torch import run
     from tplab.torch.comm.collectives import axis_index, axis_size
     from tplab.torch.data.shard_parameters import shard_parameters
-    from tplab.torch.models.gpt_layers import gpt_layers
+    from tplab.torch.models.gpt import gpt_layers
     from tplab.torch.pipeline.stages import stages_of
     from tplab.torch.ranks.rank import this_rank
     from tplab.torch.training.gpt_stages import load_whole

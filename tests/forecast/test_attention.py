@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tplab.cost import A100_MEASURED, B200_MEASURED, H100_MEASURED, H100_NODE
+from tplab.cost import H100_MEASURED
+from tplab.cost.named import A100_MEASURED, B200_MEASURED, H100_NODE
 from tplab.errors import ClusterError
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.layers import layer_seconds

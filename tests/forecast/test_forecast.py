@@ -7,9 +7,9 @@ import pytest
 from tplab.cost import H100_MEASURED
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast
-from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import playbook, runs
 from tplab.forecast.memory import memory, peak_bytes, room, usable_bytes
+from tplab.forecast.stacks import KEEPS
 
 LLAMA = Model.find("llama3-70b")
 PLAN = Plan(dp=8, tp=8, pp=4, zero=1, sequence_parallel=True)

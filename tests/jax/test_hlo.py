@@ -6,8 +6,8 @@ import tplab.jax  # noqa: F401  # before JAX is used
 from tplab import Mesh
 from tplab.cost import Chip, Cluster, Link
 from tplab.errors import TraceError
-from tplab.jax.tracing.axes import axes_along
 from tplab.jax.tracing.compiled import collectives_in_text
+from tplab.jax.tracing.flow import axes_along
 from tplab.jax.tracing.hlo import Array, Module
 from tplab.jax.tracing.sending import Sent, merged
 from tplab.jax.tracing.xla import unrolled

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 
 import tplab.jax as tj
 from tests.layers.test_sequence_attention import allowed, drawn
+from tests.sequence.counted import kept_bytes
 from tests.sharded import numbers
 from tplab import Mesh, P
 from tplab.jax.layers.attention_tile import BANDS, bands_of
-from tplab.sequence import LAYOUTS, AttentionMask, Tile, TokenLayout, attention_bytes, kept_bytes, tiles_of
+from tplab.sequence import LAYOUTS, AttentionMask, Tile, TokenLayout, attention_bytes, tiles_of
 
 RANKS, TOKENS, HEADS, KV_HEADS, WIDTH = 4, 32, 4, 2, 8
 SPEC = P(None, None, "cp")

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from tests.sequence.counted import kept_bytes, next_tokens
 from tplab.errors import ShapeError
 from tplab.sequence import (
     LAYOUTS,
@@ -12,9 +13,7 @@ from tplab.sequence import (
     TokenLayout,
     attention_bytes,
     efficiency,
-    kept_bytes,
     load,
-    next_tokens,
     tiles_of,
     tokens_to_hide_hop,
 )

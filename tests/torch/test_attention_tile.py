@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.sequence.counted import buffer_bytes, kept_bytes
 from tests.sharded import close
 from tplab import Mesh, P
-from tplab.sequence import AttentionMask, Tile, TokenLayout, buffer_bytes, kept_bytes, tiles_of
+from tplab.sequence import AttentionMask, Tile, TokenLayout, tiles_of
 from tplab.torch import gather_attention, head_attention, ring_attention, run, saved_tensors
 from tplab.torch.layers import attention_tile
 from tplab.torch.layers.attention_tile import attend, attend_backward

@@ -6,11 +6,12 @@ import textwrap
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tplab import Mesh, P
@@ -34,6 +35,8 @@ from tplab.torch import (
     start,
 )
 from tplab.torch.processes import shut_down, warm
+from tplab.torch.processes.rank import ProcessRank
+from tplab.torch.ranks.rank import this_rank
 
 ROOT = Path(__file__).parents[2]
 LARGE = 5000  # float32 elements: more than the bytes of one frame
@@ -141,6 +144,20 @@ def every_collective(x):
 @pytest.mark.parametrize("columns", [3, 700], ids=["small", "large"])
 def test_every_collective(mesh, columns):
     both(every_collective, mesh, torch.randn(12, columns, generator=torch.Generator().manual_seed(1)))
+
+
+def test_torch_distributed_carries_the_tensors_in_a_group_per_axis():
+    def program():
+        rank = cast(ProcessRank, this_rank())
+        for op in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast):
+            op(torch.ones(2), "tp")
+        ring_shift(torch.ones(1), "dp")  # a message needs no group
+        barrier()
+        return {group: type(backend) for (group, _), backend in rank.engine._backends.items()}
+
+    gloo = dist.ProcessGroupGloo
+    groups = run(program, Mesh(dp=2, tp=2), on="processes").per_rank
+    assert groups == [{group: gloo, (0, 1, 2, 3): gloo} for group in ((0, 1), (0, 1), (2, 3), (2, 3))]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -12,8 +12,7 @@ import pytest
 from tests.trace.rank_files import begin
 from tplab.errors import TraceError
 from tplab.trace.recorded import rank_file
-from tplab.trace.recorded.rank_file import FORMAT, About, Later, Writer
-from tplab.trace.recorded.reading import read
+from tplab.trace.recorded.rank_file import FORMAT, About, Later, Writer, read
 
 ABOUT = About(0, 1, "a", "m", "host", "train", 0.0)
 

@@ -14,7 +14,7 @@ import pytest
 import traitlets
 from PIL import Image
 
-from tplab.cost import H100_NODE
+from tplab.cost.named import H100_NODE
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
 from tplab.units import plain

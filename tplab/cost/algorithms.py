@@ -116,14 +116,6 @@ def terms(op: str, nbytes: float, num_ranks: int, link: Link, algorithm: str) ->
     return ALGORITHMS[op][algorithm](nbytes, num_ranks, (num_ranks - 1).bit_length())
 
 
-def carried_by(op: str, num_ranks: int, algorithm: str) -> tuple[int, float]:
-    """(hops, bytes that pass one link for each byte of input)."""
-    if num_ranks == 1:
-        return 0, 0
-    hops, _, carried = ALGORITHMS[op][algorithm](1, num_ranks, (num_ranks - 1).bit_length())
-    return hops, carried
-
-
 def _recursive_doubling(n: float, R: int) -> Terms:
     """Pairs at distance 1, 2, 4, ... exchange and add all of n. Thakur et al. 2005, 4.5.
 

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from tplab.cost.attention import attention_flops, attention_numbers
 from tplab.cost.figures import check
-from tplab.cost.kernels import Kernels
-from tplab.cost.matmul import itemsize, matmul_bytes, matmul_flops
+from tplab.cost.kernels import Kernels, itemsize, matmul_bytes, matmul_flops
 from tplab.errors import ClusterError
 
 
@@ -103,10 +102,6 @@ class Chip:
         found = self.kernels.attention_of(kernel, self.name)
         computing = found.seconds(*shape, peak, self.kernels.multiprocessors, causal=causal, backward=backward)
         return float(max(computing, self.seconds(0, num_bytes)))
-
-    def ridge(self, dtype: str) -> float:
-        """The FLOPs per byte from which an operation is limited by arithmetic rather than by memory."""
-        return self.peak(dtype) / self.memory_bandwidth
 
 
 @lru_cache(maxsize=4096)

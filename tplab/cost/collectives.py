@@ -47,15 +47,12 @@ Patarasuk & Yuan 2009 and Chan et al. 2007 (lower bounds: see `lower_bound`); He
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tplab.comm import ROWS
 from tplab.cost.algorithms import (
-    PIPELINED,
     Cost,
     algorithms,
-    carried_by,
     check,
     check_op,
     over_link,
@@ -138,18 +135,6 @@ def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_ra
         hops = 1
     seconds = max(hops * link.latency, link.latency + sent / links_per_rank / link.bandwidth)
     return Cost(seconds, hops, whole(sent), "lower bound")
-
-
-def crossover_bytes(op: str, num_ranks: int, link: Link, algorithm: str = "ring") -> float:
-    """The input size at which latency and bandwidth cost the same: below it hops dominate, above it bytes.
-
-    hops * latency = bytes(n) / bandwidth; for the ring all_reduce n = R * latency * bandwidth. Hockney's n_1/2.
-    Infinite if sending bytes costs nothing (barrier, one rank, infinite bandwidth).
-    """
-    hops = collective(op, 0, num_ranks, link, algorithm).hops  # a broadcast of nothing has one piece
-    # bytes are proportional to n in every algorithm; for the pipelined broadcast, n bytes pass a link as n grows
-    _, carried = (0, 1) if (op, algorithm) in PIPELINED else carried_by(op, num_ranks, algorithm)
-    return hops * link.latency * link.bandwidth / carried if hops and carried else math.inf
 
 
 # ------------------------------------------------------------------------------------------------------ exact bytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tplab.cost import collectives as cost
 from tplab.cost.cluster import Cluster
-from tplab.cost.matmul import matmul_bytes, matmul_flops
+from tplab.cost.kernels import matmul_bytes, matmul_flops
 from tplab.cost.named import find
 from tplab.sharding import share
 

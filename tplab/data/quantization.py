@@ -127,17 +127,6 @@ def dequantize(quantized: Quantized) -> np.ndarray:
     return (codes.astype(np.float32) * scales).reshape(quantized.shape)
 
 
-def error_bound(quantized: Quantized) -> np.ndarray:
-    """How far off each element may be, [...]: half a step of its block, plus float32 rounding (2**-15 of a step).
-
-    A block whose scale is 0 holds numbers below 127 * 2.4e-38, which all come back as 0.
-    """
-    n = math.prod(quantized.shape)
-    scales = np.asarray(quantized.scales, np.float64)
-    bound = np.where(scales == 0, LEVELS[quantized.bits] * float(SMALLEST), scales * (0.5 + 2.0**-15))
-    return np.repeat(bound, block_size(n, quantized.block))[:n].reshape(quantized.shape)
-
-
 def _packed(codes: np.ndarray) -> np.ndarray:
     """Two codes of 4 bits per byte; if their number is odd, the last half byte is empty."""
     nibbles = np.pad(codes, (0, codes.size % 2)).view(np.uint8) & 15

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tplab.data.pieces import Pieces
 from tplab.sharding import cut
 
 STAGES = (0, 1, 2, 3)
@@ -65,20 +64,6 @@ def state_bytes(
     whole = sum(sizes)
     held = sum(len(cut(size, num_ranks, "ceil")[index]) for size in sizes)
     return StateBytes(*(size * (held if stage >= first else whole) for size, first in zip(each, (3, 2, 1))))
-
-
-def elements_sent(stage: int, pieces: Iterable[Pieces], *, reshard_after_forward: bool = True) -> int:
-    """The elements that each rank sends in a step with the ring algorithm: (R-1)/R of 2 M or 3 M.
-
-    pieces                  of all buckets or units, including their padding, which is also sent; stage 0 has no padding
-    reshard_after_forward   stage 3: whether parameters are freed after the forward pass and gathered again
-    """
-    _check_stage(stage)
-    passes = 3 if stage == 3 and reshard_after_forward else 2
-    listed = list(pieces)
-    if stage == 0:
-        return sum(passes * (p.num_ranks - 1) * sum(p.sizes) // p.num_ranks for p in listed)
-    return sum(passes * (p.num_ranks - 1) * p.width for p in listed)
 
 
 def _check_stage(stage: int) -> None:

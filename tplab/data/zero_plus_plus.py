@@ -19,7 +19,7 @@ section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,6 +109,50 @@ def step_bytes(
 def secondary_bytes(num_elements: int, num_across: int, options: ZeroPlusPlus, itemsize: int = 2) -> int:
     """The bytes that hpZ keeps on each rank from the forward to the backward pass: M / I elements, unquantised."""
     return num_across * num_elements * itemsize if options.secondary else 0
+
+
+def options_over(
+    start: Callable[..., Any], gather_rows: Any, all_gather: Any, reduce_scatter: Any
+) -> Callable[..., dict[str, Any]]:
+    """`zero_plus_plus` of a framework, over its collectives: quantised ones, and `gather_rows` of rows as they are."""
+
+    def zero_plus_plus(
+        inside: Axis,
+        *,
+        weight_bits: int | None = 8,
+        secondary: bool = True,
+        gradient_bits: int | None = 4,
+        block: int | None = 256,
+    ) -> dict[str, Any]:
+        """The options of `shard_parameters` for ZeRO++: its `gather`, `reduce` and `reshard_after_forward`.
+
+            shard_parameters(model, ("node", "gpu"), **zero_plus_plus(inside="gpu"))
+
+        inside          the part of the axis whose ranks share a node
+        weight_bits     qwZ: gathered parameters travel as codes of 8 or 4 bits; None: as they are
+        secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node, unrounded
+        gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
+        block           elements that share a scale
+
+        sent      for M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `tplab.data.zero_plus_plus.step_bytes`
+                  has each pass, and the bytes of the scales
+        memory    hpZ: 1 / (ranks of a node) of the parameters, in the dtype in which they travel
+        Wang et al. 2023, arXiv:2306.10209.
+        """
+        options = ZeroPlusPlus(inside, weight_bits, secondary, gradient_bits, block)
+
+        def gather(row: Any, axis: Axis) -> Any:
+            if axis == inside:
+                return gather_rows(row, axis)
+            return start(all_gather, row, axis, bits=options.weight_bits, block=options.block, inside=inside)
+
+        def reduce(message: Any, axis: Axis, op: str) -> Any:
+            how = {"bits": options.gradient_bits, "block": options.block, "inside": inside}
+            return start(reduce_scatter, message, axis, 0, op, **how)
+
+        return {"gather": gather, "reduce": reduce, "reshard_after_forward": inside if secondary else True}
+
+    return zero_plus_plus
 
 
 def _row(num_elements: int, bits: int | None, block: int | None, itemsize: int) -> QuantizedBytes:

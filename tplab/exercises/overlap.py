@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.cost.matmul import matmul_flops
+from tplab.cost.kernels import matmul_flops
 from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Timed
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors

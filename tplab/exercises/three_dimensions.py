@@ -8,8 +8,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from tplab.cost import H100_NODE, Cluster, find
+from tplab.cost import Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
+from tplab.cost.named import H100_NODE
 from tplab.exercises.damage import Untouched
 from tplab.exercises.verdict import Verdict, check, refuse, right, run_on
 from tplab.mesh import Mesh

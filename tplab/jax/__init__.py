@@ -29,25 +29,26 @@ from tplab.jax.comm.collectives import (
 )
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.jax.data.average import average_gradients
-from tplab.jax.data.batch_norm import batch_norm, batch_statistics
+from tplab.jax.data.average import average_gradients, share_of_tokens, tokens_per_rank
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
 from tplab.jax.data.parallel import data_parallel
-from tplab.jax.data.quantization import dequantize, quantize
-from tplab.jax.data.quantized import quantized_all_gather, quantized_reduce_scatter
+from tplab.jax.data.quantized import (
+    dequantize,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+    zero_plus_plus,
+)
 from tplab.jax.data.shard_gradients import shard_gradients
-from tplab.jax.data.shard_optimizer import shard_optimizer
 from tplab.jax.data.shard_parameters import shard_parameters
-from tplab.jax.data.tokens import share_of_tokens, tokens_per_rank
-from tplab.jax.data.zero_plus_plus import zero_plus_plus
+from tplab.jax.data.sharded_optimizer import shard_optimizer
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.experts import MixtureOfExperts, ParallelExperts
 from tplab.jax.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.jax.layers.memory import gather_again, saved_tensors
-from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.jax.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm, batch_norm, batch_statistics
 from tplab.jax.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
-from tplab.jax.layers.positions import rope, token_positions
 from tplab.jax.layers.router import (
     Routed,
     Router,
@@ -61,11 +62,12 @@ from tplab.jax.layers.sequence_attention import (
     head_attention,
     head_ring_attention,
     ring_attention,
+    rope,
+    token_positions,
 )
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, pad_vocabulary, vocab_parallel_cross_entropy
 from tplab.jax.models.classifier import ParallelClassifier, ParallelMLPBlock
-from tplab.jax.models.gpt import GPT
-from tplab.jax.models.gpt_layers import gpt_layers
+from tplab.jax.models.gpt import GPT, gpt_layers
 from tplab.jax.models.huggingface import gpt2_params, shard_params
 from tplab.jax.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state
 from tplab.jax.pipeline.stages import Stages, num_parameters, stages_of

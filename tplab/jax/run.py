@@ -14,7 +14,6 @@ from jax.core import Tracer
 from tplab.checking.typed import Types
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import find
-from tplab.errors import SpecError
 from tplab.jax.ranks.context import without_mesh
 from tplab.jax.ranks.devices import rank_of_device
 from tplab.jax.ranks.program import Compiled, is_shape, program_of
@@ -22,9 +21,8 @@ from tplab.jax.tracing.decisions import Asked
 from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.jax.tracing.typed import types_of
 from tplab.mesh import Mesh
-from tplab.options import check_run
-from tplab.trace.trace import Trace
-from tplab.trace.typed import with_types
+from tplab.options import check_run, no_out_specs
+from tplab.trace.trace import Trace, with_types
 
 _KEPT_FOR_TRACE = 4096  # elements of an argument
 
@@ -62,10 +60,7 @@ class Result:
     @property
     def value(self) -> Any:
         if self._compiled.program.out_specs is None:
-            raise SpecError(
-                "run was given no out_specs, so it does not know how the ranks' results make a whole; "
-                "give out_specs (P() where all ranks return the same), or read .per_rank"
-            )
+            raise no_out_specs()
         return self._outputs
 
     @cached_property

@@ -13,6 +13,8 @@ from tplab.models.checks import ACTIVATIONS
 from tplab.sharding import P
 
 NORMS = ("layer", "rms")
+IGNORED = -100
+"""A target that no loss counts, as in torch."""
 
 
 @dataclass(frozen=True)

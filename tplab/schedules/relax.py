@@ -27,7 +27,6 @@ def relax(
     needs: Sequence[np.ndarray],
     lags: Sequence[np.ndarray],
     duration: np.ndarray,
-    clock: np.ndarray | None = None,
     links: Links | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(end, sent) of each action if every rank runs its row in order, each action as early as it can.
@@ -36,7 +35,6 @@ def relax(
     needs       arrays [actions] of indices: what must have ended; or NOTHING, or MISSING
     lags        for each array of needs, how long after that end its result is available [actions]
     duration    of each action [actions], or in several cases [actions, cases], as the results then are
-    clock       when each rank may begin [ranks]; 0 by default
     links       if given, messages queue: a message is sent when its action has ended and its link is free
 
         start  = max(end of the one before on the rank, sent(need) + lag)      end = start + duration
@@ -76,8 +74,7 @@ def relax(
 
     head = offsets[:-1] + np.arange(num_ranks)
     shape = (num_ranks, *lasting.shape[1:])
-    clock = np.zeros(shape) if clock is None else clock.astype(float)
-    index, now, part = np.empty(num_ranks, np.intp), np.empty(shape), np.empty(shape)
+    clock, index, now, part = np.zeros(shape), np.empty(num_ranks, np.intp), np.empty(shape), np.empty(shape)
     ready = np.ones(num_ranks, bool)
     each = (...,) if now.ndim == 1 else (..., None)  # a rank, in all cases
     first = now if now.ndim == 1 else now[:, 0]  # what can run in one case can run in all

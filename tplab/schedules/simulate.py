@@ -43,7 +43,7 @@ def simulate(
         return _in_lockstep(schedule, costs, optimizer)
 
     plan = _Plan.of(schedule, costs)
-    end, sent = plan.relaxed()
+    end, sent = relax(plan.offsets, plan.needs, plan.lags, plan.duration, plan.links)
     if not bool(np.isfinite(end).all()) or not _own_rows_in_order(schedule):
         require_runnable(schedule)
 
@@ -63,29 +63,6 @@ def simulate(
         start[steps] = end[others].max(initial=0.0)
         end[steps] = start[steps] + costs.optimizer_step
     return Simulation(schedule, costs, start, end, plan.duration, sent, waits_for, after)
-
-
-def period(schedule: Schedule, costs: Costs | None = None, *, optimizer: str = "own") -> float:
-    """Time from one step to the next when steps follow each other and each rank continues as soon as it may.
-
-    With optimizer="own", a rank begins its next step as soon as it has finished this one, and the span decides: this
-    is where ZB-H2 beats ZB-H1. With "together", all ranks wait for each other, and the makespan decides.
-    """
-    if optimizer not in ("own", "together"):
-        raise ScheduleError(f"optimizer is 'own' or 'together', not {optimizer!r}")
-    costs = costs or Costs()
-    schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
-    simulate(schedule, costs)  # raises if the schedule cannot run
-    plan, steps = _Plan.of(schedule, costs), 2 * schedule.num_ranks + 2
-    last = schedule.offsets[1:] - 1  # each row ends with its STEP
-    clock, when = np.zeros(schedule.num_ranks), []
-    for _ in range(2 * steps):  # the first steps fill the pipeline, the rest are alike
-        end, _ = plan.relaxed(clock)
-        clock = end[last]
-        if optimizer == "together":
-            clock = np.full(schedule.num_ranks, (clock - plan.duration[last]).max() + plan.duration[last].max())
-        when.append(float(clock.max()))
-    return (when[-1] - when[steps - 1]) / steps
 
 
 @dataclass(frozen=True)
@@ -115,9 +92,6 @@ class _Plan:
             way = costs.transfer + carrying
             lags, links = [crossing * way[np.maximum(need, 0)] for crossing, need in zip(crosses, needs)], None
         return cls(schedule.offsets, needs, lags, duration, leader, links)
-
-    def relaxed(self, clock: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        return relax(self.offsets, self.needs, self.lags, self.duration, clock, self.links)
 
 
 def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:

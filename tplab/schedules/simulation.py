@@ -109,11 +109,6 @@ class Simulation:
         """idle / (ranks x ideal time), the other metric in use; the ideal time is the time without bubbles."""
         return float(self.idle.sum() / self.busy.sum()) if self.busy.sum() else 0.0
 
-    @property
-    def bubble_rate(self) -> float:
-        """1 - work of the busiest rank / span: what the zero-bubble papers tabulate for a step without global sync."""
-        return float(1 - self.busy.max() / self.span) if self.span else 0.0
-
     @cached_property
     def bounds(self) -> Bounds:
         """What no schedule of this shape can beat, given these costs."""

@@ -6,14 +6,10 @@ from tplab.sequence.costs import (
     BytesSent,
     Scheme,
     attention_bytes,
-    buffer_bytes,
-    kept_bytes,
     tokens_to_hide_hop,
 )
-from tplab.sequence.labels import next_tokens
 from tplab.sequence.layout import LAYOUTS, LayoutName, TokenLayout, layout_of
-from tplab.sequence.mask import AttentionMask
-from tplab.sequence.tiles import Tile, efficiency, load, tiles_of
+from tplab.sequence.tiles import AttentionMask, Tile, efficiency, load, tiles_of
 
 __all__ = [
     "LAYOUTS",
@@ -25,15 +21,12 @@ __all__ = [
     "Tile",
     "TokenLayout",
     "attention_bytes",
-    "buffer_bytes",
     "check_attention",
     "check_heads_to_share",
     "check_rope",
     "efficiency",
-    "kept_bytes",
     "layout_of",
     "load",
-    "next_tokens",
     "tiles_of",
     "tokens_to_hide_hop",
 ]

@@ -62,44 +62,6 @@ def attention_bytes(
     return BytesSent(exchanged + sent, exchanged + sent + home)
 
 
-def kept_bytes(
-    num_tokens: int,
-    num_ranks: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_width: int,
-    *,
-    itemsize: int = 2,
-    batch: int = 1,
-) -> int:
-    """What each rank keeps from the forward to the backward pass, in every scheme: q, k, v, o and lse, n (2h + 2g) d b
-    bytes and one number of 4 bytes or more per query and head."""
-    tokens = batch * share(num_tokens, num_ranks, "the number of tokens is")
-    return tokens * (2 * (num_heads + num_kv_heads) * head_width * itemsize + num_heads * max(itemsize, 4))
-
-
-def buffer_bytes(
-    scheme: Literal["ring", "gather", "head"],
-    num_tokens: int,
-    num_ranks: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_width: int,
-    *,
-    itemsize: int = 2,
-    batch: int = 1,
-) -> int:
-    """What each rank holds beside that, and beside what it computes, in the forward pass.
-
-    ring     2 KV: one that is used, and one that arrives
-    gather   p KV: those of all ranks
-    head     q, k and v of its own tokens, until they have been exchanged and used
-    """
-    tokens = batch * share(num_tokens, num_ranks, "the number of tokens is")
-    heads = {"ring": 4 * num_kv_heads, "gather": 2 * num_ranks * num_kv_heads, "head": num_heads + 2 * num_kv_heads}
-    return tokens * heads[scheme] * head_width * itemsize
-
-
 def tokens_to_hide_hop(
     flops: float,
     bandwidth: float,

@@ -32,27 +32,34 @@ from tplab.torch.comm.collectives import (
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.torch.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.torch.data.average import average_gradients
-from tplab.torch.data.batch_norm import batch_norm, batch_statistics
+from tplab.torch.data.average import average_gradients, share_of_tokens, tokens_per_rank
 from tplab.torch.data.clipping import clip_gradients, gradient_norm
-from tplab.torch.data.gather_state import gather_state
 from tplab.torch.data.parallel import data_parallel
-from tplab.torch.data.quantization import dequantize, quantize
-from tplab.torch.data.quantized import quantized_all_gather, quantized_reduce_scatter
+from tplab.torch.data.quantized import (
+    dequantize,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+    zero_plus_plus,
+)
 from tplab.torch.data.shard_gradients import shard_gradients
-from tplab.torch.data.shard_optimizer import shard_optimizer
-from tplab.torch.data.shard_parameters import no_sync, shard_parameters
-from tplab.torch.data.tokens import share_of_tokens, tokens_per_rank
-from tplab.torch.data.zero_plus_plus import zero_plus_plus
+from tplab.torch.data.shard_parameters import gather_state, no_sync, shard_parameters
+from tplab.torch.data.sharded_optimizer import shard_optimizer
 from tplab.torch.distributed.mesh import device_mesh
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.experts import MixtureOfExperts, ParallelExperts
 from tplab.torch.layers.linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from tplab.torch.layers.memory import gather_again, saved_tensors
-from tplab.torch.layers.norms import LayerNorm, ParallelLayerNorm, ParallelRMSNorm, RMSNorm
+from tplab.torch.layers.norms import (
+    LayerNorm,
+    ParallelLayerNorm,
+    ParallelRMSNorm,
+    RMSNorm,
+    batch_norm,
+    batch_statistics,
+)
 from tplab.torch.layers.overlap import AsyncLinear, all_gather_matmul, matmul_reduce_scatter
-from tplab.torch.layers.positions import rope, token_positions
 from tplab.torch.layers.router import (
     Routed,
     Router,
@@ -66,11 +73,12 @@ from tplab.torch.layers.sequence_attention import (
     head_attention,
     head_ring_attention,
     ring_attention,
+    rope,
+    token_positions,
 )
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.torch.models.classifier import ParallelClassifier, ParallelMLPBlock
-from tplab.torch.models.gpt import GPT
-from tplab.torch.models.gpt_layers import gpt_layers
+from tplab.torch.models.gpt import GPT, gpt_layers
 from tplab.torch.models.huggingface import parallelize, whole_state
 from tplab.torch.models.plans import FusedColumn, gpt2_plan, llama_plan
 from tplab.torch.models.state import load_shards, load_state, merge_state, save_shards, save_state, split_state

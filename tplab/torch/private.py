@@ -11,7 +11,8 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
@@ -130,7 +131,7 @@ KinetoEvent = _C._autograd._KinetoEvent
 """One event of torch's profiler. What it can be asked grows with torch's versions: typed_metadata is new in 2.14."""
 
 
-class Recorder:
+class ThreadProfiler:
     """The events of one thread, from the recorder that torch's profiler had before Kineto."""
 
     @staticmethod
@@ -330,6 +331,17 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+@contextmanager
+def at_once(backend: Any) -> Iterator[None]:
+    """What the backend of a process group is asked to send and to receive in this context begins together, and is over
+    when the context ends: on a GPU, for its current stream."""
+    backend._start_coalescing()
+    yield
+    work = backend._end_coalescing()
+    if work is not None:
+        work.wait()
+
+
 def premul_factor(op: Any) -> Any:
     """What this ReduceOp.PREMUL_SUM multiplies by: a number or a tensor. Only pickling it reveals this."""
     return op.__getstate__()[1]
@@ -340,25 +352,6 @@ def group_tables() -> dict[Any, dict[int, int]]:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_group_ranks
-
-
-def local_ranks(num_ranks: int) -> Any:
-    """A context in which each tensor stands for one per rank, all in this process: for DTensor without processes."""
-    from torch.distributed._local_tensor import LocalTensorMode
-
-    return LocalTensorMode(num_ranks)
-
-
-def of_first_rank(x: Tensor) -> Tensor:
-    """Rank 0's part of a tensor of `local_ranks`; any other tensor as it is."""
-    return x._local_tensors[0] if hasattr(x, "_local_tensors") else x  # type: ignore[attr-defined]
-
-
-def fake_store() -> Any:
-    """The store of the process group "fake", which sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

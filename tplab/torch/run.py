@@ -15,9 +15,9 @@ from tplab import spare
 from tplab.checking.typed import Types
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import THIS_LAPTOP, find
-from tplab.errors import CrossedOrderWarning, MeshError, SpecError
+from tplab.errors import CrossedOrderWarning, MeshError
 from tplab.mesh import Mesh
-from tplab.options import check_run
+from tplab.options import check_run, no_out_specs
 from tplab.torch.ranks import results
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.process_state import RUN_ID, More
@@ -27,8 +27,7 @@ from tplab.torch.watching.follower import Follower
 from tplab.torch.watching.memory import KindsOfMemory, memory_of
 from tplab.torch.watching.typed import types_in
 from tplab.trace.memory import Memory
-from tplab.trace.trace import Trace
-from tplab.trace.typed import with_types
+from tplab.trace.trace import Trace, with_types
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """What torchrun sets in the environment of the processes it starts."""
@@ -84,10 +83,7 @@ class Result:
     @property
     def value(self) -> Any:
         if not self._has_value:
-            raise SpecError(
-                "run was given no out_specs, so it does not know how the ranks' results make a whole; "
-                "give out_specs (P() where all ranks return the same), or read .per_rank"
-            )
+            raise no_out_specs()
         return self._value
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from tplab.errors import TraceError
 from tplab.mesh import Axis, Mesh
 from tplab.trace import as_json
-from tplab.trace.columns import ABOUT, DEFAULTS, STORED, Column, Words, check, chunks_of, column, names_of
+from tplab.trace.columns import ABOUT, DEFAULTS, NUMBERS, STORED, Column, Words, check, chunks_of, column, names_of
 from tplab.trace.event import COLUMNS, KINDS, Event
 
 
@@ -335,3 +335,18 @@ def _plain_array(array: Any) -> np.ndarray:
 
 def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def with_types(trace: Trace, casts: Mapping[tuple[str, str, str], str]) -> Trace:
+    """The same trace, with `Event.types` for what communicates: "tp: P → I".
+
+    casts   (line, operation, phase) -> text
+    """
+    columns: dict[str, Any] = {name: trace.column(name) if name in NUMBERS else trace.codes(name) for name in STORED}
+    tables = [columns[name] for name in ("where", "op", "phase")]
+    keys = zip(*([table[code] for code in codes.tolist()] for table, codes in tables), strict=True)
+    columns["types"] = [casts.get(key, "") for key in keys]
+    return Trace.from_columns(trace.mesh, values=trace.values, **columns, **trace.about())

@@ -1,9 +1,9 @@
-"""Traffic: what one rank sends, how often and how many bytes by kind; from a trace, from DTensor, or from XLA."""
+"""Traffic: what one rank sends, how often and how many bytes by kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tplab.trace.trace import Trace
 
@@ -32,18 +32,6 @@ class Traffic(dict[str, Sent]):
         """What `rank` sent in collectives, according to the trace of a run."""
         events = trace.select(kind="collective", rank=rank).events
         return cls.of((event.op, 1, event.bytes) for event in events)
-
-    @classmethod
-    def of_compiled(cls, collectives: Iterable[Any]) -> Traffic:
-        """What a rank sends in a compiled program, from the list that `tplab.jax.collectives_in` makes of it.
-
-        Raises ValueError for a collective in a loop whose length is known only when it runs.
-        """
-        listed = list(collectives)
-        for one in listed:
-            if one.count is None:
-                raise ValueError(f"how often {one.op} {one.dtype}{list(one.shape)} runs is known only when it runs")
-        return cls.of((one.op, one.count, one.bytes) for one in listed)
 
     @property
     def total(self) -> Sent:

@@ -7,9 +7,9 @@ from tests.labs.entries import Claim, Given, Quote
 from tplab.cost import H100_MEASURED
 from tplab.exercises.will_it_fit import JOBS, LIMIT
 from tplab.forecast import Model, Plan, forecast
-from tplab.forecast.keeps import KEEPS
 from tplab.forecast.measured import ON_B200, runs
 from tplab.forecast.memory import Held, memory, usable_bytes
+from tplab.forecast.stacks import KEEPS
 
 GB = 1e9
 LAYER = 2 * 8192 * 4096 / GB

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.torch.distributed.test_collectives import group_of, on
 from tplab.errors import RankError
-from tplab.torch.distributed.events import Event
+from tplab.torch.distributed.profiling import Profiled
 from tplab.torch.private import KinetoEvent
 from tplab.torch.watching.live_bytes import LiveBytes
 
@@ -254,7 +254,7 @@ def test_what_is_not_there_is_refused_by_name():
 def test_a_later_torch_may_ask_an_event_for_more(monkeypatch: pytest.MonkeyPatch):
     """As torch 2.14 asks for typed_metadata, which 2.13 does not know."""
     known = {name for name in dir(KinetoEvent) if not name.startswith("_")} - {"duration_ns"}
-    event = Event("aten::mm", thread=1, start_ns=3, end_ns=5)
+    event = Profiled("aten::mm", thread=1, start_ns=3, end_ns=5)
     assert known <= event.values.keys()
     assert event.name() == "aten::mm" and event.duration_ns() == 2 and event.typed_metadata() == {}
     assert not hasattr(event, "asked_later")

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from tplab import Mesh
 from tplab.torch import run
-from tplab.torch.distributed.sharded_attention import BACKWARD, FORWARD
+from tplab.torch.distributed.attention import BACKWARD, FORWARD
 
 WIDTH, HEADS, WORDS, BATCH, LENGTH, STEPS = 8, 4, 16, 4, 6, 2
 

@@ -19,8 +19,7 @@ from tplab.torch.record.listener import Heard, Listener
 from tplab.torch.record.notes import Notes
 from tplab.torch.record.work import Watched
 from tplab.trace import merge
-from tplab.trace.recorded.rank_file import ANY
-from tplab.trace.recorded.reading import read
+from tplab.trace.recorded.rank_file import ANY, read
 
 
 @contextmanager

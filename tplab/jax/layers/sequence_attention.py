@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tplab.jax.comm.collectives import all_to_all, axis_size
+from tplab.jax.comm.collectives import all_to_all, axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.layers.attention_by_tiles import About, attend_by_tiles
 from tplab.jax.ranks.context import this_mesh
@@ -37,6 +37,7 @@ from tplab.sequence import (
     TokenLayout,
     check_attention,
     check_heads_to_share,
+    check_rope,
     layout_of,
 )
 
@@ -184,3 +185,34 @@ def _taken(xs: list[Array], order: tuple[int, ...]) -> list[Array]:
 
 def _taken_back(dys: list[Array], axes: Any, order: tuple[int, ...]) -> list[Array]:
     return [_ordered(dys[0], np.argsort(order))]
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def token_positions(
+    num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
+) -> Array:
+    """The positions [n] of the tokens that this rank of `axis` has of a whole sequence: ids[:, positions] are its ids.
+
+    documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
+    """
+    positions = TokenLayout(layout, num_tokens, axis_size(axis)).positions
+    return jnp.asarray(AttentionMask(documents=documents).in_document(positions, num_tokens))[axis_index(axis)]
+
+
+def rope(x: Array, positions: Any, *, base: float = 10000.0) -> Array:
+    """Rotary position embedding (Su et al. 2021), with the two halves of a head paired, as in Llama.
+
+    x [.., n, d], d even   positions [n]: those of this rank's tokens, as token_positions or TokenLayout gives them
+    ->   [.., n, d]
+    y_i = x_i cos a_i - x_(i + d/2) sin a_i      y_(i + d/2) = x_(i + d/2) cos a_i + x_i sin a_i      i < d/2
+    a_i = position base^(-2i/d), in float32 at least
+    """
+    positions = jnp.asarray(positions)
+    half = check_rope(x.shape, positions.shape)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    angles = positions.astype(dtype)[:, None] * base ** (jnp.arange(half, dtype=dtype) / -half)
+    first, second = jnp.split(x.astype(dtype), 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)

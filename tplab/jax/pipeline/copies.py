@@ -14,7 +14,7 @@ from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.pipeline.flat import Flat, Kind, cut
 from tplab.jax.pipeline.stages import Blueprints
 from tplab.mesh import Axis
-from tplab.pipeline.tied import Tied, check_tied, check_tied_name
+from tplab.pipeline.checks import Tied, check_tied, check_tied_name
 
 Places = Sequence[tuple[int, int]]
 """(rank, where in its flat array)."""

@@ -45,13 +45,13 @@ class Slot(NamedTuple):
         return math.prod(self.shape)
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """Where each of some arrays is: one after another, in the flat array of its kind."""
 
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, arrays: Iterable[tuple[tuple[int, ...], Kind]]) -> Layout:
+    def of(cls, arrays: Iterable[tuple[tuple[int, ...], Kind]]) -> Packing:
         """The layout of arrays of these shapes and kinds."""
         sizes: dict[Kind, int] = {}
         slots = []
@@ -107,7 +107,7 @@ def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
     return Kind(str(x.dtype), tuple(sorted({*found, *axes})))
 
 
-def largest(layouts: Iterable[Layout]) -> dict[Kind, int]:
+def largest(layouts: Iterable[Packing]) -> dict[Kind, int]:
     """For each kind, the number of elements of the layout that has the most."""
     sizes: dict[Kind, int] = {}
     for layout in layouts:

@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.errors import ShapeError
 from tplab.jax.pipeline.equations import Equations, Var, is_literal
 from tplab.jax.pipeline.stage import Arrays, Stage
 from tplab.jax.ranks.context import vary
+from tplab.pipeline.checks import check_loss
 
 Loss = Callable[[Any, Any], Array]
 
@@ -102,7 +102,9 @@ def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes
 
         def finish(*outputs: Array) -> Arrays:
             assert loss is not None
-            return (_checked(loss(outputs[0] if len(outputs) == 1 else outputs, target)),)
+            value = loss(outputs[0] if len(outputs) == 1 else outputs, target)
+            check_loss(value, Array, is_float)
+            return (value,)
 
         def forward(params: Any, floats: list[Array]) -> tuple[list[Array], Arrays]:
             entered = list(inputs)
@@ -191,11 +193,3 @@ def is_float(x: Any) -> bool:
 
 def _is_key(var: Var) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
-
-
-def _checked(value: Any) -> Array:
-    if not isinstance(value, Array) or value.ndim or not is_float(value):
-        is_array = isinstance(value, Array)
-        what = f"a {value.dtype} array {list(value.shape)}" if is_array else f"a {type(value).__name__}"
-        raise ShapeError(f"the loss of a microbatch is {what}; it must be one number, as .mean() or .sum() give")
-    return value

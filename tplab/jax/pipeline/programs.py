@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.errors import ScheduleError, ShapeError
+from tplab.errors import ShapeError
 from tplab.jax.pipeline.equations import Var
-from tplab.jax.pipeline.flat import Flat, Layout, kind_of
+from tplab.jax.pipeline.flat import Flat, Packing, kind_of
 from tplab.jax.pipeline.passes import Given, Loss, Passes, is_float, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping
 from tplab.jax.pipeline.stage import Stage
 from tplab.jax.pipeline.stages import Blueprint, Blueprints
 from tplab.jax.ranks.context import vary
+from tplab.pipeline.checks import no_way_back
 
 
 class Batch:
@@ -69,10 +70,10 @@ class Program:
     blueprint: Blueprint
     stage: Stage
     passes: Passes
-    enters: Layout
-    leaves: Layout
-    ends: Layout
-    returns: Layout
+    enters: Packing
+    leaves: Packing
+    ends: Packing
+    returns: Packing
     saved: tuple[Buffer, ...]
     left: tuple[Buffer, ...]
 
@@ -106,7 +107,7 @@ def programs_of(
     """(the programs of a model's stages, which of them each stage runs)."""
     programs: list[Program] = []
     program_of: list[int] = []
-    enters, last = Layout(()), len(blueprints.stages) - 1
+    enters, last = Packing(()), len(blueprints.stages) - 1
     for number, blueprint in enumerate(blueprints.stages):
         stage = Stage(blueprint.layers, number, checkpoint_every)
         roles = number == 0, number == last
@@ -124,15 +125,12 @@ def programs_of(
 
 
 def _traced(
-    stage: Stage, blueprint: Blueprint, params: Flat, batch: Batch, enters: Layout, loss: Loss | None
+    stage: Stage, blueprint: Blueprint, params: Flat, batch: Batch, enters: Packing, loss: Loss | None
 ) -> Program:
     """The program of a stage that differs from all before it."""
     is_first, is_last = stage.number == 0, loss is not None
     if not is_first and not any(is_float(jnp.empty(0, slot.kind.dtype)) for slot in enters.slots):
-        raise ScheduleError(
-            f"nothing that enters stage {stage.number} is of floating point, so no gradient can flow back to stage "
-            f"{stage.number - 1}; cut the model elsewhere"
-        )
+        raise no_way_back(stage.number)
     zero = vary(jnp.int32(0), batch.axes)
     own = blueprint.structure.unflatten(blueprint.layout.unpack(params))
     given = batch.given(own, is_first, is_last, zero, zero)
@@ -146,12 +144,12 @@ def _traced(
         return Buffer(*key, count[key])
 
     saved, left = tuple(map(buffer, passes.saved)), tuple(map(buffer, passes.left))
-    leaves = Layout(()) if is_last else _layout(made.outputs)
+    leaves = Packing(()) if is_last else _layout(made.outputs)
     return Program(blueprint, stage, passes, enters, leaves, _layout(made.ends), _layout(made.input_grads), saved, left)
 
 
-def _layout(variables: Sequence[Any]) -> Layout:
-    return Layout.of((tuple(var.aval.shape), kind_of(var.aval)) for var in variables)
+def _layout(variables: Sequence[Any]) -> Packing:
+    return Packing.of((tuple(var.aval.shape), kind_of(var.aval)) for var in variables)
 
 
 def _same(known: Program, stage: Stage, blueprint: Blueprint) -> bool:

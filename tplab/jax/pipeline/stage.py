@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from tplab.errors import ScheduleError
+from tplab.pipeline.checks import check_group, outputs_of
 
 Arrays = tuple[Array, ...]
 
@@ -63,9 +63,8 @@ class Stage:
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        size = self.checkpoint_every
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ScheduleError(f"checkpoint_every is {size!r}; it is a number of layers, 1 or more")
+        if self.checkpoint_every is not None:
+            check_group(self.checkpoint_every)
 
     def __call__(
         self, params: Sequence[Any], inputs: Arrays, keys: Callable[[int], Any], finish: Callable[..., Arrays] | None
@@ -78,7 +77,7 @@ class Stage:
 
             def piece(params: Sequence[Any], inputs: Arrays, begin: int = begin, is_end: bool = is_end) -> Arrays:
                 for place, layer in enumerate(self.layers[begin : begin + size], begin):
-                    inputs = self._arrays(layer(params[place], inputs, keys(place)))
+                    inputs = outputs_of(self.number, layer(params[place], inputs, keys(place)), Array)
                 return finish(*inputs) if is_end and finish is not None else inputs
 
             inputs = (piece if self.checkpoint_every is None else jax.checkpoint(piece))(params, inputs)
@@ -87,17 +86,3 @@ class Stage:
     def same_as(self, other: Stage) -> bool:
         """Whether it does the same, given the same inputs."""
         return len(self.layers) == len(other.layers) and all(map(Layer.same_as, self.layers, other.layers))
-
-    def _arrays(self, outputs: Any) -> Arrays:
-        found = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not found or not all(isinstance(x, Array) for x in found):
-            raise ScheduleError(
-                f"stage {self.number} returned {_kind(outputs)}; it must return an array, or a tuple of arrays"
-            )
-        return found
-
-
-def _kind(outputs: object) -> str:
-    if isinstance(outputs, tuple):
-        return f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
-    return f"a {type(outputs).__name__}"

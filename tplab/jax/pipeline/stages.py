@@ -13,14 +13,14 @@ from jax import Array, lax
 
 from tplab.errors import ScheduleError
 from tplab.jax.comm.collectives import axis_index, axis_size
-from tplab.jax.pipeline.flat import Flat, Kind, Layout, kind_of, largest
+from tplab.jax.pipeline.flat import Flat, Kind, Packing, kind_of, largest
 from tplab.jax.pipeline.passes import is_float
 from tplab.jax.pipeline.stage import Layer
 from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
+from tplab.pipeline.checks import Tied, tied_in
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
-from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
@@ -33,7 +33,7 @@ class Blueprint:
 
     layers: tuple[Layer, ...]
     structure: Any
-    layout: Layout
+    layout: Packing
 
     def names(self) -> list[str]:
         """The name of each parameter: "0.up.weight" is in the stage's first layer."""
@@ -58,9 +58,9 @@ class Blueprints:
         """The number of elements of each kind that a rank holds: those of the rank that has the most."""
         return largest(self.layout(rank) for rank in range(len(self.placement)))
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank: int) -> Packing:
         """The layout of all parameters of a rank: stage after stage, in the order of the placement."""
-        return Layout.of(
+        return Packing.of(
             (slot.shape, slot.kind) for stage in self.held(rank) for slot in self.stages[stage].layout.slots
         )
 
@@ -204,7 +204,7 @@ def blueprints_of(
         held = tuple(built[place] for place in places)
         leaves, structure = jax.tree.flatten(_types(lambda held=held: [_init(layer, 0) for layer in held]))
         stages.append(Blueprint(held, structure, _layout(leaves, axis)))
-    return Blueprints(tuple(stages), schedule.placement, axis, made, _tied(layers, made))
+    return Blueprints(tuple(stages), schedule.placement, axis, made, tied_in(layers, made, lambda layer: layer.weight))
 
 
 def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: Axis) -> Stages:
@@ -270,19 +270,6 @@ def _layer(layer: Any) -> Layer:
     return Layer(layer)
 
 
-def _tied(layers: Sequence[Any], made: Partition) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """The (stage, name) of every parameter, for each key that ties them."""
-    found = []
-    for places in ties(layers).values():
-        tie = []
-        for place in places:
-            stage = made.stage_of(place)
-            tie.append((stage, f"{place - made.bounds[stage]}.{layers[place].weight}"))
-        if len(tie) > 1:
-            found.append(tuple(tie))
-    return tuple(found)
-
-
 _OF_LAYERS = 0x5A17
 """Sets the keys of layers apart from others that are made of the run's seed."""
 
@@ -300,7 +287,7 @@ def _types(function: Callable[[], Any]) -> Any:
     return jax.tree.structure(shapes).unflatten(closed.out_avals)
 
 
-def _layout(leaves: Sequence[Any], axis: Axis) -> Layout:
+def _layout(leaves: Sequence[Any], axis: Axis) -> Packing:
     """The layout of parameters. They always differ along the pipeline's axis."""
     for leaf in leaves:
         if not is_float(leaf):
@@ -309,4 +296,4 @@ def _layout(leaves: Sequence[Any], axis: Axis) -> Layout:
                 "point: keep other arrays in the layer itself"
             )
     names = this_mesh().names(axis)
-    return Layout.of((tuple(leaf.shape), kind_of(leaf, names)) for leaf in leaves)
+    return Packing.of((tuple(leaf.shape), kind_of(leaf, names)) for leaf in leaves)

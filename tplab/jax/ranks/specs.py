@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from tplab.errors import ReplicationError, SpecError
 from tplab.jax.ranks.context import varying_axes
 from tplab.mesh import Mesh
+from tplab.options import check_entries
 from tplab.sharding import P, check_spec
 
 
@@ -21,10 +22,7 @@ def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
     """
     if specs is None or is_spec(specs):
         return spread(specs, args, "in_specs")
-    if not isinstance(specs, tuple | list):
-        raise SpecError(f"in_specs is {specs!r}; give a P, or a tuple with one P for each of the {len(args)} arguments")
-    if len(specs) != len(args):
-        raise SpecError(f"in_specs has {len(specs)} entries, but there are {len(args)} arguments; give one for each")
+    check_entries(specs, len(args), "in_specs", "arguments")
     return [leaf for spec, arg in zip(specs, args, strict=True) for leaf in spread(spec, arg, "in_specs")]
 
 

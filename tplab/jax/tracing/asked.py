@@ -65,7 +65,7 @@ class Asking(NamedTuple):
     made: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class Equation(NamedTuple):
     """An equation, with calls written out. Arrays are numbers. `backward`: whether it is of a gradient, where what is
     recomputed is, too."""
 
@@ -87,12 +87,12 @@ class Asked:
     """
 
     def __init__(self, jaxpr: Any, results: Sequence[Any] = (), specs: Mapping[Ask, Sequence[Any]] | None = None):
-        self.steps: list[Step] = []
+        self.steps: list[Equation] = []
         self.numbered, self.results = jaxpr, tuple(results)
         self._specs = specs or {}
         self._num_arrays = 0
         self._asks: dict[int, list[Asking]] = {}  # by the array that is asked for
-        self._users: dict[int, list[Step]] = {}
+        self._users: dict[int, list[Equation]] = {}
         self._links: dict[int, list[tuple[int, int]]] = {}  # array -> the same in a scan or outside; shift of its dims
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._names: dict[str, int] = {}
@@ -109,7 +109,7 @@ class Asked:
             for number in step.reads:
                 self._users.setdefault(number, []).append(step)
 
-    def step_of(self, origin: str) -> Step | None:
+    def step_of(self, origin: str) -> Equation | None:
         """The equation that an instruction of this origin was made of; None where XLA merged several. Where it lists
         them, it is the first that computes something."""
         found = []
@@ -125,7 +125,7 @@ class Asked:
         place = self._names.get(name)
         return None if place is None else self.inputs[place]
 
-    def is_by_element(self, step: Step) -> bool:
+    def is_by_element(self, step: Equation) -> bool:
         """Whether each element of its result is made of the elements at the same place."""
         return step.eqn is not None and any(_dims(step.eqn, place) for place in range(len(step.reads)))
 
@@ -135,11 +135,11 @@ class Asked:
         shapes = {tuple(step.eqn.outvars[0].aval.shape) if step.name == "reshape" else None for step in users}
         return shapes.pop() if len(shapes) == 1 else None
 
-    def at(self, step: Step) -> Asking | None:
+    def at(self, step: Equation) -> Asking | None:
         """What a constraint asks for."""
         return next(iter(self._asks.get(step.reads[0], ())), None) if step.name == "sharding_constraint" else None
 
-    def of(self, starts: Iterable[int], op: str = "", axis: str = "", until: Step | None = None) -> Asking | None:
+    def of(self, starts: Iterable[int], op: str = "", axis: str = "", until: Equation | None = None) -> Asking | None:
         """Who asks how an array is to lie. None if nobody or several do.
 
         op, axis   what moves it: of several, only one may ask for what takes such a collective
@@ -164,7 +164,7 @@ class Asked:
         found = (one for start in starts for one in self._followed(start)[1] if one.ask == ask)
         return next((one.dims for one in found), ())
 
-    def through_product(self, step: Step, starts: Iterable[int], dim: int) -> int | None:
+    def through_product(self, step: Equation, starts: Iterable[int], dim: int) -> int | None:
         """The dim of a product's result that a dim of its operand is; None where the product sums over it."""
         if step.name != "dot_general" or not (given := set(starts) & set(step.reads)):
             return None
@@ -229,7 +229,7 @@ class Asked:
             line, reads = line_outside(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
             backward = is_backward or is_transposed(eqn)
             place, params, made = len(self.steps), dict(eqn.params), [self._new(v) for v in eqn.outvars]
-            self.steps.append(Step(eqn.primitive.name, line, backward, (), (), None))  # those inside come after it
+            self.steps.append(Equation(eqn.primitive.name, line, backward, (), (), None))  # those inside come after it
             inner = called(eqn)
             for key, value in eqn.params.items():
                 if inner is not None and value is inner:
@@ -244,7 +244,7 @@ class Asked:
                     new = [self._body(eqn, key, body, reads, made, line, backward) for body in bodies]
                     params[key] = type(value)(new) if several else new[0]
             if inner is None:
-                self.steps[place] = Step(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn)
+                self.steps[place] = Equation(eqn.primitive.name, line, backward, tuple(reads), tuple(made), eqn)
             if eqn.primitive.name == "sharding_constraint":
                 params["sharding"] = self._constraint(eqn, jaxpr, line, reads[0], made[0])
             known.update(zip(eqn.outvars, made, strict=True))

@@ -72,17 +72,17 @@ def _message(collective: Any, eqn: Any, line: str | None, outer: str | None, axe
 
 def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
     """Which ranks go which way, where that can be known without the program's arguments; "" where it cannot."""
-    asking = _Asking(mesh, eqn)
-    with suppress(_Asked, TraceError):
+    asking = _Reaching(mesh, eqn)
+    with suppress(_Reached, TraceError):
         asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
     return asking.answer
 
 
-class _Asked(Exception):
+class _Reached(Exception):
     """The walk has reached the equation that it was asked about."""
 
 
-class _Asking(Walk):
+class _Reaching(Walk):
     """A walk as far as one equation, to see which way each rank goes there."""
 
     def __init__(self, mesh: Mesh, eqn: Any):
@@ -95,7 +95,7 @@ class _Asking(Walk):
         if (values := inputs[0].values()) is not None:
             groups = {int(values[rank]): [r for r in ranks if values[r] == values[rank]] for rank in ranks}
             self.answer = ": " + "; ".join(f"{_do(groups[way], 'take')} branch {way}" for way in sorted(groups))
-        raise _Asked
+        raise _Reached
 
     def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         if eqn is not self._eqn:
@@ -109,7 +109,7 @@ class _Asking(Walk):
             staying = [rank for rank in ranks if values[rank]]
             turns = "1 turn" if times == 1 else f"{times} turns"
             self.answer = f": {_do(leaving, 'leave')} it after {turns}, and {_do(staying, 'go')} on"
-            raise _Asked
+            raise _Reached
         return values
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from tplab.jax.tracing.asked import COPIES, Ask, Asked, Asking, Step, axes_of
-from tplab.jax.tracing.axes import axes_along, axes_in_order
+from tplab.jax.tracing.asked import COPIES, Ask, Asked, Asking, Equation, axes_of
 from tplab.jax.tracing.compiled import Run, runs_of
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot, axes_along, axes_in_order
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.proposals import Proposal, proposals, wrapped
 from tplab.jax.tracing.sending import Sent, bytes_by_rank, keeps_share, kept_of_all, narrow_dtype, sent_by
@@ -163,7 +162,7 @@ class _Why:
         axis, _ = axes_along(self.mesh, groups, one.collective == "ppermute")
         if not axis:
             return
-        place, num_ranks = Place(run.computation, one), len(groups[0])
+        place, num_ranks = Spot(run.computation, one), len(groups[0])
         sent = sent_by(self.flow, place, self.accelerator)
         causes = self._causes(place, sent, axis, num_ranks)
         for op, by_rank in bytes_by_rank(self.flow, place, self.accelerator).items():
@@ -172,7 +171,7 @@ class _Why:
             is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
             yield Explained(op, axis, by_rank, run.count, run.at_most, is_written, is_backward, its_causes)
 
-    def _causes(self, place: Place, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:
+    def _causes(self, place: Spot, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:
         operands = self.flow.operands(place)
         if place.one.collective in ("all_reduce", "reduce_scatter"):
             indices = [None] if len(operands) == 1 else range(len(operands))
@@ -184,7 +183,7 @@ class _Why:
             return [self._of_move(place, operands[0], pieces, axis)]
         return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
-    def _of_sum(self, place: Place, given: Place, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
+    def _of_sum(self, place: Spot, given: Spot, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
         operation = self._name(made)
@@ -204,7 +203,7 @@ class _Why:
         why += self._as_wide(place, sent, index)
         return Cause(where, sent.array.dtype, sent.array.shape, operation, operands, why)
 
-    def _of_move(self, place: Place, given: Place, sent: Sent, axis: str) -> Cause:
+    def _of_move(self, place: Spot, given: Spot, sent: Sent, axis: str) -> Cause:
         """An array that is not where it is needed."""
         made, user = self.flow.source(given), self._user(place)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
@@ -259,17 +258,17 @@ class _Why:
         moved = {"all_gather": f"all of {operand}{shards}", "all_to_all": f"{operand} cut along another dim than it is"}
         return cause(f"{who} {moved.get(sent.op, f'{operand} on other ranks than those that have it')}{more}")
 
-    def _moves(self, asking: Asking, place: Place, sent: Sent, axis: str) -> bool:
+    def _moves(self, asking: Asking, place: Spot, sent: Sent, axis: str) -> bool:
         """Whether an array must be moved to be as it is asked for: what is gathered may not stay in these pieces."""
         dim = self._gathered_as_asked(asking, place, sent)
         return dim is None or axis not in axes_of(asking.ask.spec[dim])
 
-    def _gathered_as_asked(self, asking: Asking, place: Place, sent: Sent) -> int | None:
+    def _gathered_as_asked(self, asking: Asking, place: Spot, sent: Sent) -> int | None:
         """Which dim of the array that is asked for is gathered. A scan may have stacked what was made in it."""
         dim = self._gathered_dim(place, sent) - max(len(sent.array.shape) - len(asking.dims), 0)
         return asking.dims[dim] if 0 <= dim < len(asking.dims) else None
 
-    def _as_asked_after(self, asking: Asking, place: Place, made: Place, used: Step, sent: Sent, axis: str) -> str:
+    def _as_asked_after(self, asking: Asking, place: Spot, made: Spot, used: Equation, sent: Sent, axis: str) -> str:
         """Who asks for the result of what needs an array."""
         ask, gathered = asking.ask, self._gathered_dim(place, sent)
         if self.flow.slot(made) is not None:
@@ -282,7 +281,7 @@ class _Why:
         self._propose(ask, {asking.dims[dim]: axes_in_order(self.mesh, self.module.groups(place.one))})
         return f"; {ask} of its result"
 
-    def _as_asked(self, asking: Asking, place: Place, made: Place, sent: Sent, operand: str) -> str:
+    def _as_asked(self, asking: Asking, place: Spot, made: Spot, sent: Sent, operand: str) -> str:
         """An array that is moved because somebody asks how it is to lie."""
         self._propose(asking.ask, self._as_it_is(asking, place, made, sent))
         return {
@@ -296,9 +295,9 @@ class _Why:
             if dim is not None:
                 self.proposed.setdefault(ask, {}).setdefault(dim, []).append(tuple(names))
 
-    def _as_it_is(self, asking: Asking, place: Place, made: Place, sent: Sent) -> dict[int | None, Sequence[str]]:
+    def _as_it_is(self, asking: Asking, place: Spot, made: Spot, sent: Sent) -> dict[int | None, Sequence[str]]:
         """The axes along which an array is cut already, as far as we know: by the dim of what is asked for."""
-        seen = list[Place]()  # what a loop carries is made of itself
+        seen = list[Spot]()  # what a loop carries is made of itself
         while self.flow.slot(made) is None and (step := self.asked.step_of(made.one.origin)) is not None:
             seen.append(made)
             sources = {self.flow.source(given) for given in self.flow.operands(made)}
@@ -314,12 +313,12 @@ class _Why:
         order = axes_in_order(self.mesh, self.module.groups(place.one))
         return {self._gathered_as_asked(asking, place, sent): order}
 
-    def _gathered_dim(self, place: Place, sent: Sent) -> int:
+    def _gathered_dim(self, place: Spot, sent: Sent) -> int:
         """The dim of an array whose pieces are gathered; -1 if there is none, or several."""
         dims = place.one.dims("dimensions") if sent.op == "all_gather" else ()
         return dims[0] if len(dims) == 1 else -1
 
-    def _arrays(self, place: Place) -> tuple[int, ...]:
+    def _arrays(self, place: Spot) -> tuple[int, ...]:
         """An array, as `Asked` knows it."""
         if self.flow.slot(place) is not None:
             argument = self.asked.argument(place.one.origin)
@@ -327,14 +326,14 @@ class _Why:
         step = self.asked.step_of(place.one.origin)
         return () if step is None else step.makes
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: Spot) -> str:
         """What one calls an operation. XLA puts transposes into products, and may keep only their names."""
         step = self.asked.step_of(place.one.origin)
         name = step.name if step is not None and step.eqn is not None else place.one.primitive or place.one.op
         name = "dot_general" if place.one.op == "dot" and "dot" not in name else name
         return _WORDS.get(name, name.replace("-", "_"))
 
-    def _user(self, place: Place) -> Place | None:
+    def _user(self, place: Spot) -> Spot | None:
         """What computes with an array, in the program: before, XLA may pad or cut it, under the name of an argument, or
         of the loop into which it goes."""
         user = next(self.flow.needed_by(place), None)
@@ -344,12 +343,12 @@ class _Why:
             user = next(self.flow.needed_by(user), None)
         return user
 
-    def _as_wide(self, place: Place, sent: Sent, index: int | None) -> str:
+    def _as_wide(self, place: Spot, sent: Sent, index: int | None) -> str:
         """Where 16-bit numbers are sent as float32."""
         dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
         return f"; sent as {dtype} on GPUs" if dtype else ""
 
-    def _as_kept(self, place: Place, size: int = 0) -> str:
+    def _as_kept(self, place: Spot, size: int = 0) -> str:
         """Where ranks gather an array and keep only pieces of it. `size`: the number of elements of the whole, if it is
         gathered only to be cut in another way."""
         times = kept_of_all(self.flow, place)
@@ -360,13 +359,13 @@ class _Why:
             return words
         return f"{words}, as XLA knows no direct way between the shardings (an involuntary full rematerialization)"
 
-    def _as_written(self, place: Place, primitive: str, operand: str) -> str:
+    def _as_written(self, place: Spot, primitive: str, operand: str) -> str:
         who = "the gradient of your program has" if "transpose(" in place.one.origin else "your program has"
         return f"{who} {primitive.removesuffix('_invariant')} of {operand}"
 
     # --- what is it? ---------------------------------------------------------------------------------------------
 
-    def _operands(self, made: Place, where: str) -> tuple[str, ...]:
+    def _operands(self, made: Spot, where: str) -> tuple[str, ...]:
         """What an operation of the program was computed from: XLA may have split it into several instructions."""
         found: dict[str, None] = {}
         pending, seen = [made], set[tuple[str, str]]()
@@ -387,14 +386,14 @@ class _Why:
                     found[self._text(source, where)] = None
         return tuple(found)
 
-    def _is_place(self, source: Place, made: Place) -> bool:
+    def _is_place(self, source: Spot, made: Spot) -> bool:
         """Whether JAX works out here which elements are read: a negative index counts from the end."""
         step, used = (self.asked.step_of(each.one.origin) for each in (source, made))
         if step is None or used is None or not used.name.startswith(("gather", "dynamic", "scatter")):
             return False
         return step.line == used.line and source.one.arrays[0].dtype.removeprefix("u").startswith(("int", "bool"))
 
-    def _text(self, place: Place, where: str) -> str:
+    def _text(self, place: Spot, where: str) -> str:
         """An array, in the reader's terms."""
         if (slot := self.flow.slot(place)) is not None:
             return str(slot)
@@ -408,7 +407,7 @@ class _Why:
         line = self._line(place)
         return f"the result of {name}{f' ({line})' * (line not in ('', where))}"
 
-    def _line(self, place: Place) -> str:
+    def _line(self, place: Spot) -> str:
         step = self.asked.step_of(place.one.origin)
         return (step.line if step is not None else "") or self.module.where(place.one)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
-from tplab.jax.tracing.axes import axes_in_order
-from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module, iota
+from tplab.jax.tracing.hlo import BRANCHES, Groups, Instruction, Module, iota
 from tplab.mesh import Mesh
 
 _VIEWS = {
@@ -25,7 +26,7 @@ _SHARDING = r"\bsharding=\{(?:(replicated)|devices=\[([\d,]+)\](?:<=(\S+?)|([\d,
 """That of a parameter. In 2 x 1 pieces, each on 4 ranks: {devices=[2,1,4]<=[8] last_tile_dim_replicate}."""
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """An instruction, and the computation that it is in."""
 
     computation: str
@@ -59,36 +60,36 @@ class Flow:
         self.module, self.mesh, self._names = module, mesh, names or {}
         self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
         self.dtypes: dict[tuple[str, str], str] = {}  # those of the program, as far as they are known
-        self._callers: dict[str, Place] = {}
+        self._callers: dict[str, Spot] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
-        self._given: dict[str, dict[int, Place]] = {}
+        self._given: dict[str, dict[int, Spot]] = {}
         for name, ones in module.computations.items():
             for one in ones:
                 for inner in one.called("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES):
-                    self._callers.setdefault(inner, Place(name, one))
+                    self._callers.setdefault(inner, Spot(name, one))
                 for operand in one.operands:
                     self._users.setdefault((name, operand), []).append(one)
 
     # --- backwards -----------------------------------------------------------------------------------------------
 
-    def inside(self, place: Place) -> list[Place]:
+    def inside(self, place: Spot) -> list[Spot]:
         """The instructions of a fusion; of any other instruction, itself."""
         if place.one.op != "fusion":
             return [place]
         name = place.one.called("calls")[0]
-        return [Place(name, one) for one in self.module.computations[name]]
+        return [Spot(name, one) for one in self.module.computations[name]]
 
-    def operands(self, place: Place) -> list[Place]:
+    def operands(self, place: Spot) -> list[Spot]:
         made = self._made[place.computation]
-        return [Place(place.computation, made[name]) for name in place.one.operands if name in made]
+        return [Spot(place.computation, made[name]) for name in place.one.operands if name in made]
 
-    def source(self, place: Place) -> Place:
+    def source(self, place: Spot) -> Spot:
         """What made this array, or the parameter of the program that it is. We follow it through views, loops and
         collectives: a sum over ranks is, as a whole, what its operand is in parts."""
         *_, source = self.back(place)
         return source
 
-    def back(self, place: Place | None) -> Iterator[Place]:
+    def back(self, place: Spot | None) -> Iterator[Spot]:
         """This array, what it is a view of, and so on, up to its source."""
         indices: list[int] = []  # of the tuple elements that we are in
         seen: set[tuple[str, str, tuple[int, ...]]] = set()
@@ -97,11 +98,11 @@ class Flow:
             yield place
             place = self._before(place, indices)
 
-    def before(self, place: Place) -> Place | None:
+    def before(self, place: Spot) -> Spot | None:
         """One step back; None where the array is made here."""
         return self._before(place, [])
 
-    def _before(self, place: Place, indices: list[int]) -> Place | None:
+    def _before(self, place: Spot, indices: list[int]) -> Spot | None:
         computation, one = place
         given = self.operands(place)
         if one.op == "parameter":
@@ -124,14 +125,14 @@ class Flow:
             return given[0]
         return None
 
-    def is_moved(self, place: Place) -> bool:
+    def is_moved(self, place: Spot) -> bool:
         """Whether another collective has moved this array before."""
         for before in self.back(place):
             if before.one.op not in (*_VIEWS, "get-tuple-element") or before.one.collective is not None:
                 return before.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
         return False
 
-    def _argument(self, computation: str, number: int, indices: list[int]) -> Place | None:
+    def _argument(self, computation: str, number: int, indices: list[int]) -> Spot | None:
         """What a computation is called with; in a loop, what an iteration leaves, if that is different."""
         caller = self._callers.get(computation)
         if caller is None or computation == self.module.entry:
@@ -156,15 +157,15 @@ class Flow:
             and (self.operands(place)[0].one.op == "parameter")
         )
 
-    def _root(self, computation: str) -> Place:
+    def _root(self, computation: str) -> Spot:
         ones = self.module.computations[computation]
-        return Place(computation, next((one for one in ones if one.is_root), ones[-1]))
+        return Spot(computation, next((one for one in ones if one.is_root), ones[-1]))
 
-    def is_given(self, place: Place) -> bool:
+    def is_given(self, place: Spot) -> bool:
         """Whether it is a parameter of the program."""
         return place.one.op == "parameter" and place.computation == self.module.entry
 
-    def slot(self, place: Place) -> Slot | None:
+    def slot(self, place: Spot) -> Slot | None:
         """The parameter of the program at this place, whole; None for anything else."""
         if not self.is_given(place):
             return None
@@ -196,25 +197,25 @@ class Flow:
 
     # --- forwards ------------------------------------------------------------------------------------------------
 
-    def users(self, place: Place) -> list[Place]:
+    def users(self, place: Spot) -> list[Spot]:
         """The instructions of its own computation that use it."""
         computation, one = place
-        return [Place(computation, user) for user in self._users.get((computation, one.name), ())]
+        return [Spot(computation, user) for user in self._users.get((computation, one.name), ())]
 
-    def needed_by(self, place: Place, index: int | None = None) -> Iterator[Place]:
+    def needed_by(self, place: Spot, index: int | None = None) -> Iterator[Spot]:
         """The instructions that compute with this array, including those in a fusion, and in a loop's later iterations.
 
         index   which element of it, where it is a tuple
         """
         return (user for user, computes in self.walk(place, index) if computes)
 
-    def walk(self, place: Place, index: int | None = None) -> Iterator[tuple[Place, bool]]:
+    def walk(self, place: Spot, index: int | None = None) -> Iterator[tuple[Spot, bool]]:
         """The views and copies of this array, and with True what computes with it."""
         computation, one = place
         pending = [place]
         if index is not None:
             users = self._users.get((computation, one.name), ())
-            pending = [Place(computation, user) for user in users if user.index == index]
+            pending = [Spot(computation, user) for user in users if user.index == index]
         seen: set[tuple[str, str]] = set()
         while pending:
             computation, one = place = pending.pop(0)
@@ -229,28 +230,26 @@ class Flow:
                 if user.op in ("fusion", "call"):
                     pending += self._parameters(user.called("calls", "to_apply")[0], numbers)
                 elif user.op in _HANDED_ON or user.op.endswith(("-done", "-update")):
-                    pending.append(Place(computation, user))
+                    pending.append(Spot(computation, user))
                 elif user.op == "tuple":
-                    pending += self._elements(Place(computation, user), numbers)
+                    pending += self._elements(Spot(computation, user), numbers)
                 else:
-                    yield Place(computation, user), True
+                    yield Spot(computation, user), True
 
-    def _parameters(self, computation: str, numbers: list[int]) -> list[Place]:
+    def _parameters(self, computation: str, numbers: list[int]) -> list[Spot]:
         if computation not in self._given:
             ones = self.module.computations[computation]
-            self._given[computation] = {
-                int(one.given): Place(computation, one) for one in ones if one.op == "parameter"
-            }
+            self._given[computation] = {int(one.given): Spot(computation, one) for one in ones if one.op == "parameter"}
         return [place for number, place in self._given[computation].items() if number in numbers]
 
-    def _handed_out(self, place: Place) -> list[Place]:
+    def _handed_out(self, place: Spot) -> list[Spot]:
         """The fusion or call whose result this is."""
         caller = self._callers.get(place.computation)
         return [caller] if caller is not None and caller.one.op in ("fusion", "call") else []
 
-    def _elements(self, place: Place, numbers: list[int]) -> list[Place]:
+    def _elements(self, place: Spot, numbers: list[int]) -> list[Spot]:
         """Where those elements of a tuple are taken out of it, also in a loop that it enters or goes around."""
-        found, pending, seen = list[Place](), [place], set[tuple[str, str]]()
+        found, pending, seen = list[Spot](), [place], set[tuple[str, str]]()
         while pending:
             computation, one = pending.pop(0)
             if (computation, one.name) in seen:
@@ -263,13 +262,40 @@ class Flow:
                 pending += self._parameters(one.called("body")[0], [0])
             for user in self._users.get((computation, one.name), ()):
                 if user.op == "while":
-                    pending.append(Place(computation, user))
+                    pending.append(Spot(computation, user))
                 elif user.op in ("fusion", "call"):
                     pending += self._parameters(user.called("calls", "to_apply")[0], [user.operands.index(one.name)])
                 elif _takes(user, numbers):
-                    found.append(Place(computation, user))
+                    found.append(Spot(computation, user))
         return found
 
 
 def _takes(one: Instruction, numbers: list[int]) -> bool:
     return one.op == "get-tuple-element" and one.index in numbers
+
+
+# --- axes of the mesh -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
+    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
+    is alone. A group may have only some of the ranks along its axes; for pairs it has all of those ranks."""
+    places = [[mesh.coordinates(rank) for rank in group] for group in groups]
+    names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
+    if not names:
+        return "", ()
+    along = mesh.groups(tuple(names))
+    is_whole = set(map(frozenset, along)) == set(map(frozenset, groups))
+    return ",".join(names), along if are_pairs or is_whole else groups
+
+
+@lru_cache(maxsize=1024)
+def axes_in_order(mesh: Mesh, groups: Groups) -> tuple[str, ...]:
+    """The same axes, in the order in which they number the ranks of each group: pieces of a dim that is sharded over
+    ("tp", "dp") are in another order than over ("dp", "tp")."""
+    names = [name for name in axes_along(mesh, groups)[0].split(",") if name]
+    for order in permutations(names) if names else ():
+        if all(tuple(group) in mesh.groups(order) for group in groups):
+            return order
+    return tuple(names)

@@ -12,7 +12,7 @@ fusion gives to another counts as float32.
 
 from __future__ import annotations
 
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Array, Instruction
 
 
@@ -21,7 +21,7 @@ def is_inserted(one: Instruction) -> bool:
     return one.op == "convert" and one.primitive != "convert_element_type"
 
 
-def as_written(flow: Flow, place: Place) -> Array:
+def as_written(flow: Flow, place: Spot) -> Array:
     """The array that is made here, with the dtype that it has in the program."""
     array, key = place.one.arrays[0], (place.computation, place.one.name)
     if len(place.one.arrays) > 1 or not _is_float(array) or array.itemsize == 1 or flow.is_given(place):
@@ -31,7 +31,7 @@ def as_written(flow: Flow, place: Place) -> Array:
     return array._replace(dtype=flow.dtypes[key])
 
 
-def narrow_before(flow: Flow, place: Place) -> str:
+def narrow_before(flow: Flow, place: Spot) -> str:
     """The dtype from which XLA has widened this array; "" if it has not."""
     found = ""
     for before in flow.back(place):
@@ -45,14 +45,14 @@ def narrow_before(flow: Flow, place: Place) -> str:
     return found
 
 
-def narrow_after(flow: Flow, place: Place, index: int | None = None) -> str:
+def narrow_after(flow: Flow, place: Spot, index: int | None = None) -> str:
     """The dtype to which XLA converts what it has computed in a wider one, or the sum over ranks of it; "" if it does
     not. What the program itself converts was wide, also where XLA sends both together.
 
     index   which element, where it is a tuple
     """
     array = narrowest = place.one.arrays[index or 0]
-    sums: list[Place] = []
+    sums: list[Spot] = []
     for user, computes in flow.walk(place, index):
         if computes:
             sums += [user] if user.one.collective in ("all_reduce", "reduce_scatter") else []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Array
 from tplab.jax.tracing.narrow import narrow_after, narrow_before
 
@@ -24,7 +24,7 @@ class Sent(NamedTuple):
     array: Array
 
 
-def sent_by(flow: Flow, place: Place, accelerator: bool = False) -> list[Sent]:
+def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Sent]:
     """What a rank sends to a collective: one entry for each operand that is sent."""
     one, operands = place.one, flow.operands(place)
     # for a ragged exchange the first, assumed to be spread evenly; its other operands say where the pieces are
@@ -49,7 +49,7 @@ def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
         yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,), key[2]))
 
 
-def bytes_by_rank(flow: Flow, place: Place, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
+def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
     """What each rank sends to a collective, under the ring algorithm, for each operation that it is."""
     groups, found = flow.module.groups(place.one), dict[str, tuple[int, ...]]()
     sent = sent_by(flow, place, accelerator)
@@ -63,7 +63,7 @@ def bytes_by_rank(flow: Flow, place: Place, accelerator: bool = False) -> dict[s
     return found
 
 
-def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
+def keeps_share(flow: Flow, place: Spot, index: int | None = None) -> bool:
     """Whether every rank needs only a piece of a sum, or of its element `index`, where several are summed together."""
     one = place.one
     if not one.op.startswith("all-reduce"):
@@ -73,7 +73,7 @@ def keeps_share(flow: Flow, place: Place, index: int | None = None) -> bool:
     return bool(users) and not rest and all(_is_own(flow, u) and u.one.arrays[0].size == size for u in users)
 
 
-def kept_of_all(flow: Flow, place: Place) -> int:
+def kept_of_all(flow: Flow, place: Spot) -> int:
     """How many times as much a rank gathers as it keeps, where all that it does with it is to take a piece of it, by
     its own number; otherwise 0."""
     one = place.one
@@ -83,7 +83,7 @@ def kept_of_all(flow: Flow, place: Place) -> int:
     return one.arrays[-1].size // sizes.pop() if is_cut else 0
 
 
-def _is_own(flow: Flow, place: Place) -> bool:
+def _is_own(flow: Flow, place: Spot) -> bool:
     """Whether this takes a piece by the rank's own number: a slice of the program may be the same on every rank."""
     if place.one.op != "dynamic-slice":
         return False
@@ -100,7 +100,7 @@ def _is_own(flow: Flow, place: Place) -> bool:
     return False
 
 
-def narrow_dtype(flow: Flow, place: Place, index: int | None = None) -> str:
+def narrow_dtype(flow: Flow, place: Spot, index: int | None = None) -> str:
     """The dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says float32."""
     one = place.one
     if not any(array.dtype == "float32" for array in one.arrays):

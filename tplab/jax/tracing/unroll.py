@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tplab.errors import TraceError
-from tplab.jax.tracing.axes import axes_along
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot, axes_along
 from tplab.jax.tracing.hlo import BRANCHES, Instruction
 from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task
@@ -58,12 +57,12 @@ class Unroll:
         result: Value = ()
         for one in self._module.computations[name]:
             given = [values[operand] for operand in one.operands if operand in values]
-            values[one.name] = self._instruction(Place(name, one), given, parameters)
+            values[one.name] = self._instruction(Spot(name, one), given, parameters)
             if one.is_root:
                 result = values[one.name]
         return result
 
-    def _instruction(self, place: Place, values: list[Value], parameters: Sequence[Value]) -> Value:
+    def _instruction(self, place: Spot, values: list[Value], parameters: Sequence[Value]) -> Value:
         one = place.one
         if one.op == "parameter":
             return parameters[int(one.given)] if parameters else ()
@@ -109,7 +108,7 @@ class Unroll:
         about = work.array.shape, work.array.dtype, work.num_bytes, where, work.flops
         return Task("compute", op, ranks, needs, *about, phase=work.main.phase, rate=work.rate, matmul=work.matmul)
 
-    def _collective(self, place: Place, needs: tuple[int, ...]) -> Value:
+    def _collective(self, place: Spot, needs: tuple[int, ...]) -> Value:
         one, operands = place.one, [given.one for given in self._flow.operands(place)]
         groups, is_message = self._module.groups(one), one.collective == "ppermute"
         axis, along = axes_along(self._mesh, groups, is_message)

@@ -15,13 +15,22 @@ from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.held import Chunk, Held, PerRank, computed, is_small, joined
+from tplab.jax.tracing.held import (
+    MOVES,
+    NAMES_UP_TO,
+    Chunk,
+    Held,
+    Needed,
+    PerRank,
+    computed,
+    is_small,
+    joined,
+    name_in_program,
+)
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
-from tplab.jax.tracing.names import MOVES, NAMES_UP_TO, name_in_program
-from tplab.jax.tracing.needed import Needed
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
-from tplab.trace.label import Label, of_collective
+from tplab.trace.label import Label, of_all
 
 Ranks = tuple[int, ...]
 Needs = tuple[int, ...]
@@ -212,7 +221,7 @@ class Walk:
             is_all = len(group) == self.mesh.size
             given = [None if is_all else x.label(rank) for rank in group]
             known = [label or Label(-1, (rank,)) for label, rank in zip(given, group, strict=True)]
-            labels |= {rank: of_collective(op, known, index, root) for index, rank in enumerate(group)}
+            labels |= dict(zip(group, of_all(op, known, root), strict=True))
         return labels
 
     def _label_of(self, x: Held, rank: int) -> Label:

@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tplab.jax.tracing.flow import Flow, Place
+from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Array, Instruction
 from tplab.jax.tracing.narrow import as_written, is_inserted
-from tplab.jax.tracing.touched import hands_on, is_combining, num_bytes
 
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
@@ -51,7 +50,7 @@ class Works:
         self._flow = flow
         self._known: dict[tuple[str, str], Work | None] = {}
 
-    def of(self, place: Place) -> Work | None:
+    def of(self, place: Spot) -> Work | None:
         """What an instruction computes; None if it moves no data."""
         key = place.computation, place.one.name
         if key not in self._known:
@@ -60,7 +59,7 @@ class Works:
             self._known[key] = None if is_free else self._of(place)
         return self._known[key]
 
-    def _of(self, place: Place) -> Work:
+    def _of(self, place: Spot) -> Work:
         """A fusion counts everything inside it, but only the bytes that go in and out."""
         flow, inside = self._flow, self._flow.inside(place)
         array = as_written(flow, place)
@@ -74,7 +73,7 @@ class Works:
         rate = max(factors, key=lambda factor: factor.itemsize).dtype
         return Work(main.one, array, rate, *about, _matmul(main.one, factors))
 
-    def _named(self, place: Place, inside: Sequence[Place]) -> Instruction:
+    def _named(self, place: Spot, inside: Sequence[Spot]) -> Instruction:
         """The instruction itself; of a fusion to which XLA gave no name, the last inside it that has one."""
         named = [inner.one for inner in inside if inner.one.primitive and not is_inserted(inner.one)]
         return place.one if place.one.primitive or not named else named[-1]
@@ -103,7 +102,7 @@ def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, 
     return left.size // each, right.size // each, k, batch
 
 
-def _flops(flow: Flow, place: Place) -> int:
+def _flops(flow: Flow, place: Spot) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
     one, operands = place.one, [operand.one.arrays for operand in flow.operands(place)]
     if one.op == "dot":
@@ -121,3 +120,154 @@ def _flops(flow: Flow, place: Place) -> int:
     if one.op in _COPIES or one.op in FREE or one.op in PASSED_ON:
         return 0
     return max((array.size for arrays in (one.arrays, *operands) for array in arrays), default=0)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+_PIECES = {"slice", "dynamic-slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""And which of their operands is the update."""
+
+
+def hands_on(flow: Flow, place: Spot) -> bool:
+    """Whether it only hands its operand on: a view, or what XLA has converted."""
+    inside = [inner for inner in flow.inside(place) if inner.one.op != "parameter"]
+    return bool(inside) and all(map(_is_view, inside))
+
+
+def is_combining(flow: Flow, place: Spot) -> bool:
+    """Whether it adds to what is there, or combines both in another way: a scatter that does not just set it."""
+    called = (flow.module.computations.get(name, []) for name in place.one.called("to_apply"))
+    return any(inner.is_root and inner.op != "parameter" for ones in called for inner in ones)
+
+
+def num_bytes(flow: Flow, place: Spot) -> int:
+    """The bytes that an instruction reads and writes: of arrays used in part, only that part.
+
+        slice, dynamic-slice    the piece, read and written
+        gather                  the rows, read and written, and the indices
+        dynamic-update-slice    the update, read and written
+        scatter                 the update, read and written, and the indices; what is there is read too where both are
+                                combined, as in a sum
+
+    A fusion reads its operands and writes its results, and those that it uses in part only in part. XLA counts in the
+    same way (HloCostAnalysis in xla/service/hlo_cost_analysis.cc, read at openxla/xla 001918b), but it reads what is
+    there for every scatter. Arrays have the dtypes of the program (`narrow`).
+
+    An update is in place if nothing needs the array afterwards. Where something does, XLA makes a copy first, which is
+    an instruction of its own. For CPUs it converts a narrow array to and fro instead, so that the update needs no copy:
+    there we add the one that GPUs and TPUs make.
+    """
+    return _Touched(flow, place).num_bytes()
+
+
+class _Touched:
+    """An instruction, or those inside a fusion, and the arrays that they are given.
+
+    body      the instructions, by name
+    given     for each array that is given, what it is called here, and where it is made
+    results   the names of the arrays that are returned
+    """
+
+    def __init__(self, flow: Flow, place: Spot):
+        self.flow, self.place = flow, place
+        inside, operands = flow.inside(place), flow.operands(place)
+        self.body = {inner.one.name: inner for inner in inside if inner.one.op != "parameter"}
+        self.given = [(operand.one.name, operand) for operand in operands]
+        self.results = [place.one.name]
+        if place.one.op == "fusion":
+            self.given = [(x.one.name, operands[int(x.one.given)]) for x in inside if x.one.op == "parameter"]
+            root = next(inner for inner in inside if inner.one.is_root).one
+            self.results = root.operands if root.op == "tuple" else [root.name]
+
+    def num_bytes(self) -> int:
+        total, updates = 0, set[str]()
+        for result in self.results:
+            update = self.body.get(self._source(result))
+            given = self._updated(update)
+            if update is None or given is None:
+                total += _whole(self.flow, self.body.get(result))
+                continue
+            updates.add(update.one.name)
+            total += self._bytes(given, self._size_of_update(update))
+            if not _is_last(self.flow, self.place, given):
+                total += 2 * _whole(self.flow, given)
+        for name, given in self.given:
+            size = self._read(name, updates)
+            total += _whole(self.flow, given) if size is None else self._bytes(given, size)
+        return total
+
+    def _source(self, name: str) -> str:
+        """What this is a view of, here."""
+        while name in self.body and _is_view(self.body[name]):
+            name = self.body[name].one.operands[0]
+        return name
+
+    def _updated(self, update: Spot | None) -> Spot | None:
+        """The array that an instruction updates in place."""
+        if update is None or update.one.op not in _UPDATES or len(update.one.arrays) > 1:
+            return None
+        return dict(self.given).get(self._source(update.one.operands[0]))
+
+    def _size_of_update(self, update: Spot) -> int:
+        return self.flow.operands(update)[_UPDATES[update.one.op]].one.arrays[0].size
+
+    def _read(self, name: str, updates: set[str]) -> int | None:
+        """How many elements of an array are read; None if all."""
+        total = 0
+        for user in self.body.values():
+            if name not in user.one.operands:
+                continue
+            is_first = user.one.operands[0] == name and user.one.operands.count(name) == 1
+            if _is_view(user) and user.one.name not in self.results:
+                size = self._read(user.one.name, updates)
+            elif is_first and user.one.op in _PIECES:
+                size = user.one.arrays[0].size
+            elif is_first and user.one.name in updates:
+                size = self._size_of_update(user) if is_combining(self.flow, user) else 0
+            else:
+                size = None
+            if size is None:
+                return None
+            total += size
+        return total
+
+    def _bytes(self, given: Spot, size: int) -> int:
+        """Those of so many elements of an array that is given."""
+        array = as_written(self.flow, given)
+        return array._replace(shape=(min(size, array.size),)).num_bytes
+
+
+def _whole(flow: Flow, place: Spot | None) -> int:
+    if place is None:  # a result that is given already
+        return 0
+    arrays: list[Array] = place.one.arrays if len(place.one.arrays) != 1 else [as_written(flow, place)]
+    return sum(array.num_bytes for array in arrays)
+
+
+def _is_view(place: Spot) -> bool:
+    return place.one.op in ("bitcast", "reshape") or is_inserted(place.one)
+
+
+def _is_last(flow: Flow, place: Spot, array: Spot) -> bool:
+    """Whether nothing needs an array after the instruction at `place`. The caller needs what it has not donated."""
+    order = {one.name: number for number, one in enumerate(flow.module.computations[place.computation])}
+    pending, seen = [array], set[str]()
+    while pending:
+        same = pending.pop()
+        if same.one.name in seen:
+            continue
+        seen.add(same.one.name)
+        if flow.is_given(same) and int(same.one.given) not in flow.module.donated:
+            return False
+        users = [user for user in flow.users(same) if user.one.name != place.one.name]
+        if any(order[user.one.name] > order[place.one.name] for user in users):
+            return False
+        pending += [user for user in users if hands_on(flow, user)]
+        if same.one.op == "get-tuple-element":
+            elements = flow.users(flow.operands(same)[0])
+            pending += [user for user in elements if user.one.op == same.one.op and user.one.index == same.one.index]
+        elif hands_on(flow, same):
+            pending += flow.operands(same)[:1]
+    return True

@@ -51,7 +51,7 @@ def _sharded(spec: LayerSpec, axis: Axis) -> ShardedLayer:
     return layer
 
 
-class _Place(NamedTuple):
+class _Packed(NamedTuple):
     """A parameter on a rank, and where its numbers are in the rank's row of a joined array.
 
     name    in the whole state          shape   of the rank's tensor-parallel piece, padded to the size of all ranks'
@@ -121,7 +121,7 @@ class GPTPacking:
     def _row(self, rank: int, kind: Kind) -> int:
         return self.mesh.index(rank, kind.axes)
 
-    def _places(self) -> Iterator[_Place]:
+    def _places(self) -> Iterator[_Packed]:
         about = self.blueprints
         assert about.partition is not None
         for rank in self.mesh.ranks:
@@ -138,7 +138,7 @@ class GPTPacking:
                     if rest.endswith(f".{PIECE}"):
                         parts = cut(math.prod(shape), self.mesh.axis_size(data_axes(self.mesh)), "ceil")
                         held = parts[self.mesh.index(rank, data_axes(self.mesh))]
-                    yield _Place(rank, whole, shape, held, slot.kind, begin[slot.kind] + slot.begin)
+                    yield _Packed(rank, whole, shape, held, slot.kind, begin[slot.kind] + slot.begin)
 
 
 def whole_shapes(blueprint: Blueprint) -> list[tuple[int, ...]]:

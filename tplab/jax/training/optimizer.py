@@ -12,8 +12,7 @@ from jax import Array
 
 from tplab.jax.data.clipping import gradient_norm, scale_to
 from tplab.jax.data.pieces import held_of, pieces_of
-from tplab.jax.data.shard_optimizer import shard_optimizer
-from tplab.jax.data.sharded_optimizer import GradientPieces
+from tplab.jax.data.sharded_optimizer import GradientPieces, shard_optimizer
 from tplab.jax.pipeline.copies import once
 from tplab.jax.pipeline.flat import Kind
 from tplab.jax.pipeline.stages import Stages

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from tplab.data.text import Text
 from tplab.jax.layers.vocabulary import vocab_parallel_cross_entropy
-from tplab.jax.models.gpt_layers import gpt_layers
+from tplab.jax.models.gpt import gpt_layers
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.jax.run import run

@@ -8,14 +8,15 @@ schedule's memory off its block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import F, I, W
-from tplab.schedules.placement import Placement
+from tplab.schedules.placement import Placement, counts, v_shape
 from tplab.schedules.rules.greedy import Durations, Step, Taste, list_schedule
 from tplab.schedules.schedule import Schedule
 
@@ -130,3 +131,113 @@ def _held(taken: dict[int, Step]) -> np.ndarray:
     change[[at for at, (kind, _, _) in taken.items() if kind == F]] += 1
     change[[at + 1 for at, (kind, _, _) in taken.items() if kind == W]] -= 1
     return np.cumsum(change)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+_MOST = 6_000  # combinations tried for one interval
+
+
+def blocks(placement: Placement, slots: Sequence[int]) -> Iterator[Block]:
+    """Blocks for a placement whose stages form arms of p (linear, wrapped, V, wave), the shortest first.
+
+    Each arm has a slope: the number of slots from one stage's F (or I) to the next stage's. Each turn has a pause. A
+    block without idle slots has an interval of three slots per stage; if memory is scarce, a longer one fits.
+    Only blocks whose activations fit into `slots` are given.
+    """
+    p, num_stages = len(placement), sum(map(len, placement))
+    arms = num_stages // p
+    home = np.empty(num_stages, np.intp)
+    for rank, stages in enumerate(placement):
+        home[list(stages)] = rank
+    for idle in range(4):
+        interval = 3 * arms + idle
+        forward, backward = _ways(arms, p, interval)
+        slot = np.concatenate([forward, backward], axis=1) % interval
+        owner = np.concatenate([home, home])
+        fits = np.ones(len(slot), bool)
+        for rank in range(p):
+            mine = np.sort(slot[:, owner == rank], axis=1)
+            fits &= ~np.any(mine[:, 1:] == mine[:, :-1], axis=1)
+            kept = (backward - forward + 2)[:, home == rank].sum(axis=1) / interval  # W comes a slot or so after I
+            fits &= kept <= slots[rank] + 0.5
+        found = np.flatnonzero(fits)
+        for row in found[np.argsort(backward[found, 0], kind="stable")].tolist():
+            yield Block(placement, tuple(forward[row].tolist()), tuple(backward[row].tolist()), interval)
+
+
+def _ways(arms: int, p: int, interval: int) -> tuple[np.ndarray, np.ndarray]:
+    """(forward, backward) slots of microbatch 0 for every choice of slopes and pauses [choices, stages]."""
+    slopes = range(1, 5) if arms == 1 else range(1, 4)
+    one_slope = 3 ** (2 * arms) * 4 ** (2 * arms - 1) > _MOST  # too many: the same slope and pause on all arms each way
+    kinds = [slopes] * (2 if one_slope else 2 * arms) + [range(interval if arms == 1 else 4)] * (
+        2 if one_slope else 2 * arms - 1
+    )
+    choices = np.array(list(product(*kinds)), np.intp)
+    if one_slope:
+        down, up, pause, turn = choices.T
+        pauses = [pause] * (arms - 1) + [turn] + [pause] * (arms - 1)
+        slopes_of = [down] * arms + [up] * arms
+    else:
+        slopes_of, pauses = list(choices.T[: 2 * arms]), list(choices.T[2 * arms :])
+    at = np.zeros(len(choices), np.intp)
+    columns = []
+    for leg, slope in enumerate(slopes_of):
+        columns += [at + slope * step for step in range(p)]
+        if leg < len(pauses):
+            at = columns[-1] + 1 + pauses[leg]
+    ways = np.stack(columns, axis=1)
+    return ways[:, : arms * p], ways[:, arms * p :][:, ::-1]
+
+
+# --- V-shapes ---------------------------------------------------------------------------------------------------------
+
+
+def v_half(ranks: int, microbatches: int) -> Schedule:
+    """A V whose forwards and backwards go down at half speed and come up at full speed: (p+2)//2 microbatches held,
+    half as many as in 1F1B. Qi et al., arXiv 2405.15362 (V-Half).
+
+    0F0 0F1 ... 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
+    ... 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
+    """
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return v_half_block(ranks).schedule(microbatches, name="v_half")
+
+
+def v_min(ranks: int, microbatches: int) -> Schedule:
+    """A V that goes down and up at full speed: (p+4)//3 microbatches held, the fewest of the V schedules. Qi et al.,
+    arXiv 2405.15362 (V-Min).
+
+    0F0 0F1 ... 3F0 3I0 3F1 3W0 0I0 3I1 0W0 3W1 0I1 0W1
+    ... 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 2I1 1I1 2W1 1W1
+    """
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return v_min_block(ranks).schedule(microbatches, name="v_min")
+
+
+def v_block(down: list[int], up: list[int], back_down: list[int], back_up: list[int], interval: int = 6) -> Block:
+    """A building block on the V: for each rank, the slots of F on the first stage r, F on the second stage 2p-1-r, I
+    on the second, and I on the first. `Block.schedule` stamps it.
+    """
+    p = len(down)
+    return Block(v_shape(p), tuple(down + up[::-1]), tuple(back_up + back_down[::-1]), interval)
+
+
+def v_min_block(ranks: int) -> Block:
+    """Slots r, 2p-1-r, 2p+r and 4p-1-r; from the first I on, two later if p is a multiple of 3."""
+    p, gap = ranks, 2 if ranks % 3 == 0 else 0
+    r = range(p)
+    return v_block(list(r), [2 * p - 1 - i for i in r], [2 * p + gap + i for i in r], [4 * p + gap - 1 - i for i in r])
+
+
+def v_half_block(ranks: int) -> Block:
+    """Slots 2r, 3p-2-r, 3p-1+2r and 6p-2-r; from the first I on, three later if p is even."""
+    p, gap = ranks, 3 if ranks % 2 == 0 else 0
+    r = range(p)
+    return v_block(
+        [2 * i for i in r],
+        [3 * p - 2 - i for i in r],
+        [3 * p + gap - 1 + 2 * i for i in r],
+        [6 * p + gap - 2 - i for i in r],
+    )

@@ -6,7 +6,7 @@ import numpy as np
 
 from tplab.schedules.action import I, W
 from tplab.schedules.placement import counts, linear, v_shape, wrapped
-from tplab.schedules.rules.interleaved import in_groups
+from tplab.schedules.rules.classic import in_groups
 from tplab.schedules.rules.row import Row, forwards, input_grads, riffle, spelled
 from tplab.schedules.schedule import Schedule
 

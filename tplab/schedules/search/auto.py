@@ -11,13 +11,10 @@ from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
-from tplab.schedules.rules.blocks import blocks
-from tplab.schedules.rules.classic import gpipe, one_f_one_b
+from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from tplab.schedules.rules.greedy import Durations, Taste, list_schedule
-from tplab.schedules.rules.interleaved import interleaved_1f1b, looped_bfs
 from tplab.schedules.rules.row import chain, row
-from tplab.schedules.rules.stamp import Block
-from tplab.schedules.rules.v_shapes import v_half, v_min
+from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
 from tplab.schedules.rules.waves import hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule

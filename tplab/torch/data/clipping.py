@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of, specs_in
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
-from tplab.torch.data.cuts import where_gradients_are
-from tplab.torch.data.parameters import Key, Model, Named, check_dense, readable_again, text, trainable
+from tplab.torch.data.parameters import (
+    Key,
+    Model,
+    Named,
+    check_dense,
+    readable_again,
+    text,
+    trainable,
+    where_gradients_are,
+)
 from tplab.torch.layers.parameters import axes_of_cuts
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.torch.data.group import About, Group, Sites
-from tplab.torch.data.pieces import Gather, Reduce
+from tplab.torch.data.pieces import Gather, Reduce, gather_rows, row_of, wholes_in
 from tplab.torch.data.unit import Model, Unit
 from tplab.torch.ranks.rank import prepares
 
@@ -184,3 +184,28 @@ def _groups(sites: Sequence[Sites], about: About) -> list[Group]:
         assert parameter is not None
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(places)
     return [Group(members, about) for members in kinds.values()]
+
+
+# --- the whole state --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model that `shard_parameters` has cut: name -> whole tensor, the same on every rank.
+
+        state = gather_state(model)            # called by all ranks
+        if axis_index("dp") == 0:
+            torch.save(state, "model.pt")      # the unsharded model's load_state_dict takes it
+
+    It is a snapshot in the dtype of the pieces, even if they travel in another one: a later step does not change it.
+    sent      (R-1)/R of the parameters by each rank
+    Raises ValueError for a model that has not been cut.
+    """
+    wholes: dict[Tensor, Tensor] = {}
+    for unit in sharded_model(model).units:
+        for group in unit.groups:
+            row = row_of(group.pieces, group.shards, group.shards[0].dtype)
+            message = gather_rows(row, group.about.axis).read()
+            wholes.update(zip(group.shards, wholes_in(group.pieces, message)))
+    state = model.state_dict(keep_vars=True)
+    return {name: wholes[x].clone() if x in wholes else x.detach().clone() for name, x in state.items()}

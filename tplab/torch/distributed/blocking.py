@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from tplab.torch.distributed.replaced import Value
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -230,7 +231,7 @@ _SELECTORS = (selectors.DefaultSelector, getattr(selectors, "PollSelector", sele
 
 _LOOKS = (os.path, ("exists", "isfile", "isdir")), (Path, ("exists", "is_file", "is_dir"))
 
-BLOCKING: list[tuple[Any, str, Any]] = [
+BLOCKING: list[Value] = [
     (threading, "Lock", Lock),
     (threading, "_allocate_lock", Lock),
     (threading, "RLock", threading._PyRLock),  # type: ignore[attr-defined]
@@ -243,7 +244,6 @@ BLOCKING: list[tuple[Any, str, Any]] = [
     (torch.futures.Future, "wait", _future_wait),
     *(_looks(home, name) for home, names in _LOOKS for name in names),
 ]
-"""Module or class, name, and what is there for the time of a run."""
 if fcntl is not None:
     _lock_file: Any = fcntl.flock
     BLOCKING.append((fcntl, "flock", _flock))

@@ -28,11 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from tplab.torch.distributed.attention import cpu_kernels, flex_attention_on_cpu, tables_with_attention
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
-from tplab.torch.distributed.kernels import flex_attention_on_cpu
-from tplab.torch.distributed.ring_attention import cpu_kernels
-from tplab.torch.distributed.sharded_attention import tables_with_attention
+from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.private import CONTEXT_PARALLEL, DTENSOR, FLEX_ATTENTION, dtensor_dispatcher, no_torch_function
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -48,9 +47,8 @@ class CudaOnCpu:
     def __init__(self, num_gpus: int):
         self.lines: dict[str, None] = {}
         self._devices = Devices(num_gpus, CPU)
-        self._mine: list[tuple[Any, str, Any]] = []  # module or class, name, its value while ranks run
-        self._torchs: list[Any] = []  # the values otherwise
-        self._add([*self._answers(), *self._changed()])
+        self._replaced = Replaced([*self._answers(), *self._changed()])
+        self._add = self._replaced.values.extend
         self._not_imported = {
             _FSDP: self._change_fsdp,
             CONTEXT_PARALLEL: self._change_attention,
@@ -58,19 +56,18 @@ class CudaOnCpu:
             FLEX_ATTENTION: lambda module: self._add(flex_attention_on_cpu(module)),
         }
         self._change_imported()
-        self._is_there = False
         self._settings: list[Any] = []
 
     def put(self) -> None:
         self._settings = [getattr(home, name) for home, name in _SETTINGS]
         sys.meta_path.insert(0, self)
-        self._put_attributes()
+        self._replaced.put()
 
     def take_back(self) -> None:
         """Restore torch. It may be called again if Ctrl-C has ended it."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._take_attributes_back()
+        self._replaced.take_back()
         for (home, name), value in zip(_SETTINGS, self._settings, strict=True):
             if getattr(home, name) != value:
                 setattr(home, name, value)
@@ -113,35 +110,18 @@ class CudaOnCpu:
     @contextmanager
     def _as_always(self) -> Iterator[None]:
         """torch as it is without us; nothing is done inside another import, or after the run."""
-        if not self._is_there:
+        if not self._replaced.is_there:
             yield
             return
-        self._take_attributes_back()
+        self._replaced.take_back()
         try:
             with no_torch_function():
                 yield
         finally:
             self._change_imported()
-            self._put_attributes()
+            self._replaced.put()
 
     # --- what is another attribute while ranks run ---------------------------------------------------------------
-
-    def _put_attributes(self) -> None:
-        self._is_there = True
-        for home, name, value in self._mine:
-            setattr(home, name, value)
-
-    def _take_attributes_back(self) -> None:
-        for (home, name, _), value in zip(self._mine, self._torchs, strict=True):
-            if value is not _INHERITED:
-                setattr(home, name, value)
-            elif name in vars(home):
-                delattr(home, name)
-        self._is_there = False
-
-    def _add(self, values: list[tuple[Any, str, Any]]) -> None:
-        self._mine += values
-        self._torchs += [vars(home).get(name, _INHERITED) for home, name, _ in values]
 
     def _change_imported(self) -> None:
         """Change modules that take seconds to import, if a program has imported them. A change may import another."""
@@ -161,7 +141,7 @@ class CudaOnCpu:
             propagator = dispatcher.sharding_propagator
             self._add([(propagator, name, table) for name, table in tables_with_attention(propagator).items()])
 
-    def _answers(self) -> list[tuple[Any, str, Any]]:
+    def _answers(self) -> list[Value]:
         """What torch.cuda and torch.accelerator return."""
         return [
             (home, name, value if isinstance(value, type) else self._answer(value, _TO_TORCH.get(name)))
@@ -181,7 +161,7 @@ class CudaOnCpu:
 
         return answer
 
-    def _changed(self) -> list[tuple[Any, str, Any]]:
+    def _changed(self) -> list[Value]:
         """The functions that take a device and that a mode does not see."""
         changes: list[tuple[Any, str, Callable[[dict[str, Any]], bool]]] = [
             (torch.autocast, "__init__", _autocast_on_cpu),
@@ -226,7 +206,6 @@ class CudaOnCpu:
 
 
 _MOST_LINES = 3
-_INHERITED = object()
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _TO_TORCH = {"is_available": False, "device_count": 0}
 _SETTINGS: list[tuple[Any, str]] = [

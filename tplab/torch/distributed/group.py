@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.torch.distributed.asked import Asked, Put, factor_of, flat, several
+from tplab.torch.distributed.asked import Asked, Put, check_contiguous, factor_of, flat, in_memory, several
 from tplab.torch.distributed.rare import all_reduce_sparse, monitored_barrier
 from tplab.torch.distributed.seen import seen_by_modes
-from tplab.torch.distributed.streams import on_one_stream
-from tplab.torch.distributed.strides import check_contiguous, in_memory
-from tplab.torch.distributed.work import Several, Started, Taken, Work
+from tplab.torch.distributed.work import Several, Started, Taken, Work, on_one_stream
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
 from tplab.torch.ranks.rank import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ import torch.multiprocessing
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.errors import CollectiveMismatchError, MeshError
-from tplab.torch.distributed.dims import Dims
+from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
 from tplab.torch.distributed.group import Group
-from tplab.torch.distributed.identity import IDENTITY
+from tplab.torch.distributed.identity import IDENTITY, Signals
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
-from tplab.torch.distributed.signals import Signals
+from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.distributed.store import FileStore, Made, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -211,7 +211,7 @@ class Hooks:
 
         self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
         self._own_codes: list[Any] = []
-        self._attributes: list[tuple[Any, str, Any]] = [
+        own: list[Value] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
             (device_mesh, "get_backend", lambda group=None: "threaded"),  # so that each rank's meshes are its own
@@ -226,24 +226,21 @@ class Hooks:
             *RARE,
             *Profiling().attributes,
         ]
-        self._own_attributes: list[Any] = []
+        self._replaced = Replaced(own)
         self._is_inside = False  # another run
 
     def put(self) -> None:
         self._own_codes = [function.__code__ for function, _ in self._codes]
-        self._own_attributes = [getattr(module, name) for module, name, _ in self._attributes]
         self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
         for function, code in self._codes:
             function.__code__ = code
-        for module, name, value in self._attributes:
-            setattr(module, name, value)
+        self._replaced.put()
 
     def take_back(self) -> None:
         for (function, _), code in zip(self._codes, self._own_codes, strict=True):
             function.__code__ = code
-        for (module, name, _), value in zip(self._attributes, self._own_attributes, strict=True):
-            setattr(module, name, value)
+        self._replaced.take_back()
         c10d_C._set_thread_isolation_mode(self._is_inside)
 
 
@@ -280,3 +277,38 @@ def _spawned(
 def _innermost(function: Any) -> Any:
     """A function without its wrappers."""
     return inspect.unwrap(function)
+
+
+# --- names in a trace -------------------------------------------------------------------------------------------------
+
+
+class Dims:
+    """The groups that the ranks of one run have made, and their names in the program.
+
+    A group that is an axis of the run's mesh has the axis's name. Any other group is named after its dim if it belongs
+    to a DeviceMesh, otherwise after its ranks.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # its name, its ranks -> its label
+
+    def label(self, about: str, ranks: Sequence[int]) -> str:
+        """A group's name in the trace; `about` is its name in the program."""
+        key = about, tuple(ranks)
+        if key not in self._groups:
+            label = label_of(ranks, self._mesh)
+            is_unnamed = label.startswith(APART) and about.startswith(DIM)
+            self._groups[key] = about.removeprefix(DIM) if is_unnamed else label
+        return self._groups[key]
+
+    def named(self) -> tuple[Mesh, Mapping[str, str]] | None:
+        """The program's own mesh, and each label's meaning on it; None if it has none, or the run's mesh has names."""
+        own = mesh_of_dims(self._groups, self._mesh.size) if self._mesh.axis_names == ("world",) else None
+        if own is None:
+            return None
+        labels: dict[str, set[str]] = {}
+        for (_, ranks), label in self._groups.items():
+            labels.setdefault(label, set()).add(label_of(ranks, own))
+        names = {label: found.pop() for label, found in labels.items() if len(found) == 1}
+        return own, {label: name for label, name in names.items() if not name.startswith(APART)}

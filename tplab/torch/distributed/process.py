@@ -17,10 +17,9 @@ import numpy as np
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.mesh import Mesh
+from tplab.torch.distributed.attention import Kernels
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
-from tplab.torch.distributed.dims import Dims
-from tplab.torch.distributed.groups import Groups, Hooks
-from tplab.torch.distributed.kernels import Kernels
+from tplab.torch.distributed.groups import Dims, Groups, Hooks
 from tplab.torch.distributed.settings import Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads

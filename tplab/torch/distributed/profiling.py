@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from operator import itemgetter
 from threading import get_ident
 from typing import Any
 
@@ -21,21 +23,21 @@ from torch.autograd import profiler
 
 from tplab.torch.distributed.asked import Method, methods_of, several
 from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.events import USER_SCOPE, Event, events_of
 from tplab.torch.distributed.group import AnyMessage, Group
 from tplab.torch.distributed.identity import number_of
+from tplab.torch.distributed.replaced import Replaced, Value
 from tplab.torch.distributed.work import Several, Started
-from tplab.torch.private import Recorder
+from tplab.torch.private import DispatchMode, KinetoEvent, ThreadProfiler, dispatch_modes
 
 
 class Results:
     """One rank's profile, in place of torch's own object for what was recorded."""
 
-    def __init__(self, events: Sequence[Event], start_ns: int, metadata: dict[str, Any], rank: int, number: int):
+    def __init__(self, events: Sequence[Profiled], start_ns: int, metadata: dict[str, Any], rank: int, number: int):
         self._events, self._start_ns, self._metadata = events, start_ns, metadata
         self._rank, self._number = rank, number
 
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[Profiled]:
         return self._events
 
     def trace_start_ns(self) -> int:
@@ -81,12 +83,12 @@ class _Recording:
 
     def __init__(self, rank: int, number: int):
         self.rank, self.number = rank, number
-        self.notes: list[Event] = []
+        self.notes: list[Profiled] = []
         self.is_inside = False
         self.silences: list[tuple[int, int]] = []
         self.metadata: dict[str, Any] = {}
 
-    def noting(self, note: Event, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, note: Profiled, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, until whose return a collective lasts."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -107,12 +109,12 @@ class Profiling:
 
     def __init__(self) -> None:
         self._recordings: dict[int, _Recording] = {}
-        self._methods: dict[str, Any] = {}
+        self._watched = Replaced()
         kind = profiler.profile
         self._prepare, self._start = kind._prepare_trace, kind._start_trace
         self._disable, self._stopped = profiler._disable_profiler, profiler._run_on_profiler_stop
         self._add_metadata: Any = torch.autograd._add_metadata_json  # type: ignore[attr-defined]
-        self.attributes: list[tuple[Any, str, Any]] = [
+        self.attributes: list[Value] = [
             (kind, "_prepare_trace", lambda profile: self._prepared(profile)),
             (kind, "_start_trace", lambda profile: self._started(profile)),
             (profiler, "_disable_profiler", self._ended),
@@ -133,7 +135,7 @@ class Profiling:
         rank = taking_turns()
         assert rank is not None
         profile.entered = True
-        Recorder.start(profile)
+        ThreadProfiler.start(profile)
         profiler._run_on_profiler_start()
         self._recordings[get_ident()] = _Recording(rank.rank, number_of(rank))
         if len(self._recordings) == 1:
@@ -146,8 +148,8 @@ class Profiling:
         if recording is None:
             return self._disable()
         if not self._recordings:
-            self._watch_no_more()
-        began, *events = events_of(Recorder.stop(), recording.silences)
+            self._watched.take_back()
+        began, *events = events_of(ThreadProfiler.stop(), recording.silences)
         thread, start_ns = began.values["start_thread_id"], began.values["start_ns"]
         for note in recording.notes:
             note.values["start_thread_id"] = note.values["end_thread_id"] = thread
@@ -169,14 +171,9 @@ class Profiling:
 
     def _watch(self) -> None:
         """From now on, every call of a process group is noted if its thread records."""
-        for name, (method, about) in methods_of(Group).items():
-            if about.title:
-                self._methods[name] = method
-                setattr(Group, name, self._noting(about, method))
-
-    def _watch_no_more(self) -> None:
-        for name, method in self._methods.items():
-            setattr(Group, name, method)
+        noted = {name: (method, about) for name, (method, about) in methods_of(Group).items() if about.title}
+        self._watched = Replaced((Group, name, self._noting(about, method)) for name, (method, about) in noted.items())
+        self._watched.put()
 
     def _noting(self, about: Method, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -185,7 +182,7 @@ class Profiling:
             if recording is None or recording.is_inside:
                 return method(group, *args, **kwargs)
             now = time.time_ns()
-            note = Event(
+            note = Profiled(
                 f"{group.backend}:{about.title}", 0, now, now, is_async=True, scope=USER_SCOPE, is_user_annotation=True,
                 shapes=_shapes(args[about.inputs]) if about.inputs < len(args) else [],
             )  # fmt: skip
@@ -215,12 +212,12 @@ def _shapes(inputs: Any) -> list[list[int]]:
     return [list(x.shape) for x in found]
 
 
-def _row(event: Event) -> str:
+def _row(event: Profiled) -> str:
     """The row of an event in a picture."""
     return "collectives" if event.values["is_async"] else f"thread {event.values['start_thread_id']}"
 
 
-def _args(event: Event) -> dict[str, Any]:
+def _args(event: Profiled) -> dict[str, Any]:
     """What a click on an event shows."""
     values = event.values
     shown: dict[str, Any] = {"External id": values["correlation_id"]}
@@ -233,3 +230,128 @@ def _args(event: Event) -> dict[str, Any]:
     if values["flops"]:
         shown["flops"] = values["flops"]
     return shown
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+_NOTHING: dict[str, Any] = {
+    "activity_type": "", "concrete_inputs": (), "correlation_id": 0, "cuda_elapsed_us": -1, "device_index": 0,
+    "device_resource_id": 0, "device_type": torch.autograd.DeviceType.CPU, "dtypes": (), "external_id": 0,
+    "extra_meta": {}, "flops": 0, "flow_id": 0, "flow_start": False, "flow_type": 0, "fwd_thread_id": 0,
+    "is_async": False, "is_hidden_event": False, "is_python_function": False, "is_user_annotation": False,
+    "kwinputs": {}, "linked_correlation_id": 0, "metadata_json": "", "nbytes": 0, "overload_name": "",
+    "privateuse1_elapsed_us": -1, "python_id": 0, "python_module_id": -1, "python_parent_id": 0, "scope": 0,
+    "sequence_nr": -1, "shapes": (), "stack": (), "structured_input_shapes": (), "structured_input_strides": (),
+    "typed_metadata": {},
+}  # fmt: skip
+USER_SCOPE = 7
+
+
+class Profiled:
+    """What happened, by the names under which torch asks for it: each value is a method."""
+
+    def __init__(self, name: str, thread: int, start_ns: int, end_ns: int, **values: Any):
+        self.values: dict[str, Any] = {**_NOTHING, **values, "name": name, "start_ns": start_ns, "end_ns": end_ns}
+        self.values["start_thread_id"] = self.values["end_thread_id"] = thread
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if name not in self.values and not hasattr(KinetoEvent, name):
+            raise AttributeError(name)
+        value = self.values.get(name)  # None: a later torch asks for what was not recorded
+        return lambda: value
+
+    def duration_ns(self) -> int:
+        return self.values["end_ns"] - self.values["start_ns"]
+
+
+def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Profiled]:
+    """What a thread has recorded, in the order of the beginnings, the recording itself first. What began during
+    `silences`, or has not ended, is left out.
+
+    torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:
+    otherwise torch would take an operation for a part of its neighbour, and drop it if both have one name.
+    """
+    found: list[Profiled] = []
+    began: dict[int, Profiled] = {}
+    silent: list[tuple[int, int]] = []
+    for start, end in sorted(silences):  # some are inside others
+        if not silent or start > silent[-1][1]:
+            silent.append((start, end))
+        else:
+            silent[-1] = silent[-1][0], max(silent[-1][1], end)
+    at, num_modes = 0, sum(isinstance(mode, DispatchMode) for mode in dispatch_modes())
+    parents: dict[int, Profiled | None] = {}
+    inside: list[Profiled] = []  # those that have begun and not ended, the innermost last
+    for record in records:
+        kind, at = record.kind(), max(at + 1, int(record.start_us() * 1000))
+        if kind == "pop":
+            if (event := began.pop(record.handle(), None)) is not None:
+                event.values["end_ns"] = at
+                inside.remove(event)
+            continue
+        number = bisect_right(silent, at, key=itemgetter(0))
+        if number and at < silent[number - 1][1]:
+            continue
+        if kind == "push":
+            event = began[record.handle()] = _event(record, at)
+            parents[id(event)] = inside[-1] if inside else None
+            inside.append(event)
+            found.append(event)
+        elif kind == "memory_alloc":
+            num_bytes = record.cpu_memory_usage()
+            found.append(Profiled(profiler.MEMORY_EVENT_NAME, record.thread_id(), at, at, nbytes=num_bytes))
+        elif not found:
+            found.append(Profiled("", record.thread_id(), at, at))
+    left_out = {*map(id, began.values()), *(_of_modes(found, parents, num_modes) if num_modes else ())}
+    return [event for event in found if id(event) not in left_out]
+
+
+def _of_modes(events: Sequence[Profiled], parents: Mapping[int, Profiled | None], num_modes: int) -> Iterator[int]:
+    """The identities of what is there only because tplab's own dispatch modes, `num_modes` of them, count memory.
+
+    An operation reaches each mode in an event of its own, in which it is called again: mm, the mode, mm. It reaches
+    tplab's modes, the outermost, last. Besides, where autograd keeps a result, torch asks the modes for a copy of it
+    that is detached.
+    """
+    again: dict[int, Profiled] = {}  # a mode's event -> the operation in it
+    modes_in: dict[int, Profiled] = {}  # an operation -> the mode's event in it
+    for event in events:
+        if (parent := parents.get(id(event))) is None:
+            continue
+        if event.values["name"] == _MODE:
+            modes_in[id(parent)] = event
+        elif parent.values["name"] == _MODE:
+            called = parents[id(parent)]
+            if called is not None and event.values["name"] == called.values["name"]:
+                again.setdefault(id(parent), event)
+    copies = set[int]()
+    below: dict[int, bool] = {}  # whether an event is inside the last of the modes
+    for event in events:
+        name, parent = event.values["name"], parents.get(id(event))
+        below[id(event)] = parent is not None and below[id(parent)]
+        if name == _MODE:
+            chain, last = [event], again.get(id(event))
+            while last is not None and (mode := modes_in.get(id(last))) is not None:
+                chain.append(mode)
+                last = again.get(id(mode))
+            below[id(event)] |= len(chain) == 1
+            if len(chain) <= num_modes:
+                yield id(event)
+                if id(event) in again:
+                    yield id(again[id(event)])
+        elif id(parent) in copies or (name == "aten::detach" and id(event) not in modes_in and not below[id(event)]):
+            copies.add(id(event))
+            yield id(event)
+
+
+_MODE = "PythonDispatchMode"
+
+
+def _event(record: Any, at: int) -> Profiled:
+    scope = record.scope()
+    return Profiled(
+        record.name(), record.thread_id(), at, at, correlation_id=record.handle(), shapes=record.shapes(),
+        stack=record.stack(), scope=scope, sequence_nr=record.sequence_nr(), fwd_thread_id=record.fwd_thread_id(),
+        flops=record.flops(), is_async=record.is_async(), is_user_annotation=scope == USER_SCOPE,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.torch.distributed.blocking import taking_turns
+from tplab.torch.distributed.replaced import Value
 from tplab.torch.private import c10d_C, no_dispatch
 
 _DEFAULT_SECONDS = 1800.0
@@ -100,5 +101,4 @@ class _GatherInto:
         return self
 
 
-RARE: list[tuple[Any, str, Any]] = [(_OPERATIONS, "all_gather_into_tensor_out", _GatherInto())]
-"""Where, name, and what is there for the time of a run."""
+RARE: list[Value] = [(_OPERATIONS, "all_gather_into_tensor_out", _GatherInto())]

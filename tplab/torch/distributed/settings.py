@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from tplab.torch.distributed.blocking import taking_turns
+from tplab.torch.distributed.replaced import Replaced
 
 _OF_LOGGER = ("level", "handlers", "filters", "propagate", "disabled")
 _CHANGES = ("setLevel", "addHandler", "removeHandler", "addFilter", "removeFilter")
@@ -31,27 +32,18 @@ class Settings:
         self._begins: dict[logging.Logger, dict[str, Any]] = {}  # what each had before the first change
         self._disabled: dict[Any, int] = {}
         self._kernel: Any = None
-        self._own: list[Any] = []
-        self._attributes: list[tuple[Any, str, Any]] = [
-            (os, "chdir", self._changes_folder),
-            (logging.Logger, "isEnabledFor", _is_enabled),
-            *((logging.Logger, name, self._changing(getattr(logging.Logger, name))) for name in _CHANGES),
-        ]
+        changes = [(logging.Logger, name, self._changing(getattr(logging.Logger, name))) for name in _CHANGES]
+        own = (os, "chdir", self._changes_folder), (logging.Logger, "isEnabledFor", _is_enabled)
+        self._replaced = Replaced([*own, *changes])
 
     def enter(self, kernel: Any) -> None:
         """From the notebook, `kernel`, to the ranks."""
         self._kernel = kernel
-        self._own = [vars(home).get(name) for home, name, _ in self._attributes]
-        for home, name, value in self._attributes:
-            setattr(home, name, value)
+        self._replaced.put()
 
     def leave(self) -> None:
         """From the ranks to the notebook. It may be called again if Ctrl-C has ended it."""
-        for (home, name, _), value in zip(self._attributes, self._own):
-            if value is not None:
-                setattr(home, name, value)
-            elif name in vars(home):
-                delattr(home, name)
+        self._replaced.take_back()
         logging.root.manager._clear_cache()  # type: ignore[attr-defined]
 
     def take(self, process: Any) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
+from tplab.torch.distributed.replaced import Replaced
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import enter, leave
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -34,21 +35,17 @@ class Threads:
 
     def __init__(self, beside: Inside):
         self._beside = beside
-        self._attributes = [*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))]
-        self._own: list[Any] = []
+        self._replaced = Replaced([*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))])
         self._had_filter = False
 
     def put(self) -> None:
-        self._own = [getattr(home, name) for home, name, _ in self._attributes]
         logger = logging.getLogger("concurrent.futures")
         self._had_filter = _is_no_release in logger.filters  # of the run around this one
         logger.addFilter(_is_no_release)
-        for home, name, value in self._attributes:
-            setattr(home, name, value)
+        self._replaced.put()
 
     def take_back(self) -> None:
-        for (home, name, _), value in zip(self._attributes, self._own, strict=True):
-            setattr(home, name, value)
+        self._replaced.take_back()
         if not self._had_filter:
             logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplab.torch.distributed.streams import on_one_stream
 from tplab.torch.private import at_end_of_backward, c10d_C, graph_task, no_dispatch
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.watches import OF_THREADS
@@ -168,3 +168,26 @@ def _done(result: list[Tensor]) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_one_stream(member: SimulatedRank, x: Tensor) -> Iterator[None]:
+    """Inside, work on x's GPU is queued on the one stream that all ranks share: another rank reads what this one sends,
+    and a GPU runs the work of two streams in any order. That stream waits for what the rank's own stream has to do, and
+    the rank's own one then waits for it."""
+    if not x.is_cuda:
+        yield
+        return
+    mine, shared = torch.cuda.current_stream(x.device), member.world.stream
+    if shared is None or shared.device != x.device:
+        shared = torch.cuda.default_stream(x.device)
+    if mine == shared:
+        yield
+        return
+    shared.wait_stream(mine)
+    with torch.cuda.stream(shared):
+        yield
+    mine.wait_stream(shared)

@@ -27,6 +27,7 @@ from tplab.sequence import (
     TokenLayout,
     check_attention,
     check_heads_to_share,
+    check_rope,
     layout_of,
     tiles_of,
 )
@@ -191,3 +192,34 @@ def _places(order: np.ndarray, like: Tensor) -> Tensor | None:
 def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     """x [.., S, d] with its tokens in another order."""
     return x if order is None else x.index_select(-2, order)
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def token_positions(
+    num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
+) -> Tensor:
+    """The positions [n] of the tokens that this rank of `axis` has of a whole sequence: ids[:, positions] are its ids.
+
+    documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
+    """
+    positions = TokenLayout(layout, num_tokens, axis_size(axis)).positions[axis_index(axis)]
+    return torch.tensor(AttentionMask(documents=documents).in_document(positions, num_tokens))
+
+
+def rope(x: Tensor, positions: Any, *, base: float = 10000.0) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), with the two halves of a head paired, as in Llama.
+
+    x [.., n, d], d even   positions [n]: those of this rank's tokens, as token_positions or TokenLayout gives them
+    ->   [.., n, d]
+    y_i = x_i cos a_i - x_(i + d/2) sin a_i      y_(i + d/2) = x_(i + d/2) cos a_i + x_i sin a_i      i < d/2
+    a_i = position base^(-2i/d)
+    """
+    positions = torch.as_tensor(positions)
+    half = check_rope(x.shape, positions.shape)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    angles = positions.to(x.device, dtype)[:, None] * base ** (torch.arange(half, dtype=dtype, device=x.device) / -half)
+    first, second = x.to(dtype).split(half, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

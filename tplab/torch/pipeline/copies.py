@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
-from tplab.pipeline.tied import Tied, check_tied, check_tied_name
+from tplab.pipeline.checks import Tied, check_tied, check_tied_name
 from tplab.schedules.placement import Placement
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.messages import receive, send

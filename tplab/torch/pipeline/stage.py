@@ -11,9 +11,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
-from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients
+from tplab.pipeline.checks import check_group, outputs_of
+from tplab.torch.pipeline.graph import Gradients, Graph, Tensors, add_gradients, bytes_of
 from tplab.torch.pipeline.redraw import Mark, Redraw
-from tplab.torch.pipeline.saved import bytes_of
 from tplab.torch.watching.memory import hold
 
 Function = Callable[..., Tensors]
@@ -66,8 +66,7 @@ class Stage:
         return {p for p, count in counts.items() if count == 1}
 
     def _groups(self, size: int) -> list[nn.Module]:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ScheduleError(f"checkpoint_every is {size!r}; it is a number of layers, 1 or more")
+        check_group(size)
         if not isinstance(self.module, nn.Sequential):
             raise ScheduleError(
                 f"checkpoint_every={size} needs the layers of stage {self.number}, which is a "
@@ -77,16 +76,7 @@ class Stage:
         return [InTurn(layers[at : at + size]) for at in range(0, len(layers), size)] or [self.module]
 
     def _called(self, module: nn.Module) -> Function:
-        def function(*inputs: Tensor) -> Tensors:
-            outputs = module(*inputs)
-            found = outputs if isinstance(outputs, tuple) else (outputs,)
-            if not found or not all(isinstance(x, Tensor) for x in found):
-                raise ScheduleError(
-                    f"stage {self.number} returned {_kind(outputs)}; it must return a tensor, or a tuple of tensors"
-                )
-            return found
-
-        return function
+        return lambda *inputs: outputs_of(self.number, module(*inputs), Tensor)
 
 
 class InTurn(nn.Sequential):
@@ -204,9 +194,3 @@ def _buffers_aside(module: nn.Module) -> Iterator[None]:
     finally:
         for part, name, x in found:
             setattr(part, name, x)
-
-
-def _kind(outputs: object) -> str:
-    if isinstance(outputs, tuple):
-        return f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
-    return f"a {type(outputs).__name__}"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tplab.mesh import Axis
+from tplab.pipeline.checks import Tied, tied_in
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
-from tplab.pipeline.tied import Tied
 from tplab.schedules import Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.schedules.placement import Placement, one_way
@@ -83,7 +83,7 @@ def stages_of(
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
-    return Stages(modules, made, _tied(layers, made), schedule.placement, axis)
+    return Stages(modules, made, tied_in(layers, made, _name_of_tied), schedule.placement, axis)
 
 
 def cut(
@@ -144,16 +144,5 @@ class _Called(nn.Module):
         return self._function(*inputs) if self.layer is None else self._function(self.layer, *inputs)
 
 
-def _tied(layers: Sequence[Layer], made: Partition) -> Tied:
-    """The (stage, name) of every parameter, for each key that ties them."""
-    found = []
-    for places in ties(layers).values():
-        tie = []
-        for place in places:
-            spec, stage = layers[place], made.stage_of(place)
-            assert isinstance(spec, TiedSpec)
-            inner = "layer." if spec.forward is not None else ""
-            tie.append((stage, f"{place - made.bounds[stage]}.{inner}{spec.weight}"))
-        if len(tie) > 1:
-            found.append(tie)
-    return found
+def _name_of_tied(layer: TiedSpec) -> str:
+    return f"{'layer.' if layer.forward is not None else ''}{layer.weight}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.pipeline.tied import Tied
+from tplab.pipeline.checks import Tied
 from tplab.schedules import Costs, Schedule
 from tplab.schedules.execute import program
 from tplab.torch.pipeline.copies import GradientSync

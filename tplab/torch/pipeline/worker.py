@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tplab.errors import ScheduleError, ShapeError
+from tplab.errors import ScheduleError
 from tplab.mesh import Axis
+from tplab.pipeline.checks import check_loss, no_way_back
 from tplab.pipeline.microbatches import check_microbatches
 from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import require_ranks
@@ -131,10 +132,7 @@ class Worker:
     def _hand_back(self, number: int, microbatch: int, grads: Tensors) -> None:
         if not self.stages[number].is_first:
             if not grads:
-                raise ScheduleError(
-                    f"nothing that enters stage {number} is of floating point, so no gradient can flow back to stage "
-                    f"{number - 1}; cut the model elsewhere"
-                )
+                raise no_way_back(number)
             self._hand_over("B", number, microbatch, grads)
 
     def _taken(self, way: str, number: int, microbatch: int) -> Tensors:
@@ -161,12 +159,7 @@ class Worker:
     def _loss_of(self, microbatch: int, outputs: Tensors) -> Tensor:
         target = self.microbatches[microbatch][1]
         value = self.loss(outputs[0] if len(outputs) == 1 else outputs, target)
-        if not isinstance(value, Tensor) or value.dim() or not has_gradient(value):
-            is_tensor = isinstance(value, Tensor)
-            what = f"a {value.dtype} tensor {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-            raise ShapeError(
-                f"the loss of microbatch {microbatch} is {what}; it must be one number, as .mean() or .sum() give"
-            )
+        check_loss(value, Tensor, has_gradient, f"microbatch {microbatch}")
         return value
 
     def _finish(self, microbatch: int) -> Callable[..., Tensors]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -10,11 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.torch.processes.exchange import WAIT_FOREVER, break_off
+from tplab.torch.private import at_once
 from tplab.torch.processes.frames import bytes_of
 from tplab.torch.ranks import outcomes
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 from tplab.trace.journal import Group
+
+WAIT_FOREVER = timedelta(days=365)
+"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
+
+POISON_TAG = 2**31 - 1
+"""Of a message that is never sent."""
 
 _OP = dist.ReduceOp
 _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
@@ -38,14 +45,14 @@ class Engine:
     """
 
     def __init__(self, store: Any, has_gpu: bool):
-        self._store, self._has_gpu = store, has_gpu
+        self._store, self.has_gpu = store, has_gpu
         self._backends: dict[tuple[Group, str], Any] = {}
         self._stream = torch.cuda.Stream() if has_gpu else None
 
     def carries(self, call: Call, x: Tensor) -> bool:
         """Whether `x` can travel from where it is. Otherwise it has to be copied to the CPU: a tensor of a GPU that
         ranks share, or one for a receiver that does not know yet on which device it comes."""
-        return x.is_cpu or (x.is_cuda and self._has_gpu and call.op not in MESSAGES)
+        return x.is_cpu or (x.is_cuda and self.has_gpu and call.op not in MESSAGES)
 
     def break_off(self) -> None:
         """Close the connections of all groups of CPUs: a rank that waits in one of their collectives is released."""
@@ -89,14 +96,11 @@ class Engine:
         """Send `x` to one rank and fill `result` with what another one sends, from GPU to GPU."""
         assert call.peers is not None
         backend, (target, source) = self._backend(call.place, x.device.type), call.peers
-        backend._start_coalescing()
-        if target is not None and x.numel():
-            backend.send([bytes_of(x)], call.place.group.index(target), 0)
-        if source is not None and result.numel():
-            backend.recv([bytes_of(result)], call.place.group.index(source), 0)
-        work = backend._end_coalescing()
-        if work is not None:
-            work.wait()
+        with at_once(backend):
+            if target is not None and x.numel():
+                backend.send([bytes_of(x)], call.place.group.index(target), 0)
+            if source is not None and result.numel():
+                backend.recv([bytes_of(result)], call.place.group.index(source), 0)
 
     def _backend(self, place: Place, device_type: str) -> Any:
         found = self._backends.get((place.group, device_type))
@@ -153,3 +157,11 @@ def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
     result = torch.empty_like(pieces[call.place.index])
     backend.reduce_scatter([result], [pieces], scattering).wait()
     return result
+
+
+def break_off(gloo: Any) -> None:
+    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
+    if gloo.size() > 1:
+        with suppress(RuntimeError):
+            neighbor = (gloo.rank() + 1) % gloo.size()
+            gloo.recv([torch.empty(1, device="cpu")], neighbor, POISON_TAG).wait(timedelta(milliseconds=1))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
+from tplab.options import check_entries
 from tplab.sharding import P, check_spec, shard_slices
 from tplab.torch.private import pytree
 from tplab.torch.ranks.outcomes import WITHOUT_KERNELS, own
@@ -124,10 +125,7 @@ def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
     if specs is None or isinstance(specs, P):
         return [specs] * count
     _check_whose(specs, name)
-    if not isinstance(specs, tuple | list):
-        raise SpecError(f"{name} is {specs!r}; give a P, or a tuple with one P for each of the {count} {what}")
-    if len(specs) != count:
-        raise SpecError(f"{name} has {len(specs)} entries, but there are {count} {what}; give one for each")
+    check_entries(specs, count, name, what)
     return list(specs)
 
 

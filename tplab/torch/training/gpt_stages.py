@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tplab.mesh import Axis
 from tplab.models.gpt import GPTConfig, Parameter, gpt_layer_name, gpt_specs
 from tplab.sharding import cut
-from tplab.torch.data.gather_state import gather_state
+from tplab.torch.data.shard_parameters import gather_state
 from tplab.torch.layers.parameters import piece_of
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank

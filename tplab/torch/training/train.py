@@ -19,7 +19,7 @@ from tplab.pipeline.microbatches import split_batch
 from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.layers.vocabulary import vocab_parallel_cross_entropy
-from tplab.torch.models.gpt_layers import gpt_layers
+from tplab.torch.models.gpt import gpt_layers
 from tplab.torch.pipeline.stages import Stages, stages_of
 from tplab.torch.pipeline.train_batch import evaluate_batch, train_batch
 from tplab.torch.ranks.rank import this_rank

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tplab.cost import collectives as cost
 from tplab.errors import MeshError
 from tplab.torch.models.plain import PlainGPT
-from tplab.torch.private import DispatchMode, dispatch_modes, fake_store, local_ranks, of_first_rank
+from tplab.torch.private import DispatchMode, dispatch_modes
 from tplab.trace.traffic import Traffic
 
 _OPS = {
@@ -37,16 +37,18 @@ def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Tr
     Return `whole(x)` of tensors. Raises MeshError where torch.distributed is already in use: this makes a process group
     of its own, which sends nothing.
     """
+    from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise MeshError(
             "torch.distributed has a process group already, and with_dtensor makes one of its own; call it where no "
             "other is in use, or dist.destroy_process_group() first"
         )
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=fake_store())
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
-        with local_ranks(num_ranks):
+        with LocalTensorMode(num_ranks):
             mesh = init_device_mesh("cpu", (num_ranks,))
             with _Watch(num_ranks) as watch:
                 result = program(mesh)
@@ -61,7 +63,7 @@ def whole(x: Any) -> Tensor:
         x = x.detach()
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
         x = x.wait() if hasattr(x, "wait") else x
-        return of_first_rank(x)
+        return x._local_tensors[0] if hasattr(x, "_local_tensors") else x
 
 
 def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) -> PlainGPT:

@@ -1,0 +1,90 @@
+"""What pipelines refuse in both frameworks: stages that return something else, losses, lists of tied parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from tplab.errors import ScheduleError, ShapeError
+from tplab.pipeline.layer_spec import ties
+from tplab.pipeline.partition import Partition
+
+Tied = Sequence[Sequence[tuple[int, str]]]
+"""Groups of tied parameters; each parameter is given by its place, (stage, name)."""
+Placed = tuple[tuple[tuple[int, str], ...], ...]
+
+
+def check_tied(tied: Any, num_stages: int) -> None:
+    """Raise ScheduleError unless `tied` lists (stage, name) for stages that exist."""
+    for tie in tied if _is_list(tied) else [tied]:
+        for place in tie if _is_list(tie) else [tie]:
+            if not (_is_list(place) and len(place) == 2 and isinstance(place[0], int) and isinstance(place[1], str)):
+                raise ScheduleError(
+                    f"tied has {place!r} where it must say (stage, name), a list of them for each parameter that is "
+                    'one, as [[(0, "embedding.weight"), (3, "head.weight")]]'
+                )
+            if not 0 <= place[0] < num_stages:
+                raise ScheduleError(f"tied names stage {place[0]}; there are stages 0 to {num_stages - 1}")
+
+
+def check_tied_name(stage: int, name: str, names: Collection[str]) -> None:
+    """Raise ScheduleError if a stage has no parameter of this name."""
+    if name not in names:
+        raise ScheduleError(
+            f"tied names parameter {name!r} of stage {stage}, which it does not have; it has "
+            f"{', '.join(names) or 'no parameters'}"
+        )
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
+
+
+def tied_in(layers: Sequence[Any], made: Partition, name_in: Callable[[Any], str]) -> Placed:
+    """The (stage, name) of every parameter, for each key that ties them. name_in: a layer -> the parameter's name."""
+    found = []
+    for places in ties(layers).values():
+        stages = [made.stage_of(place) for place in places]
+        names = [f"{place - made.bounds[stage]}.{name_in(layers[place])}" for place, stage in zip(places, stages)]
+        if len(places) > 1:
+            found.append(tuple(zip(stages, names)))
+    return tuple(found)
+
+
+# --- while a pipeline runs --------------------------------------------------------------------------------------------
+
+
+def check_group(size: Any) -> None:
+    """Raise ScheduleError unless `checkpoint_every` is a number of layers."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ScheduleError(f"checkpoint_every is {size!r}; it is a number of layers, 1 or more")
+
+
+def outputs_of(stage: int, outputs: Any, kind: type) -> tuple[Any, ...]:
+    """What a stage returned, as a tuple. Raises ScheduleError unless all are of this kind: a Tensor or an Array."""
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not found or not all(isinstance(x, kind) for x in found):
+        what = f"a {type(outputs).__name__}"
+        if isinstance(outputs, tuple):
+            what = f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
+        name = kind.__name__.lower()
+        must = f"{'an' if name == 'array' else 'a'} {name}, or a tuple of {name}s"
+        raise ScheduleError(f"stage {stage} returned {what}; it must return {must}")
+    return found
+
+
+def check_loss(value: Any, kind: type, has_gradient: Callable[[Any], bool], microbatch: str = "a microbatch") -> None:
+    """Raise ShapeError unless a loss is one number that has a gradient."""
+    if not isinstance(value, kind) or len(value.shape) or not has_gradient(value):  # type: ignore[attr-defined]
+        what = f"a {type(value).__name__}"
+        if isinstance(value, kind):
+            what = f"a {value.dtype} {kind.__name__.lower()} {list(value.shape)}"  # type: ignore[attr-defined]
+        raise ShapeError(f"the loss of {microbatch} is {what}; it must be one number, as .mean() or .sum() give")
+
+
+def no_way_back(stage: int) -> ScheduleError:
+    """The error for a stage that no gradient can leave."""
+    return ScheduleError(
+        f"nothing that enters stage {stage} is of floating point, so no gradient can flow back to stage {stage - 1}; "
+        "cut the model elsewhere"
+    )

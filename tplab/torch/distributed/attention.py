@@ -1,0 +1,160 @@
+"""The CPU's flash attention where torch knows only those of GPUs, and which kernels each rank may use.
+
+torch has no rules for `aten._scaled_dot_product_flash_attention_for_cpu`, which `scaled_dot_product_attention` uses on
+the CPU. Its two operations take and return the same as those for GPUs, so torch's rings run over them as they are, and
+with rules of ours for DTensor each rank has some of the heads, or of the batch, or everything (torch 2.11, 2.13, 2.14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention import SDPBackend
+
+from tplab.torch.private import attention_kernels, put_attention_kernels
+
+FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SEQUENCE = 2  # [B, H, S, D], and log-sum-exp [B, H, S]
+
+
+def cpu_kernels(home: Any) -> dict[Any, Callable[..., Any]]:
+    """What context_parallel does with each operation, for its table `custom_ops`.
+
+    home   torch's module in which the rings are
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        names = [argument.name for argument in op._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query: Any = given["query"]
+        if given.pop("attn_mask", None) is not None:
+            raise NotImplementedError(
+                "context_parallel takes no attn_mask, on GPUs or here; use is_causal=True, or attention without a mask"
+            )
+        if query.placements != (Shard(_SEQUENCE),):
+            raise NotImplementedError(
+                f"context_parallel shards only the sequence, dim {_SEQUENCE} of the query, over one mesh dim; here the "
+                f"query is {query.placements}"
+            )
+        local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in given.items()}
+        ring, about = home._templated_ring_attention, {}
+        if "grad_out" in local:
+            ring, about = home._templated_ring_attention_backward, {"grad_out_name": "grad_out"}
+            local["grad_out"] = local["grad_out"].contiguous()
+        results: tuple[Tensor, ...] = ring(query.device_mesh.get_group(), _SEQUENCE, op, **about, **local)
+        return tuple(DTensor.from_local(x, query.device_mesh, query.placements, run_check=False) for x in results)
+
+    return {FORWARD: run, BACKWARD: run}
+
+
+# --- DTensor ----------------------------------------------------------------------------------------------------------
+
+
+_TABLES = "op_strategy_funcs", "op_to_schema_info"
+
+
+def tables_with_attention(propagator: Any) -> dict[str, Any]:
+    """The tables of DTensor's sharding propagator by name, with these rules; its own stay as they are."""
+    from torch.distributed.tensor.experimental import register_sharding
+
+    before = {name: getattr(propagator, name) for name in _TABLES}
+    try:
+        for name, table in before.items():
+            setattr(propagator, name, dict(table))
+        register_sharding(FORWARD)(_forward)
+        register_sharding(BACKWARD)(_backward)
+        return {name: getattr(propagator, name) for name in _TABLES}
+    finally:
+        for name, table in before.items():
+            setattr(propagator, name, table)
+
+
+def _forward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
+    """query [B, H, S, D], key and value [B, H, T, D]   ->   output [B, H, S, D], log-sum-exp [B, H, S]"""
+    others = [None] * (len(args) - 3)
+    return [([lies] * 2, [lies] * 3 + others + mask) for lies, mask in _lies(attn_mask)]
+
+
+def _backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Gradient of the output, query, key, value, output, log-sum-exp -> the gradients of query, key and value."""
+    others = [None] * (len(args) - 6)
+    return [([lies] * 3, [lies] * 6 + others + mask) for lies, mask in _lies(attn_mask)]
+
+
+def _lies(mask: Any) -> list[tuple[Any, list[Any]]]:
+    """How all of them may lie along one dim of the mesh, and how the mask does: [S, T] or [B or 1, H or 1, S, T].
+
+    DTensor does not move keyword arguments, so a mask is never cut.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    possible: list[Any] = [Replicate()]
+    possible += [Shard(dim) for dim in (1, 0) if mask is None or len(mask.shape) < 4 or mask.shape[dim] == 1]
+    return [(lies, [] if mask is None else [Replicate()]) for lies in possible]
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+_ON_CPU = {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
+_choose: Any = attention._sdpa_kernel
+
+
+class Kernels:
+    """What each rank has chosen, while ranks run. Nothing is read or set until the first of them chooses.
+
+    torch keeps what `sdpa_kernel` chooses once per process, for C++. So a rank that chooses takes its choice along at
+    every turn from then on.
+
+    note   to be called where GPUs are mapped to the CPU, and a rank asks for kernels that only GPUs have: it gets the
+           CPU's flash attention
+    """
+
+    def __init__(self) -> None:
+        self.note: Callable[[], None] | None = None
+        self._notebooks: tuple[bool, ...] = ()
+        self._chosen: dict[Any, tuple[bool, ...]] = {}
+        self._process: Any = None
+
+    def enter(self) -> None:
+        """From the notebook to the ranks."""
+        self._notebooks = attention_kernels()
+        attention._sdpa_kernel = self._choose
+
+    def leave(self) -> None:
+        """From the ranks to the notebook. It may be called again if Ctrl-C has ended it."""
+        attention._sdpa_kernel = _choose
+        put_attention_kernels(self._notebooks)
+
+    def turn(self, process: Any) -> None:
+        """From now on `process` has the turn."""
+        self._process = process
+        if self._chosen:
+            put_attention_kernels(self._chosen.get(process, self._notebooks))
+
+    def _choose(self, backends: Iterable[SDPBackend], set_priority: bool = False) -> None:
+        backends = [*backends]
+        if self.note is not None and backends and not _ON_CPU & {*backends}:
+            self.note()
+            backends.append(SDPBackend.FLASH_ATTENTION)
+        _choose(backends, set_priority)
+        self._chosen[self._process] = attention_kernels()
+
+
+def flex_attention_on_cpu(module: Any) -> list[tuple[Any, str, Any]]:
+    """torch's flex_attention, whose module this is, refuses gradients on the CPU, where a compiled one has none. Here
+    nothing is compiled, and what runs instead has them. Nor does it warn programs that have asked for compiling."""
+    warn_once = getattr(module, "_warn_once", None)
+
+    def warn(warning_id: str, *args: Any, **about: Any) -> None:
+        if warn_once is not None and warning_id != "flex_attention_performance":
+            warn_once(warning_id, *args, **about)
+
+    changes = [("_validate_device", lambda query, key, value: None), ("_warn_once", warn)]
+    return [(module, name, value) for name, value in changes if hasattr(module, name)]
