@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
@@ -187,7 +188,8 @@ class Walk:
         op, names = exchange.name_in(eqn), exchange.names(params)
         groups = exchange.groups(params, self.mesh)
         result = Held(aval, x.needs)
-        computed([result], [x], lambda values: [exchange.apply(params, groups, values[0])])
+        only = exchange.root(eqn) if ROWS[op].gives == "root" else None
+        computed([result], [x], lambda values: [exchange.apply(params, groups, values[0], only)])
         if len(groups[0]) == 1:
             result.labels = x.labels
             return result

@@ -146,7 +146,7 @@ class Alone(ProcessPending):
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        return (self.side.shape[self.call.params[0]],) if self.call.op == "all_gather" else None
+        return (self.side.shape[self.call.dims[1]],) if self.call.row.gathers else None
 
 
 class Message(ProcessPending):
@@ -288,13 +288,13 @@ class Together(ProcessPending):
             Label(-1, (rank,)) if is_all else header.label
             for rank, header in zip(self.group, self.headers, strict=True)
         ]
-        label = of_collective(self.call.op, given, index, self.call.params[0] if self.call.op == "broadcast" else 0)
+        label = of_collective(self.call.op, given, index, self.call.root)
         if not is_all:
             self.rank.received(result, label)
         return label
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        if self.call.op != "all_gather" or self._result is None:
+        if not self.call.row.gathers or self._result is None:
             return None
-        return tuple(header.side.shape[self.call.params[0]] for header in self.headers)
+        return tuple(header.side.shape[self.call.dims[1]] for header in self.headers)
