@@ -164,3 +164,13 @@ def test_nbval_counts_cells_as_jupyter_does():
     lab.get_kernel_message = None
     Listener(lab)  # type: ignore[arg-type]
     assert kernel.execute("1", store_history=False)
+
+
+def test_what_is_printed_at_one_go_is_one_output():
+    def printed(text: str, name: str = "stdout") -> nbformat.NotebookNode:
+        return nbformat.v4.new_output("stream", text=text, name=name)
+
+    outputs = [printed("a\n"), printed("b\n"), nbformat.v4.new_output("display_data"), printed("c\n")]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=outputs)])
+    build.clean(book)
+    assert [output.get("text") for output in book.cells[0].outputs] == ["a\nb\n", None, "c\n"]

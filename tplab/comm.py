@@ -71,14 +71,17 @@ class Row:
         cut     (the input of a position, the position) -> its R pieces
         merge   several of them, combined or joined
         """
-        nothing: list[Array | None] = [None] * len(inputs)
+        found: list[Array | None] = [None] * len(inputs)
         if not self.takes:
-            return nothing
-        taken = [(inputs[root], root)] if self.takes == "root" else [(x, index) for index, x in enumerate(inputs)]
+            return found
+        positions = [root] if self.takes == "root" else range(len(inputs))
         if self.gives == "pieces":
-            return [merge(column) for column in zip(*(cut(x, index) for x, index in taken), strict=True)]
-        whole = merge([x for x, _ in taken])
-        return [whole if self.gives == "all" or index == root else None for index in range(len(inputs))]
+            return [merge(column) for column in zip(*(cut(inputs[index], index) for index in positions), strict=True)]
+        whole = merge([inputs[root]] if self.takes == "root" else inputs)
+        if self.gives == "all":
+            return [whole] * len(inputs)
+        found[root] = whole
+        return found
 
 
 def _table(*rows: Row) -> Mapping[str, Row]:
@@ -109,9 +112,20 @@ ROWS = _table(
         "broadcast", "root", "all", False, ("root",), type="I", hlo="collective-broadcast", jax="all_reduce",
         words="every rank of {group} ends with a copy of one rank's tensor",
     ),
-    Row("reduce", "all", "root", True, ("root", "op")),
-    Row("gather", "all", "root", False, ("root",)),
-    Row("scatter", "root", "pieces", False, ("root",)),
+    Row(
+        "reduce", "all", "root", True, ("root", "op"), jax="all_reduce", transposed=("broadcast", "root"),
+        words="one rank of {group} ends with the {result} of all their tensors",
+    ),
+    Row(
+        "gather", "all", "root", False, ("root", "dim"), jax="all_gather",
+        transposed=("scatter", "root", "dim", "sizes"),
+        words="one rank of {group} ends with the pieces of all of them",
+    ),
+    Row(
+        "scatter", "root", "pieces", False, ("root", "dim"), ("sizes",), jax="reduce_scatter",
+        transposed=("gather", "root", "dim"),
+        words="one rank of {group} gives each of them a different piece",
+    ),
     Row("barrier", "", "", words="the ranks of {group} wait for each other"),
     Row("ppermute", "one", "one", params=("perm",), hlo="collective-permute"),
     Row("ring_shift", "one", "one", params=("shift",), jax="ppermute"),
@@ -152,11 +166,11 @@ def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
     return dim % len(shape)
 
 
-def root_of(root: Any, num_ranks: int, label: str) -> int:
-    """The position from which `broadcast` sends. Raises MeshError if the axis does not have it."""
-    root = whole_number(root, "broadcast: root")
+def root_of(op: str, root: Any, num_ranks: int, label: str) -> int:
+    """The position that everything comes from, or goes to. Raises MeshError if the axis does not have it."""
+    root = whole_number(root, f"{op}: root")
     if not 0 <= root < num_ranks:
-        raise MeshError(f"broadcast: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
+        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
     return root
 
 

@@ -376,8 +376,9 @@ print(*typed.faults, sep="\n")
 # the doctor judges numbers.
 #
 # **The twin.** In JAX, a `jit` over sharded arrays is one program for one device, which XLA divides, so bugs 1, 2, 3 and 5
-# cannot happen there. In `shard_map` you write the collectives, and they can. Here, the gradients are summed where the loss
-# is averaged:
+# cannot happen there. In `shard_map` you write the collectives, and they can. `shard_map` also tracks over which axes a
+# value varies (`check_vma`). It knows that `w` is the same on all devices, so `jax.grad` adds up the gradient of `w` over
+# `dp`. The mean below, which would be right in torch, comes too late:
 
 # %% tags=["nbval-ignore-output"]
 import jax
@@ -390,15 +391,17 @@ tj.prepare(4)
 def make_step(mesh):
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
-        return {"loss": jax.lax.pmean(loss, "dp"), "grad": jax.lax.psum(grad, "dp")}
+        return {"loss": jax.lax.pmean(loss, "dp"), "grad": jax.lax.pmean(grad, "dp")}
 
     specs = {"in_specs": (Spec(), Spec("dp")), "out_specs": Spec()}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
 
 w, x = jnp.ones((8, 8)), jnp.arange(96.0).reshape(12, 8) / 96
 print(tj.same_model(make_step, (w, x), mesh=Mesh(dp=4)).first)
 
 # %% [markdown]
+# The repair divides `grad` by `jax.lax.axis_size("dp")`. With `check_vma=False`, nothing is added up, and the mean is right.
+#
 # ## A bug to repair: a mean of means
 #
 # Ranks that train on texts have unequally many tokens, because padding does not count. `token_mean` gets the losses of this

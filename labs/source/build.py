@@ -129,6 +129,7 @@ def clean(book: nbformat.NotebookNode) -> None:
     for index, cell in enumerate(book.cells):
         if cell.cell_type != "code":
             continue
+        cell.outputs = _merged(cell.outputs)
         for output in cell.outputs:
             if output.get("name") == "stderr":
                 raise RuntimeError(f"cell {index} writes to stderr:\n{output.text}")
@@ -136,6 +137,17 @@ def clean(book: nbformat.NotebookNode) -> None:
             output.get("data", {}).pop(WIDGET_VIEW, None)
             output.get("metadata", {}).pop(WIDGET_VIEW, None)
     nbformat.validate(book)
+
+
+def _merged(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Outputs in which what was printed at one go is one text, also if a slow machine sent it in pieces."""
+    merged: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if merged and output.output_type == merged[-1].output_type == "stream" and output.name == merged[-1].name:
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    return merged
 
 
 def opening_picture(book: nbformat.NotebookNode) -> bytes:

@@ -175,11 +175,12 @@ def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
     }""")
     assert drawn.hint_at(x, y).split("\n") == ["step", "measured2.5 s", "bya blog", "whole trace2 s"]
     bars = {1: Bars([Row("1 rank", {"computing": 1.0}), Row("2 ranks", {"computing": 0.5}, measured=0.75)], "s")}
-    drawn = draw(page, knob("t", "c", bars, by="a blog"))
-    expect(page.locator(".tpl-diamond")).to_have_count(1)
-    box = page.locator(".tpl-diamond").bounding_box()
+    card = knob("t", "c", bars, by="a blog")
+    drawn, box = draw(page, card), page.locator(".tplab canvas[role=img]").bounding_box()
+    mark = next(part for part in reversed(card.bars.parts) if part.mark >= 0)
     assert box is not None
-    said = drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).split("\n")
+    x, y, width, height = (length * box["width"] / card.bars.width for length in mark.place)
+    said = drawn.hint_at(box["x"] + x + width / 2, box["y"] + y + height / 2).split("\n")
     assert said == ["2 ranks", "measured750 ms", "bya blog", "bar500 ms"]
 
 

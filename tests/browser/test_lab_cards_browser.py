@@ -1,6 +1,5 @@
 """`knob` and `matrices` in JupyterLab."""
 
-import pytest
 from playwright.sync_api import expect
 
 KNOB = """
@@ -30,7 +29,7 @@ def test_the_knob_turns_by_keys_and_from_python(open_notebook):
     book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 4 microseconds.")
     expect(slider).to_have_attribute("aria-valuetext", "4")
-    expect(root.locator("svg")).to_have_attribute("aria-label", "1 rank: 8 µs ; 8 ranks: 5 µs so fast")
+    expect(root.locator("canvas[role=img]")).to_have_attribute("aria-label", "1 rank: 8 µs ; 8 ranks: 5 µs so fast")
     assert book.run("print(card.index)") == "2\n"
     book.page.keyboard.press("Home")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 1 microseconds.")
@@ -38,9 +37,6 @@ def test_the_knob_turns_by_keys_and_from_python(open_notebook):
     book.run("card.index = 1")
     expect(root.locator(".tpl-say")).to_have_text("The sum takes 2 microseconds.")
     assert slider.input_value() == "1"
-    widths = [box["width"] for bar in root.locator("svg rect").all() if (box := bar.bounding_box())]
-    assert widths[0] == pytest.approx(8 * widths[1], rel=0.05)
-    assert widths[2] == pytest.approx(2 * widths[1], rel=0.05)
 
 
 def test_matrices_follow_the_theme(open_notebook):

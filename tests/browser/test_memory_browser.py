@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -11,7 +10,7 @@ from tests.widgets.memories import two_ranks
 from tplab.trace.memory import KINDS
 from tplab.units import bytes_text
 from tplab.widgets import memory_timeline
-from tplab.widgets.stacks.layout import WIDTH, name_of, reading
+from tplab.widgets.stacks.layout import BOTTOM, HEIGHT, NARROW, WIDTH, name_of, reading
 
 PREDICTED = {"parameters": 400, "optimizer": 800}
 
@@ -22,7 +21,7 @@ def test_the_hint_says_what_is_held_at_the_moment(page: Page, theme: str):
     card = memory_timeline(memories, {"all": PREDICTED})
     drawn = draw(page, card, theme)
     expect(page.locator(".tplab")).to_have_attribute("data-theme", theme)
-    frame = page.locator(".tpl-stacks").bounding_box()
+    frame = page.locator(".tpl-stacks canvas").bounding_box()
     assert frame is not None
     for panel, memory in zip(card.of.panels, memories.values()):
         area, held = panel.areas[0], memory[0]
@@ -45,10 +44,11 @@ def test_ranks_are_chosen_by_hand_and_by_keys(page: Page):
     draw(page, card)
     says, choice = page.locator(".tpl-say"), page.get_by_label("rank", exact=True)
     expect(says).to_have_text("Rank 0 holds at most 1.56 KiB, at cell 1, line 2.")
-    whole = page.locator(".tpl-stacks path").evaluate_all("paths => paths.map(path => path.getBBox().height)")
-    assert max(whole) == pytest.approx(max(292 - 40 - card.of.panels[0].areas[0].tops[:, -1]), abs=0.2)
+    picture = "() => document.querySelector('.tpl-stacks canvas').toDataURL()"
+    first = page.evaluate(picture)
     choice.select_option("1")
     expect(says).to_have_text("Rank 1 holds at most 1.17 KiB, at cell 1, line 2.")
+    assert page.evaluate(picture) != first
     figure = page.get_by_role("group", name="memory over time")
     figure.focus()
     page.keyboard.press("ArrowDown")
@@ -67,11 +67,33 @@ def test_ranks_are_chosen_by_hand_and_by_keys(page: Page):
     expect(choice).to_have_value("1")
 
 
+_PIXELS = """places => {
+  const canvas = document.querySelector(".tpl-stacks canvas"), scale = canvas.width / 900;
+  const at = (place) => canvas.getContext("2d").getImageData(...place.map((x) => Math.round(x * scale)), 1, 1).data;
+  return places.map((place) => [...at(place)]);
+}"""
+
+
 def test_areas_can_be_told_apart_in_both_themes(page: Page):
+    """And each is where its bytes are: between its upper edge and that of the kind below it."""
     card = memory_timeline(two_ranks(800))
+    area = card.of.panels[0].areas[0]
+    places: dict[int, list[tuple[float, float]]] = {}
+    for stop, tops in enumerate(area.tops):
+        for kind, (upper, lower) in enumerate(zip(tops, [HEIGHT - BOTTOM, *tops[:-1]])):
+            if lower - upper > 6 and area.xs[stop + 1] - area.xs[stop] > 8:
+                places.setdefault(kind, []).append((area.xs[stop] + 4, upper + 3))  # above letters
     for theme in ("light", "dark"):
         draw(page, card, theme)
-        fills = page.locator(".tpl-stacks path").evaluate_all(
-            "paths => paths.map(path => getComputedStyle(path).fill).filter(fill => fill !== 'none')"
-        )
-        assert len(fills) == len(set(fills)) == len(card.of.kinds) == np.unique(fills).size
+        found = {kind: page.evaluate(_PIXELS, at) for kind, at in places.items()}
+        colours = {kind: {tuple(colour[:3]) for colour in pixels} for kind, pixels in found.items()}
+        assert all(len(each) == 1 for each in colours.values())
+        assert len(set.union(*colours.values())) == len(card.of.kinds)
+
+
+def test_a_narrow_card_has_a_picture_of_its_own(page: Page):
+    drawn = draw(page, memory_timeline({"all": two_ranks(800), "half": two_ranks(400)}, {"all": PREDICTED}), width=420)
+    box = page.locator(".tpl-stacks canvas").bounding_box()
+    assert box is not None and box["width"] / box["height"] == pytest.approx(NARROW / HEIGHT, rel=0.01)
+    assert {"all", "half"} <= {one.text for one in drawn.written}
+    assert drawn.hint_at(box["x"] + 0.4 * box["width"], box["y"] + 0.4 * box["height"]).startswith("all, ")

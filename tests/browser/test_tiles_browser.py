@@ -9,7 +9,7 @@ from playwright.sync_api import Page, expect
 from tests.browser.plain_page import Drawn, check_live_theme, draw
 from tplab.sequence import LAYOUTS, AttentionMask, TokenLayout
 from tplab.widgets import tiles
-from tplab.widgets.attention.scene import Panel
+from tplab.widgets.attention.panels import Panel
 from tplab.widgets.paper.palette import PAPER, hue, mix, rgb
 
 LAYOUTS_OF_4 = [TokenLayout(name, 16, 4) for name in LAYOUTS]

@@ -6,12 +6,13 @@ import base64
 import time
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Position, expect
 
 from tests.hand_traces import ALL, ring_all_reduce
-from tplab import Mesh, Trace, units
-from tplab.widgets import animate
+from tplab import Mesh, P, Trace, units
+from tplab.widgets import animate, shards
 from tplab.widgets.paper.card import script
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.payload import picture
 from tplab.widgets.score.score import score
@@ -254,20 +255,33 @@ def test_the_timeline_zooms_and_shows_the_critical_path(open_notebook):
     assert lanes.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") == marked
 
 
+def place_in(scene: Scene, key: int, canvas: Locator) -> Position:
+    """The middle of what has this key, in pixels of the canvas on the page."""
+    part = next(part for part in scene.parts if part.mark >= 0 and scene.marks[part.mark].key == key)
+    box = canvas.bounding_box()
+    assert box is not None
+    x, y, width, height = (length * box["width"] / scene.width for length in part.place)
+    return {"x": x + width / 2, "y": y + height / 2}
+
+
 def test_shards_point_out_a_rank_everywhere(open_notebook):
     cell = """from tplab import Mesh, P
 from tplab.widgets import shards
 w = shards(Mesh(dp=2, tp=4), x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp")))
 w"""
+    shown = shards(Mesh(dp=2, tp=4), x=((8, 16), P("dp", None)), w=((16, 12), P(None, "tp")))
     book = open_notebook([cell])
     say = card(book).locator(".tpl-say")
     expect(say).to_contain_text("y [8, 12] comes out as P('dp', 'tp'), complete: nothing is sent")
-    card(book).locator(".tpl-press").nth(5).hover()
+    tensors, ranks = card(book).locator("canvas").all()
+    whole = tensors.evaluate("(canvas) => canvas.toDataURL()")
+    ranks.hover(position=place_in(shown.scenes[1], 5, ranks))
     expect(say).to_contain_text("rank 5 multiplies x[4:8, :] by w[:, 3:6]: y[4:8, 3:6]")
-    expect(card(book).locator(".tpl-piece.tpl-on")).to_have_count(3)
-    card(book).locator(".tpl-piece").nth(2).hover()  # the first piece of w
+    assert tensors.evaluate("(canvas) => canvas.toDataURL()") != whole
+    tensors.hover(position=place_in(shown.scenes[0], 8 + 2, tensors))  # the first piece of w
     expect(say).to_contain_text("w[:, 0:3] is held by ranks 0, 4")
-    expect(card(book).locator(".tpl-busy")).to_have_count(2)
+    ranks.click(position=place_in(shown.scenes[1], 3, ranks))
+    expect_python(book, "w.rank", 3)
     card(book).focus()
     book.page.mouse.move(0, 0)
     for key in ("Home", "ArrowRight"):

@@ -71,7 +71,18 @@ def two_axes(fw):
     return program, Mesh(dp=2, tp=3), [(4, 6), (6, 9), (9, 2)], (P("dp"), A, B)
 
 
-PROGRAMS = [column_and_row, sequence, two_axes]
+def root(fw):
+    def program(x, a, b):
+        piece = fw.lab.scatter(x, "tp", 1, 1)
+        y = piece @ fw.lab.scatter(a, "tp", 1, 0)
+        total = fw.lab.reduce(y, "tp", 1)
+        whole = fw.lab.gather(piece, "tp", 0, 1)
+        return fw.lab.broadcast(total, "tp", 1) + fw.lab.broadcast(whole, "tp") @ b
+
+    return program, Mesh(tp=2), [(4, 6), (6, 8), (6, 8)], (X, X, X)
+
+
+PROGRAMS = [column_and_row, sequence, two_axes, root]
 
 
 def text_of(fw, made):
@@ -84,6 +95,12 @@ def test_the_same_text_in_both_frameworks(made):
     texts = [text_of(FRAMEWORKS[name](), made) for name in FRAMEWORKS]
     assert texts[0] == texts[1]
     assert texts[0].endswith("no faults")
+
+
+def test_what_a_root_gets_differs_and_what_it_gives_is_cut(fw):
+    program, mesh, shapes, specs = root(fw)
+    types = types_of(fw, program, mesh, shapes, specs)
+    assert [str(types.of(name).types["tp"]) for name in ("piece", "y", "total", "whole")] == ["V(1)", "P", "V", "V"]
 
 
 def test_the_text():

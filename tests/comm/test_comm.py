@@ -1,11 +1,14 @@
 """Collectives in both frameworks, against NumPy: what comes out, what flows back, what is refused."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
+from tests.pairwise import cover
 from tplab import Mesh, P
 from tplab.errors import MeshError, OutsideRunError, RankError, ShapeError
 
@@ -16,13 +19,13 @@ MESHES = [
 FEW = [Mesh(tp=1), Mesh(tp=3), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]
 
 
-def on_meshes(of_torch, of_jax):
-    return pytest.mark.parametrize(
-        "fw, mesh", in_both([(mesh,) for mesh in of_torch], [(mesh,) for mesh in of_jax]), indirect=["fw"], ids=str
-    )
+def on_meshes(names="", values=((),), of_torch=MESHES, of_jax=FEW):
+    """Cases of both frameworks, on these meshes: with some parameters more, a pairwise cover."""
+    cases = [[(mesh, *value) for mesh, value in product(meshes, values)] for meshes in (of_torch, of_jax)]
+    return pytest.mark.parametrize("fw, mesh" + names, cover(in_both(*cases)), indirect=["fw"], ids=str)
 
 
-ON_MESHES = on_meshes(MESHES, FEW)
+ON_MESHES = on_meshes()
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -63,8 +66,7 @@ REDUCED = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 # --------------------------------------------------------------------------------------------------------- forward
 
 
-@ON_MESHES
-@pytest.mark.parametrize("op", REDUCED)
+@on_meshes(", op", [(op,) for op in REDUCED])
 def test_all_reduce(fw, mesh, op):
     xs = whole_numbers(mesh, (3, 5))
     # a mean over 3 ranks is rounded once
@@ -72,15 +74,13 @@ def test_all_reduce(fw, mesh, op):
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_reduce(x, axis, op), combined, rtol=1e-6)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@on_meshes(", dim", [(0,), (1,), (-1,)])
 def test_all_gather(fw, mesh, dim):
     xs = whole_numbers(mesh, (2, 3, 5))
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_gather(x, axis, dim), lambda _, group: np.concatenate(group, dim))
 
 
-@ON_MESHES
-@pytest.mark.parametrize("op", REDUCED)
+@on_meshes(", op", [(op,) for op in REDUCED])
 def test_reduce_scatter(fw, mesh, op):
     for dim in (0, -1):
         xs = whole_numbers(mesh, (2 * mesh.size, 3, mesh.size))
@@ -89,8 +89,7 @@ def test_reduce_scatter(fw, mesh, op):
         check(fw, mesh, xs, collective, piece, rtol=1e-6)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("split_dim, concat_dim", [(0, 0), (0, 1), (1, 0), (-1, 0)])
+@on_meshes(", split_dim, concat_dim", [(0, 0), (0, 1), (1, 0), (-1, 0)])
 def test_all_to_all(fw, mesh, split_dim, concat_dim):
     def pieces(index, group):
         return np.concatenate([np.split(x, len(group), split_dim)[index] for x in group], concat_dim)
@@ -99,13 +98,39 @@ def test_all_to_all(fw, mesh, split_dim, concat_dim):
     check(fw, mesh, xs, lambda x, axis: fw.lab.all_to_all(x, axis, split_dim, concat_dim), pieces)
 
 
-@ON_MESHES
-@pytest.mark.parametrize("root", ["first", "last"])
+@on_meshes(", root", [("first",), ("last",)])
 def test_broadcast(fw, mesh, root):
     def collective(x, axis):
         return fw.lab.broadcast(x, axis, 0 if root == "first" else fw.lab.axis_size(axis) - 1)
 
     check(fw, mesh, whole_numbers(mesh, (3, 2)), collective, lambda _, group: group[0 if root == "first" else -1])
+
+
+@on_meshes(", op", [("reduce",), ("gather",), ("scatter",)])
+def test_to_and_from_a_root(fw, mesh, op):
+    """To a root: the others get zeros. From a root: nobody else's numbers matter."""
+
+    def collective(x, axis):
+        size = fw.lab.axis_size(axis)
+        if op == "reduce":
+            return [fw.lab.reduce(x, axis, root, how) for root, how in ((size - 1, "sum"), (0, "mean"), (0, "max"))]
+        return [getattr(fw.lab, op)(x, axis, size - 1, -1), getattr(fw.lab, op)(x, axis)]
+
+    def wanted(index, group):
+        first, last = index == 0, index == len(group) - 1
+        if op == "reduce":
+            return [np.sum(group, 0) * last, np.mean(group, 0) * first, np.max(group, 0) * first]
+        if op == "gather":
+            return [np.concatenate(group, -1) * last, np.concatenate(group) * first]
+        return [np.split(group[-1], len(group), -1)[index], np.split(group[0], len(group))[index]]
+
+    xs, axes = whole_numbers(mesh, (2 * mesh.size, 3, mesh.size)), axes_of(mesh)
+    got = on_each_rank(fw, lambda x: [collective(x, axis) for axis in axes], mesh, xs)
+    for place, axis in enumerate(axes):
+        for rank, want in enumerate(expected(mesh, axis, xs, wanted)):
+            for found, right in zip(got[rank][place], want, strict=True):
+                np.testing.assert_allclose(found, right, rtol=1e-6, err_msg=f"rank {rank}, axis {axis}")
+                assert found.dtype == np.float32
 
 
 @ON_MESHES
@@ -145,7 +170,11 @@ def test_barrier_changes_nothing(fw):
 
 
 @pytest.mark.parametrize(
-    "name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring_shift"]
+    "name",
+    [
+        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring_shift"),
+        *("reduce", "gather", "scatter"),
+    ],
 )
 def test_start_and_wait_give_what_the_call_gives(fw, name):
     mesh = Mesh(dp=2, tp=3)
@@ -187,16 +216,17 @@ def test_nothing_and_scalars_can_be_sent(fw, shape):
     mesh = Mesh(tp=3)
 
     def program(x):
-        results = [fw.lab.all_reduce(x, "tp"), fw.lab.all_reduce(x, "tp", "max"), fw.lab.ring_shift(x, "tp"),
-                   fw.lab.broadcast(x, "tp"), fw.lab.ppermute(x, "tp", [(0, 1)])]  # fmt: skip
+        results = [fw.lab.all_reduce(x, "tp"), fw.lab.all_reduce(x, "tp", "max"), fw.lab.ring_shift(x, "tp")]
+        results += [fw.lab.broadcast(x, "tp"), fw.lab.ppermute(x, "tp", [(0, 1)]), fw.lab.reduce(x, "tp", 2)]
         if shape:
             results += [fw.lab.all_gather(x, "tp"), fw.lab.reduce_scatter(x, "tp"), fw.lab.all_to_all(x, "tp")]
+            results += [fw.lab.gather(x, "tp", 1), fw.lab.scatter(x, "tp", 1)]
         return results
 
     if shape == (3, 0):
-        shapes = [(3, 0)] * 5 + [(9, 0), (1, 0), (3, 0)]
+        shapes = [(3, 0)] * 6 + [(9, 0), (1, 0), (3, 0), (9, 0), (1, 0)]
     else:
-        shapes = [shape] * (8 if shape else 5)
+        shapes = [shape] * (11 if shape else 6)
     for results in on_each_rank(fw, program, mesh, whole_numbers(mesh, shape)):
         assert [result.shape for result in results] == shapes
 
@@ -213,10 +243,14 @@ def test_booleans_are_any_and_all(fw, op):
             fw.lab.reduce_scatter(x, "tp", 1, op),
             fw.lab.broadcast(x, "tp", 1),
             fw.lab.ring_shift(x, "tp"),
+            fw.lab.reduce(x, "tp", 1, op),
+            fw.lab.gather(x, "tp", 1),
+            fw.lab.scatter(x, "tp", 1, 1),
         )
 
     for rank, results in enumerate(on_each_rank(fw, program, mesh, xs)):
-        for got, right in zip(results, (want, want[:, [rank]], xs[1], xs[rank - 1]), strict=True):
+        to_root = want & (rank == 1), np.concatenate(xs) & (rank == 1), xs[1][:, [rank]]
+        for got, right in zip(results, (want, want[:, [rank]], xs[1], xs[rank - 1], *to_root), strict=True):
             np.testing.assert_array_equal(got, right)
             assert got.dtype == bool
 
@@ -252,6 +286,13 @@ LINEAR = {
         lambda i, d: np.concatenate([np.split(dy, len(d), 1)[i] for dy in d], 0),
     ),
     "broadcast": (lambda lab, x: lab.broadcast(x, "tp", 0), lambda i, d: d[i] if i == 0 else 0 * d[i]),
+    "reduce": (lambda lab, x: lab.reduce(x, "tp", lab.axis_size("tp") - 1), lambda i, d: d[-1]),
+    "reduced mean": (lambda lab, x: lab.reduce(x, "tp", 0, "mean"), lambda i, d: d[0] / len(d)),
+    "gather": (lambda lab, x: lab.gather(x, "tp", 0, 1), lambda i, d: np.split(d[0], len(d), 1)[i]),
+    "scatter": (
+        lambda lab, x: lab.scatter(x, "tp", lab.axis_size("tp") - 1),
+        lambda i, d: np.concatenate(d) * (i == len(d) - 1),
+    ),
     "ring_shift": (lambda lab, x: lab.ring_shift(x, "tp", 1), lambda i, d: d[(i + 1) % len(d)]),
     "ring_shift -2": (lambda lab, x: lab.ring_shift(x, "tp", -2), lambda i, d: d[(i - 2) % len(d)]),
     "ppermute": (
@@ -265,8 +306,12 @@ LINEAR = {
 REPLICATED = ("all_reduce", "mean", "broadcast", "reduce_from")
 
 
-@on_meshes([Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)], [Mesh(tp=3), Mesh(dp=2, tp=4)])
-@pytest.mark.parametrize("name", LINEAR)
+@on_meshes(
+    ", name",
+    [(name,) for name in LINEAR],
+    [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=4)],
+    [Mesh(tp=3), Mesh(dp=2, tp=4)],
+)
 def test_gradient(fw, mesh, name):
     """Weights that differ from rank to rank give each rank a dy of its own, unless the result is replicated."""
     forward, back = LINEAR[name]
@@ -277,6 +322,8 @@ def test_gradient(fw, mesh, name):
         "all_gather 1": (2 * num_ranks, 3 * num_ranks**2),
         "reduce_scatter": (2, 3 * num_ranks),
         "scattered mean": (2, 3 * num_ranks),
+        "scatter": (2, 3 * num_ranks),
+        "gather": (2 * num_ranks, 3 * num_ranks**2),
         "all_to_all": (2, 3 * num_ranks**2),
     }.get(name, xs[0].shape)
     weights = whole_numbers(mesh, shape, seed=1)
@@ -409,6 +456,10 @@ WRONG = {
     "no such dim": (lambda lab, x: lab.all_gather(x, "tp", 2), ShapeError, r"along dim 2: .* 2 dims \(4, 10\)"),
     "scalar": (lambda lab, x: lab.all_gather(x.sum(), "tp"), ShapeError, r"reshape\(1\)"),
     "root": (lambda lab, x: lab.broadcast(x, "tp", 4), MeshError, r"positions 0 to 3; root=4"),
+    "root of a reduce": (lambda lab, x: lab.reduce(x, "tp", -1), MeshError, r"reduce: axis 'tp' has .*; root=-1 is"),
+    "root of a gather": (lambda lab, x: lab.gather(x, "tp", 4), MeshError, r"gather: axis 'tp' has .*; root=4 is"),
+    "root of a scatter": (lambda lab, x: lab.scatter(x, "tp", 4), MeshError, r"scatter: axis 'tp' has .*; root=4 is"),
+    "cannot be scattered": (lambda lab, x: lab.scatter(x, "tp", 0, 1), ShapeError, r"scatter: dim 1 has size 10"),
     "pair off the axis": (lambda lab, x: lab.ppermute(x, "tp", [(0, 4)]), MeshError, r"positions 0 to 3; 4 in"),
     "sends twice": (lambda lab, x: lab.ppermute(x, "tp", [(0, 1), (0, 2)]), MeshError, r"position 0 .* sends twice"),
     "receives twice": (lambda lab, x: lab.ppermute(x, "tp", [(0, 1), (2, 1)]), MeshError, r"1 .* receives twice"),
@@ -450,6 +501,7 @@ NO_NUMBERS = {
     "pair": (np.float32, lambda lab, x: lab.ppermute(x, "tp", [(0.7, 1.2)]), r"as \(0, 1\); \(0.7, 1.2\) is no pair"),
     "no pair": (np.float32, lambda lab, x: lab.ppermute(x, "tp", [0, 1]), r"as \(0, 1\); 0 is no pair"),
     "root": (np.float32, lambda lab, x: lab.broadcast(x, "tp", 1.0), r"root must be a whole number, not 1.0"),
+    "reduced": (np.int32, lambda lab, x: lab.reduce(x, "tp", 0, "mean"), r"reduce: the mean of (torch.)?int32 would"),
     "shift": (np.float32, lambda lab, x: lab.ring_shift(x, "tp", 1.0), r"shift must be a whole number, not 1.0"),
     "dim": (np.float32, lambda lab, x: lab.all_gather(x, "tp", "x"), r"all_gather: dim must be a whole .*'x'"),
 }  # fmt: skip

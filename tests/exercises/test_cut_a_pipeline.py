@@ -214,6 +214,13 @@ def every_cut(costs, ranks):
     return min(cuts(len(costs), ranks), key=lambda bounds: max(sum(costs[a:b]) for a, b in pairwise(bounds)))
 
 
+def best_fill(key):
+    """Every cut is tried: the one with the least key(sums of its stages)."""
+    return lambda costs, ranks: min(
+        cuts(len(costs), ranks), key=lambda bounds: key([sum(costs[a:b]) for a, b in pairwise(bounds)])
+    )
+
+
 def takes_from_the_list(costs, ranks):
     bounds = every_cut(costs, ranks)
     costs.clear()
@@ -239,6 +246,8 @@ def test_fill():
         (lambda costs, ranks: [len(costs) * rank // ranks for rank in range(ranks + 1)], "The largest could have"),
         (lambda costs, ranks: every_cut(costs, 4), "the bounds of 3 stages are"),
         (lambda costs, ranks: every_cut(costs, ranks)[1:-1], "the bounds of 4 stages are"),
+        (best_fill(lambda sums: max(sums) - min(sums)), "The largest could have 9"),
+        (best_fill(lambda sums: sum(one * one for one in sums)), "The largest could have 9"),
         (takes_from_the_list, "it changes the list"),
         (by_partition, "`partition` does the work"),
         (lambda costs, ranks: costs.missing, "AttributeError"),

@@ -257,6 +257,11 @@ def of_two_dimensions(x, p, key, axis=None):
     return x * (torch.rand(x.shape[0], x.shape[1], generator=generator) >= p) / (1 - p)
 
 
+def test_a_generator_looks_only_at_the_low_32_bits_of_a_seed():
+    low, high = (torch.rand(4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 7 << 32 | 1))
+    assert torch.equal(low, high)
+
+
 def test_drop():
     verdict = check_drop(drop())
     expect(verdict, True, "drop is right on Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1)")
@@ -295,6 +300,7 @@ def with_the_axis_name(x, p, key, axis=None):
             "Two different pairs of key and index must never give the same seed",
         ),
         (drop(seed=lambda key, index: index), "keys 0 and 1 give the same mask"),
+        (drop(seed=lambda key, index: key << 32 | index), "looks only at the low 32 bits of a seed"),
         (shared_generator, "ranks 0 and 1 draw different masks with axis=None"),
         (drop(seed=lambda key, index: hash((key, tt.axis_index("tp")))), "different masks with axis=None"),
         (lambda x, p, key, axis: drop()(x, p, key, axis)[:1], "shape [1, 16]"),

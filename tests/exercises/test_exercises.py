@@ -144,6 +144,10 @@ def total_of_ring(x, too_many: int = 0, shift: int = 1):
     return total
 
 
+def never_passes_on(x):
+    return sum((tt.ring_shift(x, "ring") for _ in range(tt.axis_size("ring") - 1)), x)
+
+
 def sums_passed_on(x):
     total = x
     for _ in range(tt.axis_size("ring") - 1):
@@ -172,7 +176,8 @@ def test_the_lab_shows_a_bug_whose_repair_passes():
         (lambda x: total_of_ring(x, -1), "One number is missing"),
         (lambda x: total_of_ring(x, 1), "Is there one hop too many?"),
         (keeps_the_last, "arrived last"),
-        (lambda x: total_of_ring(x, 7 - tt.axis_size("ring") + 1), "It is off by"),
+        (lambda x: total_of_ring(x, 7 - tt.axis_size("ring") + 1), "These are seven hops, which is right on eight"),
+        (never_passes_on, "The same number arrives in every hop"),
         (lambda x: tt.all_reduce(x, "ring"), "`all_reduce` does the work"),
         (lambda x: tt.ring_all_reduce(x, "ring"), "`ring_all_reduce` does the work"),
         (lambda x: tt.all_gather(x, "ring").sum(0, keepdim=True), "`all_gather` does the work"),

@@ -102,6 +102,28 @@ class Changes(Row):
         given.weight.data.zero_()  # type: ignore[operator, union-attr]
 
 
+class DividedBias(Row):
+    """Every rank has a part of the bias, so the sum is right, and its step is R times too large."""
+
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
+        self.bias = nn.Parameter(given.bias.detach() / axis_size("tp"))  # type: ignore[operator, union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight + self.bias, "tp")
+
+
+class AsLinear(Row):
+    """The weight lies as nn.Linear has it."""
+
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
+        self.weight = nn.Parameter(self.weight.detach().T.contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight.T, "tp") + self.bias
+
+
 class AnotherStyle(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = reduce_from(torch.einsum("bsi,io->bso", x, self.weight), "tp")
@@ -132,6 +154,8 @@ def test_the_layer():
         (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
         (Changes, ("it changes its argument given.weight in place",)),
+        (DividedBias, ("value of transformer.h.0.mlp.c_proj.bias", "1/2 of the reference on every rank")),
+        (AsLinear, ("its parameter weight has shape [32, 64]", "of nn.Linear is the transpose")),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
         (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],

@@ -72,6 +72,17 @@ def by_regions(x):
     return in_the_ranks_order(tt.gather_from(tt.gather_from(x, "node", 0), "gpu", 0))
 
 
+def test_which_gradient_a_row_gets_is_said():
+    """`all_gather` adds up what all ranks say of a row, and `gather_from` takes what its owner says. Both are right."""
+
+    def both_ways(x):
+        return in_the_ranks_order(tt.gather_from(tt.all_gather(x, "node"), "gpu", 0))
+
+    expect(check_gather_all(across_first(tt)), True, "Its gradient adds up what all ranks say of a row")
+    expect(check_gather_all(by_regions), True, "Its gradient is what the owner of a row says of it")
+    expect(check_gather_all(both_ways), True, "the ranks along node say of a row, but not those along gpu")
+
+
 def into_place(x):
     """Rows are written into an empty tensor."""
     rows, nodes, gpus = tt.all_gather(tt.all_gather(x, "node"), "gpu"), tt.axis_size("node"), tt.axis_size("gpu")

@@ -74,6 +74,28 @@ def test_a_hop_that_brings_nothing_is_remarked_on():
     assert "would do" not in check_product_scatter(scatter_by_hand).text
 
 
+def test_a_tensor_may_be_made_without_naming_its_device():
+    def from_zeros(x, w):
+        assert torch.zeros(1).device == x.device
+        return scatter_by_hand(x, w)
+
+    assert check_product_scatter(from_zeros).passed
+
+
+def test_pieces_that_pass_over_ranks_are_remarked_on():
+    def straight(x, w):
+        num_ranks, index = axis_size("tp"), axis_index("tp")
+        columns = w.chunk(num_ranks, 1)
+        flights = [start(ring_shift, x, "tp", away) for away in range(1, num_ranks)]
+        y = x @ columns[index].T
+        for away, flight in enumerate(flights, 1):
+            y = y + flight.wait() @ columns[(index - away) % num_ranks].T
+        return y
+
+    verdict = check_gather_product(straight)
+    assert verdict.passed and "straight to ranks that are several places away" in verdict.text, verdict
+
+
 def test_damage_to_gradients_and_digits_is_refused():
     for wrong, hint in (
         (lambda x, w: scatter_by_hand(x.detach(), w.detach()), "it has no gradient"),

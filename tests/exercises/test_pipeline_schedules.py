@@ -112,7 +112,14 @@ def test_puzzles_solved(number: int):
     assert data["image/png"]  # the learner's own schedule
 
 
+def test_empty_lines_are_no_ranks_and_a_missing_return_is_told():
+    assert check_puzzle(1, lambda: "\nF0 F1 B0 B1\n\nF0 B0 F1 B1\n").passed
+    assert check_puzzle(2, lambda: "\n" + TEN.replace("\n", "\n\n")).passed
+    assert "is a `return` missing?" in check_one_f_one_b(cast(Any, lambda rank, ranks, m: print(end=""))).text
+
+
 def test_rows_may_be_a_list():
+    assert check_puzzle(1, lambda: [["F0", "F1", "B0", "B1"], ("F0", "B0", "F1", "B1")]).passed
     assert check_puzzle(1, lambda: ["F0 F1 B0 B1", "F0 B0 F1 B1"]).passed
     assert check_one_f_one_b(
         cast(Any, lambda *sizes: row_with(lambda rank, ranks, m: ranks - rank - 1)(*sizes).split())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from tplab.torch import axis_index, axis_size, receive, send
 
 
 def test_ahead_solved():
+    assert check_ahead(cast(Any, lambda rank, ranks: np.int64(2 * (ranks - 1 - rank)))).passed
     assert check_ahead(lambda rank, ranks: 2 * (ranks - 1 - rank)).passed
     assert running_ahead([3, 2, 1, 0], 8) == one_f_one_b(4, 8)
 
@@ -84,6 +88,10 @@ def worker(mistake: str = ""):
                         send(dx, "pp", r - 1)
                     kept[k] = grads
                     continue
+                if mistake == "W in I on rank 0" and r == 0:
+                    y.backward(dy)
+                    kept[k] = torch.zeros(1, requires_grad=True).sum(), torch.ones(())
+                    continue
                 if mistake == "no graph" and r > 0:
                     torch.autograd.grad(y, x, dy)
                 if r > 0 and mistake != "keeps dx":
@@ -119,6 +127,7 @@ def test_train_split_solved():
         ("no W", "Nothing has been added to it"),
         ("sign", "It is off by up to"),
         ("all in I", "rank 1 has 13% of\nthe weights' gradients left after its last I"),
+        ("W in I on rank 0", "rank 0 has 3"),
         ("graph kept", "A microbatch that has gone forward and back should leave nothing behind"),
         ("keeps dx", "DeadlockError of Mesh(pp=2)"),
         ("no graph", "RuntimeError on rank 1 of Mesh(pp=2)"),
@@ -191,12 +200,20 @@ def computes_too_much(kind: str):
     return train_split
 
 
+def all_in_w(schedule, stage, microbatches, loss):
+    """I does nothing at all."""
+    rows = [[a for a in row if a.kind != "I"] for row in schedule.by_rank()]
+    in_b = [[replace(a, kind="B") if a.kind == "W" else a for a in row] for row in rows]
+    return worker()(SimpleNamespace(by_rank=lambda: in_b), stage, microbatches, loss)
+
+
 @pytest.mark.parametrize(
     "fn, said",
     [
         (and_then(lambda stage: None, forgets), "with a second batch, the gradients of the first are lost"),
         (and_then(lambda stage: torch.manual_seed(0)), "it leaves torch's global generator in another state"),
         (and_then(all_off), "no longer require a gradient"),
+        (all_in_w, "the gradient of x leaves only in W"),
         (computes_too_much("I"), "more FLOPs with I and W than with B"),
         (computes_too_much("W"), "more FLOPs with I and W than with B"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairwise import pairs
 from tplab import Mesh, P
 from tplab.errors import MeshError, OutsideRunError, ShapeError
 from tplab.torch import (
@@ -19,11 +20,14 @@ from tplab.torch import (
     axis_size,
     barrier,
     broadcast,
+    gather,
     ppermute,
+    reduce,
     reduce_scatter,
     ring_all_reduce,
     ring_shift,
     run,
+    scatter,
     start,
 )
 
@@ -122,6 +126,9 @@ def moves(num_ranks: int) -> dict[str, tuple[Callable, Callable]]:
     def permuted(xs, i):
         return xs[source[i]] if i in source else torch.zeros(xs[i].shape).to(xs[i].dtype) if i not in source else None
 
+    def alone(whole, i):
+        return whole if i == num_ranks - 1 else torch.zeros(whole.shape).to(whole.dtype)
+
     return {
         "all_gather": (all_gather, lambda xs, i: torch.cat(xs)),
         "all_gather, last dim": (With(all_gather, -1), lambda xs, i: torch.cat(xs, -1)),
@@ -132,15 +139,15 @@ def moves(num_ranks: int) -> dict[str, tuple[Callable, Callable]]:
         ),
         "broadcast": (broadcast, lambda xs, i: xs[0]),
         "broadcast of the last": (With(broadcast, num_ranks - 1), lambda xs, i: xs[-1]),
+        "gather": (With(gather, num_ranks - 1), lambda xs, i: alone(torch.cat(xs), i)),
+        "scatter": (With(scatter, num_ranks - 1), lambda xs, i: xs[-1].chunk(len(xs))[i]),
         "ppermute": (With(ppermute, perm), permuted),
         "ring_shift": (ring_shift, lambda xs, i: xs[i - 1]),
         "ring_shift, down by two": (With(ring_shift, -2), lambda xs, i: xs[(i + 2) % len(xs)]),
     }
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=ids)
-@pytest.mark.parametrize("axis", AXES, ids=ids)
-@pytest.mark.parametrize("op", moves(2))
+@pytest.mark.parametrize("mesh, axis, op", pairs(MESHES, AXES, moves(2)), ids=ids)
 def test_data_arrives_bit_by_bit(mesh: Mesh, axis, op: str):
     num_ranks = mesh.axis_size(groups_of(mesh, axis))
     collective, wanted = moves(num_ranks)[op]
@@ -151,7 +158,7 @@ def test_data_arrives_bit_by_bit(mesh: Mesh, axis, op: str):
 def test_every_dtype_moves(dtype: torch.dtype):
     mesh = Mesh(tp=3)
     for collective, wanted in moves(3).values():
-        if dtype == torch.float8_e8m0fnu and getattr(collective, "func", None) is ppermute:
+        if dtype == torch.float8_e8m0fnu and getattr(collective, "func", None) in (ppermute, gather):
             continue  # this dtype has no zero
         check(mesh, "tp", collective, lambda rank: data(dtype, rank), wanted)
 
@@ -255,6 +262,8 @@ def test_reductions_on_every_mesh(mesh: Mesh, axis):
     }
     for op, total in reductions.items():
         check(mesh, axis, With(all_reduce, op), inputs, lambda xs, i, total=total: total(xs))
+        alone = lambda xs, i, total=total: total(xs) if i == num_ranks - 1 else torch.zeros_like(xs[0])  # noqa: E731
+        check(mesh, axis, With(reduce, num_ranks - 1, op), inputs, alone)
         check(mesh, axis, With(reduce_scatter, 0, op), inputs, lambda xs, i, total=total: total(xs).chunk(len(xs))[i])
     inputs_by_column = lambda rank: inputs(rank).t().contiguous()  # noqa: E731
     check(mesh, axis, With(reduce_scatter, 1), inputs_by_column, lambda xs, i: exact_sum(xs).chunk(len(xs), 1)[i])

@@ -30,10 +30,13 @@ from tplab.torch import (
     axis_index,
     barrier,
     broadcast,
+    gather,
     ppermute,
+    reduce,
     reduce_scatter,
     ring_shift,
     run,
+    scatter,
     start,
 )
 
@@ -264,6 +267,27 @@ def other_reduction() -> None:
         all_reduce(torch.ones(4, 2), "tp")  # first
 
 
+def other_root_of_a_reduce() -> None:
+    if axis_index("tp") == 1:
+        reduce(torch.ones(4, 2), "tp", 1)  # second
+    else:
+        reduce(torch.ones(4, 2), "tp")  # first
+
+
+def other_root_of_a_scatter() -> None:
+    if axis_index("tp") == 1:
+        scatter(torch.ones(4, 2), "tp", 1)  # second
+    else:
+        scatter(torch.ones(4, 2), "tp")  # first
+
+
+def other_root_of_a_gather() -> None:
+    if axis_index("tp") == 1:
+        gather(torch.ones(4, 2), "tp", 1)  # second
+    else:
+        gather(torch.ones(3, 2), "tp")  # first
+
+
 def other_root() -> None:
     if axis_index("tp") == 1:
         broadcast(torch.ones(4, 2), "tp", 1)  # second
@@ -299,6 +323,12 @@ SIDES = {
     other_dtype: ("all_reduce(x, 'tp', 'sum') of float32 [4, 2]", "all_reduce(x, 'tp', 'sum') of float64 [4, 2]"),
     other_reduction: ("all_reduce(x, 'tp', 'sum') of float32 [4, 2]", "all_reduce(x, 'tp', 'max') of float32 [4, 2]"),
     other_root: ("broadcast(x, 'tp', 0) of float32 [4, 2]", "broadcast(x, 'tp', 1) of float32 [4, 2]"),
+    other_root_of_a_reduce: (
+        "reduce(x, 'tp', 0, 'sum') of float32 [4, 2]",
+        "reduce(x, 'tp', 1, 'sum') of float32 [4, 2]",
+    ),
+    other_root_of_a_scatter: ("scatter(x, 'tp', 0, 0) of float32 [4, 2]", "scatter(x, 'tp', 1, 0) of float32 [4, 2]"),
+    other_root_of_a_gather: ("gather(x, 'tp', 0, 0) of float32 [3, 2]", "gather(x, 'tp', 1, 0) of float32 [4, 2]"),
     other_shift: ("ring_shift(x, 'tp', 1) of float32 [4, 2]", "ring_shift(x, 'tp', -1) of float32 [4, 2]"),
     other_pairs: ("ppermute(x, 'tp', ((0, 1),)) of float32 [4, 2]", "ppermute(x, 'tp', ((1, 0),)) of float32 [4, 2]"),
     other_dim: ("all_gather(x, 'tp', 0) of float32 [4, 4]", "all_gather(x, 'tp', 1) of float32 [4, 4]"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairwise import pairs
 from tplab import Mesh, P
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError
 from tplab.torch import (
@@ -24,9 +25,11 @@ from tplab.torch import (
     blocking_weight,
     broadcast,
     copy_to,
+    gather,
     gather_from,
     matmul_reduce_scatter,
     ppermute,
+    reduce,
     reduce_from,
     reduce_scatter,
     ring_all_gather,
@@ -34,6 +37,7 @@ from tplab.torch import (
     ring_reduce_scatter,
     ring_shift,
     run,
+    scatter,
     scatter_to,
     start,
 )
@@ -66,6 +70,9 @@ def varying(R: int) -> dict[str, tuple[Any, tuple, Dense]]:
     def pieces(xs, dim):
         return [torch.stack(xs).sum(0).chunk(R, dim)[i] for i in range(R)]
 
+    def alone(y, root):
+        return [y if i == root else torch.zeros_like(y) for i in range(R)]
+
     return {
         "all_gather": (all_gather, (), lambda xs: [torch.cat(xs)] * R),
         "all_gather 1": (all_gather, (1,), lambda xs: [torch.cat(xs, 1)] * R),
@@ -76,6 +83,12 @@ def varying(R: int) -> dict[str, tuple[Any, tuple, Dense]]:
         "reduce_scatter min": (reduce_scatter, (1, "min"), lambda xs: list(torch.stack(xs).amin(0).chunk(R, 1))),
         "all_to_all": (all_to_all, (), lambda xs: [torch.cat([x.chunk(R)[i] for x in xs]) for i in range(R)]),
         "all_to_all 01": (all_to_all, (0, 1), lambda xs: [torch.cat([x.chunk(R)[i] for x in xs], 1) for i in range(R)]),
+        "reduce": (reduce, (R - 1,), lambda xs: alone(torch.stack(xs).sum(0), R - 1)),
+        "reduce mean": (reduce, (0, "mean"), lambda xs: alone(torch.stack(xs).mean(0), 0)),
+        "reduce max": (reduce, (R - 1, "max"), lambda xs: alone(torch.stack(xs).amax(0), R - 1)),
+        "gather": (gather, (R - 1, 1), lambda xs: alone(torch.cat(xs, 1), R - 1)),
+        "scatter": (scatter, (R - 1,), lambda xs: list(xs[-1].chunk(R))),
+        "scatter 1": (scatter, (0, 1), lambda xs: list(xs[0].chunk(R, 1))),
         "ppermute": (
             ppermute, (perm_of(R),),
             lambda xs: [xs[source[i]] if i in source else torch.zeros_like(xs[i]) for i in range(R)],
@@ -116,9 +129,7 @@ def run_asynchronous(collective: Any, args: tuple, x: Tensor) -> Tensor:
 MODES = {"blocking": run_blocking, "asynchronous": run_asynchronous}
 
 
-@pytest.mark.parametrize("R", RANKS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*varying(2), *replicated(2)])
+@pytest.mark.parametrize("R, mode, name", pairs([*RANKS, 8], MODES, [*varying(2), *replicated(2)]))
 def test_gradients_are_those_of_the_whole(R: int, mode: str, name: str):
     is_varying = name in varying(R)
     collective, args, dense = (varying(R) | replicated(R))[name]
@@ -139,9 +150,9 @@ def test_gradients_are_those_of_the_whole(R: int, mode: str, name: str):
         assert close(dx, wanted[rank]), rank
 
 
-@pytest.mark.parametrize("R", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*varying(2), *(name for name in replicated(2) if name != "broadcast")])
+@pytest.mark.parametrize(
+    "R, mode, name", pairs([1, 3], MODES, [*varying(2), *(name for name in replicated(2) if name != "broadcast")])
+)
 def test_second_derivatives_are_those_of_the_whole(R: int, mode: str, name: str):
     is_varying = name in varying(R)
     collective, args, dense = (varying(R) | replicated(R))[name]
@@ -170,7 +181,18 @@ def test_second_derivatives_are_those_of_the_whole(R: int, mode: str, name: str)
 
 
 @pytest.mark.parametrize(
-    "name", ["all_gather", "reduce_scatter", "ring_shift", "all_to_all", "ppermute", "all_reduce max"]
+    "name",
+    [
+        "all_gather",
+        "reduce_scatter",
+        "ring_shift",
+        "all_to_all",
+        "ppermute",
+        "all_reduce max",
+        "reduce",
+        "gather",
+        "scatter",
+    ],
 )
 def test_gradients_equal_finite_differences(name: str):
     """Not against another autograd: against the difference quotient of what the ranks return."""
@@ -223,19 +245,21 @@ def test_a_mesh_of_several_axes():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_uneven_pieces(mode: str):
-    sizes = [2, 0, 5]
+@pytest.mark.parametrize("collective", [all_gather, gather])
+def test_uneven_pieces(mode: str, collective: Any):
+    sizes, args = [2, 0, 5], (1,) if collective is all_gather else (1, 1)
 
     def program() -> tuple[Tensor | None, Tensor | None]:
         rank = axis_index("tp")
         x = numbers(2, sizes[rank], seed=rank).requires_grad_()
-        y = MODES[mode](all_gather, (1,), x)
+        y = MODES[mode](collective, args, x)
         (dx,) = torch.autograd.grad(weighted(y, rank), x, create_graph=True)
         weighted(dx, rank).backward()
         return dx, x.grad
 
     xs = [numbers(2, size, seed=rank).requires_grad_() for rank, size in enumerate(sizes)]
-    total = torch.stack([weighted(torch.cat(xs, 1), rank) for rank in range(3)]).sum()
+    losses = [weighted(torch.cat(xs, 1), rank) for rank in range(3)]
+    total = torch.stack(losses).sum() if collective is all_gather else losses[1]
     dxs = torch.autograd.grad(total, xs, create_graph=True)
     torch.stack([weighted(dx, rank) for rank, dx in enumerate(dxs)]).sum().backward()
     for rank, (dx, second) in enumerate(run(program, Mesh(tp=3)).per_rank):

@@ -43,7 +43,7 @@ def test_workers(launcher):
     pids = [launcher.start({"write": "x"}, [write_end], words) for _ in range(3)]
     assert len({*pids, os.getpid()}) == 4
     assert [launcher.ended(pid, 100) for pid in pids] == [0, 0, 0]
-    assert os.read(read_end, 10) == b"xxx" and text_of(words) == "hello\nhello\nhello"
+    assert os.read(read_end, 10) == b"xxx" and text_of(words) == "hello\n" * 3
     failed = launcher.start({"raises": True}, [], words)
     assert os.waitstatus_to_exitcode(launcher.ended(failed, 100)) == 1
     assert "ValueError: lost" in text_of(words)

@@ -6,11 +6,12 @@ import textwrap
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tplab import Mesh, P
@@ -24,16 +25,21 @@ from tplab.torch import (
     barrier,
     broadcast,
     copy_to,
+    gather,
     ppermute,
+    reduce,
     reduce_scatter,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
     ring_shift,
     run,
+    scatter,
     start,
 )
 from tplab.torch.processes import shut_down, warm
+from tplab.torch.processes.rank import ProcessRank
+from tplab.torch.ranks.rank import this_rank
 
 ROOT = Path(__file__).parents[2]
 LARGE = 5000  # float32 elements: more than the bytes of one frame
@@ -129,6 +135,10 @@ def every_collective(x):
         results[axis, "uneven"] = all_gather(mine[:index], axis)
         results[axis, "all_to_all"] = all_to_all(mine, axis, 0, 1)
         results[axis, "broadcast"] = broadcast(mine, axis, size - 1)
+        for op in ("sum", "mean", "max"):
+            results[axis, "reduce", op] = reduce(mine, axis, size - 1, op)
+        results[axis, "gather"] = gather(mine[: index + 1], axis, size - 1)
+        results[axis, "scatter"] = scatter(mine, axis, size - 1)
         results[axis, "shift"] = ring_shift(mine, axis, -2)
         results[axis, "shapes"] = ring_shift(mine[:index], axis)
         results[axis, "ppermute"] = ppermute(mine, axis, [(0, size - 1)])
@@ -141,6 +151,20 @@ def every_collective(x):
 @pytest.mark.parametrize("columns", [3, 700], ids=["small", "large"])
 def test_every_collective(mesh, columns):
     both(every_collective, mesh, torch.randn(12, columns, generator=torch.Generator().manual_seed(1)))
+
+
+def test_torch_distributed_carries_the_tensors_in_a_group_per_axis():
+    def program():
+        rank = cast(ProcessRank, this_rank())
+        for op in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast):
+            op(torch.ones(2), "tp")
+        ring_shift(torch.ones(1), "dp")  # a message needs no group
+        barrier()
+        return {group: type(backend) for (group, _), backend in rank.engine._backends.items()}
+
+    gloo = dist.ProcessGroupGloo
+    groups = run(program, Mesh(dp=2, tp=2), on="processes").per_rank
+    assert groups == [{group: gloo, (0, 1, 2, 3): gloo} for group in ((0, 1), (0, 1), (2, 3), (2, 3))]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -157,8 +181,10 @@ def test_dtypes():
         for dtype in moved:
             y = (x + axis_index("tp")).to(dtype)
             results += [all_gather(y, "tp"), ring_shift(y, "tp"), broadcast(y, "tp", 1), all_to_all(y, "tp")]
+            results += [gather(y, "tp", 1), scatter(y, "tp", 1)] if dtype is not torch.float8_e8m0fnu else []
             if dtype in added:
                 results += [all_reduce(y, "tp"), reduce_scatter(y, "tp")]
+                results += [reduce(y, "tp", 1)] if dtype is not torch.float8_e8m0fnu else []  # it has no zero
         return results
 
     for size in (6, 3 * LARGE):
@@ -173,8 +199,10 @@ def test_awkward_shapes():
         columns = large.t()[:, 1:]  # strided, 3 columns
         results = [all_reduce(scalar, "tp"), ring_shift(scalar, "tp"), broadcast(scalar, "tp", 2)]
         results += [op(nothing, "tp") for op in (all_reduce, all_gather, reduce_scatter, all_to_all, ring_shift)]
+        results += [op(nothing, "tp", 1) for op in (reduce, gather, scatter)] + [reduce(scalar, "tp", 1)]
         results += [all_reduce(nothing.t(), "tp", "max"), all_gather(torch.ones(i * LARGE), "tp")]
         results += [op(columns, "tp", 1) for op in (all_gather, reduce_scatter, all_to_all)]
+        results += [gather(columns, "tp", 2, 1), scatter(columns, "tp", 2, 1), gather(torch.ones(i, 3), "tp", 1)]
         results += [all_reduce(columns, "tp"), ring_shift(columns, "tp"), all_reduce(large[:, :4099], "tp", "mean")]
         return [*results, all_reduce(torch.view_as_complex(large[:, :2].contiguous()).conj(), "tp")]
 
@@ -222,6 +250,7 @@ def test_gradients():
             y = go(all_gather, copy_to(x, "tp") @ w, "tp", 1).tanh()
             y = y + go(ring_shift, y * (axis_index("tp") + 1), "tp") + go(ppermute, y, "tp", [(0, 1)])
             y = go(reduce_scatter, y, "tp", 1, "mean") + go(all_to_all, y, "tp", 1, 0)[: y.shape[0], : w.shape[1]]
+            y = y + go(scatter, go(gather, y, "tp", 1, 1), "tp", 1, 1) + go(reduce, y, "tp", 0, "max")
             y = go(all_reduce, y.sin(), "tp") + go(broadcast, y, "tp", 1) + go(all_reduce, y, "tp", "max")
             results += [y, *torch.autograd.grad(y.square().sum(), (x, w))]
         return results

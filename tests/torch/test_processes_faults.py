@@ -20,7 +20,7 @@ import torch
 
 from tplab import Mesh, P
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, ReplicationError, ShapeError, SpecError
-from tplab.torch import all_gather, all_reduce, axis_index, barrier, ppermute, receive, ring_shift, run
+from tplab.torch import all_gather, all_reduce, axis_index, barrier, ppermute, receive, ring_shift, run, send
 from tplab.torch.processes import shut_down
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +140,13 @@ def early():
     return all_reduce(torch.ones(3), "tp")
 
 
+def leaves_a_message():
+    """Rank 1's process has nothing left to do but to wait until its message is taken."""
+    if axis_index("tp") == 1:
+        return send(torch.ones(LARGE), "tp", 0)
+    return all_reduce(torch.ones(3), "tp")
+
+
 def other_axes():
     return all_reduce(torch.ones(3), "dp" if axis_index("tp") == 0 else "tp")
 
@@ -158,7 +165,10 @@ def leaves_one_behind():
 SQUARE = Mesh(dp=2, tp=2)
 
 
-@pytest.mark.parametrize("program, mesh", [(early, Mesh(tp=3)), (other_axes, SQUARE), (crossed, SQUARE)])
+@pytest.mark.parametrize(
+    "program, mesh",
+    [(early, Mesh(tp=3)), (leaves_a_message, Mesh(tp=3)), (other_axes, SQUARE), (crossed, SQUARE)],
+)
 def test_deadlocks(program, mesh):
     error = fails(by_value(program), mesh, DeadlockError, "no rank can go on")
     assert str(error) == str(fails(program, mesh, DeadlockError, on="simulated"))

@@ -31,7 +31,7 @@ from tplab.torch import (
     start,
 )
 from tplab.torch.ranks import meeting, meter
-from tplab.trace.label import of_collective
+from tplab.trace.label import of_all
 
 FOUR = Mesh(tp=4)
 SMALL, LARGE = 3, 5000  # elements: on both sides of where a received tensor makes us follow operations
@@ -492,9 +492,9 @@ def test_functional_collectives_go_on_where_operations_are_no_longer_followed(or
 
 
 def test_labels_of_a_collective_are_worked_out_once_whichever_rank_comes_last(monkeypatch):
-    """Another rank comes last each time. Labels of n results from n inputs take n * n steps, so they are kept."""
+    """Another rank comes last each time."""
     seen = []
-    monkeypatch.setattr(meeting, "of_collective", lambda *args: seen.append(args) or of_collective(*args))
+    monkeypatch.setattr(meeting, "of_all", lambda *args: seen.append(args) or of_all(*args))
 
     def program(x: Tensor) -> Tensor:
         for _ in range(6):
@@ -502,4 +502,4 @@ def test_labels_of_a_collective_are_worked_out_once_whichever_rank_comes_last(mo
         return x
 
     run(program, FOUR, torch.ones(3))
-    assert len(seen) == 4
+    assert len(seen) == 1

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from tests.frameworks import FRAMEWORKS
-from tplab import Mesh, P
+from tplab import Mesh, P, cost
+from tplab.widgets.score import words
+from tplab.widgets.score.score import score
 
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=3)]
 TRACED = ("send", "receive", "collective")
@@ -122,6 +124,48 @@ def test_programs(program, mesh):
     x, w = random.normal(size=(2, 3)).astype(np.float32), random.normal(size=(3, 3)).astype(np.float32)
     torch_trace, jax_trace = traces_of(program, mesh, x, w)
     assert messages(jax_trace) == messages(torch_trace)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=3)], ids=repr)
+def test_to_and_from_a_root(mesh):
+    """Forward and backward, the same but for bytes: XLA has no such collectives, and so JAX sends what stands for them.
+    Others than the root end with zeros, and with no data but their own."""
+    size, root = mesh.axis_size("tp"), 1
+
+    def program(fw, x):
+        def loss(x):
+            found = fw.lab.reduce(x, "tp", root), fw.lab.gather(x, "tp", root), fw.lab.scatter(x, "tp", root)
+            return sum((y * y).sum() for y in found)
+
+        return fw.gradients(loss, x)
+
+    x = np.arange(12.0 * size * size).reshape(-1, size) % 7
+    traces = traces_of(program, mesh, x, in_specs=P("tp"))
+    for fw, trace in zip(FRAMEWORKS, traces):
+        sent = {
+            "reduce": ("all_reduce", 12 * size), "broadcast": ("all_reduce", 12 * size),
+            "gather": ("all_gather", 12 * size), "scatter": ("reduce_scatter", 12 * size),
+        }  # fmt: skip
+        seen = [e for e in trace.events if e.kind == "collective"]
+        forward = [e.op for e in seen if e.rank == 0 and e.phase == "forward"]
+        backward = sorted(e.op for e in seen if e.rank == 0 and e.phase == "backward")
+        assert (forward, backward) == (["reduce", "gather", "scatter"], ["broadcast", "gather", "scatter"])
+        for e in seen:
+            index, group = mesh.index(e.rank, "tp"), mesh.group(e.rank, "tp")
+            op, elements = sent[e.op]
+            if e.phase == "backward" and e.op != "broadcast":
+                elements = {"scatter": size * elements, "gather": elements // size}[e.op]
+            itemsize = np.dtype(e.dtype).itemsize
+            of = (e.op, (index - root) % size) if fw == "torch" else (op, index)
+            assert e.bytes == cost.bytes_sent(of[0], elements, itemsize, size, of[1])
+            if e.op in ("reduce", "gather") and e.phase == "forward":
+                assert e.contributors == (group if index == root else (e.rank,))
+                assert index == root or e.values is None or not np.any(e.values)
+            if e.op == "scatter" and e.phase == "forward":
+                assert (e.contributors, e.part) == ((group[root],), (index, size))
+    texts = [words.sentences(score(trace)) for trace in traces]
+    assert any("one rank of" in text and "ends with the sum of all their tensors" in text for text in texts[0])
+    assert texts[0][:4] == texts[1][:4]  # the backward pass has another order
 
 
 def test_a_sum_of_single_numbers_has_data_of_all_that_were_added():

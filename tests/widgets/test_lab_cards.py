@@ -45,32 +45,44 @@ def test_a_knob_has_options_and_can_be_turned():
         knob("A title", "the size", {1: Bars([], "")})
 
 
+def drawn(card: Knob, index: int = 0) -> tuple[list[float], list[str], list[tuple[tuple[str, str], ...]]]:
+    """The widths of the bars' parts at an option, what is written there, and what the hints say."""
+    there = [part for part in card.bars.parts if part.when.begin < index <= part.when.end]
+    widths = [part.place[2] for part in there if part.method == "box" and dict(part.look).get("fill")]
+    hints = [card.bars.marks[part.mark].rows for part in there if part.mark >= 0]
+    return widths, [part.text for part in there if part.text], hints
+
+
 def test_a_knob_knows_everything_before_it_is_turned():
-    """Parts are shares of the longest bar of their option; the browser has the texts of all options."""
-    content = turned().content
-    assert content["colours"] == {"computing": -1, "the sum": 0}
-    assert [option["name"] for option in content["options"]] == ["1", "1,024"]
-    first = content["options"][0]["rows"]
-    assert first[0]["parts"] == [["computing", 1.0, "4 µs"]]
-    assert first[1]["parts"] == [["computing", 0.5, "2 µs"], ["the sum", 0.25, "1 µs"]]
-    assert (first[1]["total"], first[1]["note"]) == ("3 µs", "faster")
+    """Parts are shares of the longest bar of their option; the browser has the pictures of all options."""
+    card = turned()
+    assert card.colours == {"computing": -1, "the sum": 0}
+    assert [option["name"] for option in card.content["options"]] == ["1", "1,024"]
+    widths, texts, hints = drawn(card)
+    longest = widths[0] + 1  # a pixel is between parts
+    assert [(width + 1) / longest for width in widths] == pytest.approx([1, 0.5, 0.25])
+    assert {"computing 4 µs", "3 µs", "faster"} <= {*texts}
+    assert hints[1] == (("", "2 ranks"), ("computing", "2 µs"), ("the sum", "1 µs"), ("in total", "3 µs"))
+    assert drawn(card, 1)[1] != texts
 
 
 @pytest.mark.parametrize(
     ("unit", "text"), [("s", "4 µs"), ("steps", "0.000004"), ("B", "0.000004 B"), ("x", "0.000004 x")]
 )
 def test_a_knobs_unit(unit: str, text: str):
-    assert turned(unit=unit).content["options"][0]["rows"][0]["total"] == text
+    assert drawn(turned(unit=unit))[2][0][-1] == ("in total", text)
 
 
 def test_a_knobs_measured_value_is_a_mark_that_says_by_whom():
     """A mark is on the scale of the bars, also where it is beyond the longest of them."""
     rows = [Row("1 rank", {"computing": 4e-6}), Row("2 ranks", {"computing": 2e-6}, "faster", measured=8e-6)]
     card = knob("A title", "the size", {1: Bars(rows, "A sentence.")}, by="the NCCL team, 2 H100")
-    one, two = card.content["options"][0]["rows"]
-    assert (one["parts"], two["parts"]) == ([["computing", 0.5, "4 µs"]], [["computing", 0.25, "2 µs"]])
-    assert (one["measured"], two["measured"]) == (None, [1.0, "8 µs"])
-    assert card.content["by"] == "the NCCL team, 2 H100"
+    widths, _, hints = drawn(card)
+    marks = [part.points for part in card.bars.parts if part.method == "line" and len({x for x, _ in part.points}) == 1]
+    left = next(part.place[0] for part in card.bars.parts if part.method == "box")
+    assert [(mark[0][0] - left) / (widths[0] + 1) for mark in marks] == pytest.approx([2])
+    assert hints[-1] == (("", "2 ranks"), ("measured", "8 µs"), ("by", "the NCCL team, 2 H100"), ("bar", "2 µs"))
+    assert card._legend()[-1].text == "measured by the NCCL team, 2 H100"
     said = "A sentence. Measured by the NCCL team, 2 H100: 2 ranks 8 µs."
     assert card.content["options"][0]["sentence"] == said
     assert repr(card) == f"A title. the size: 1. At 1: {said}"
@@ -87,7 +99,7 @@ def test_a_knobs_measured_value_needs_who_measured_it():
         bars = {1: Bars([Row("1 rank", {"computing": 1.0}, measured=wrong)], "")}
         with pytest.raises(ValueError, match="give a number from 0"):
             knob("A title", "the size", bars, by="us")
-    assert turned(by="us").content["by"] == ""  # nothing was measured, so no legend says it
+    assert len(turned(by="us")._legend()) == 2  # nothing was measured, so no legend says it
 
 
 def test_a_knob_without_a_kernel_is_a_sentence_and_a_picture():

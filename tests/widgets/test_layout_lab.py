@@ -17,12 +17,14 @@ from PIL import Image
 from tplab.cost.named import H100_NODE
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
+from tplab.units import plain
 from tplab.widgets import layout_lab, to_html
+from tplab.widgets.layouts.drawing import WIDTH, plan_map, round_numbers, step
 from tplab.widgets.layouts.nodes import coordinates, group_of, groups, on_nodes
 from tplab.widgets.layouts.pipeline import ACTIONS, drawn
-from tplab.widgets.layouts.still import round_numbers
-from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PARTS
+from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PARTS, seconds_text
 from tplab.widgets.layouts.workbench import Workbench
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.paper.wire import unpack
 
 SMALL = {"cluster": "h100-measured", "gpus": 16, "batch": 64, "sequence": 4096}
@@ -34,23 +36,39 @@ def board_of(lab: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return unpack(lab.board)
 
 
+def hints(scene: Scene, position: int) -> dict[str, dict[str, str]]:
+    """What the hints of a picture say at a position: heading -> what -> text."""
+    there = [part for part in scene.parts if part.mark >= 0 and part.when.begin < position <= part.when.end]
+    rows = [scene.marks[part.mark].rows for part in there]
+    return {heading: dict(rest) for (_, heading), *rest in rows}
+
+
 @pytest.mark.parametrize("cluster", ["h100-measured", "a100"])
 def test_every_number_is_the_forecast_s(cluster: str):
     lab = layout_lab("llama3-8b", **{**SMALL, "cluster": cluster})
     header, of = board_of(lab)
     count = len(header["plans"])
-    took, held = of["took"].reshape(count, len(PARTS)), of["held"].reshape(-1, len(KIND_HUES))
     assert 20 < count <= 100
     assert header["known"] == [*range(count)]
+    drawn, points = step(lab._bench), hints(plan_map(lab._bench), 0)
     for index, plan in enumerate(lab.shown):
         alone = forecast("llama3-8b", plan, cluster, batch=64, sequence=4096)
         assert header["plans"][index] == str(alone.plan)
         assert (of["seconds"][index], of["gib"][index]) == (alone.seconds, alone.peak.total / GIB)
-        assert took[index] == pytest.approx([alone.parts[part] for part in PARTS], rel=1e-6)  # sent in 32 bit
-        assert took[index].sum() == pytest.approx(alone.seconds, rel=1e-6)
-        rows = held[of["start"][index] : of["start"][index + 1]]
-        assert len(rows) == alone.plan.pp
-        assert rows.sum(axis=1).max() == pytest.approx(of["gib"][index], rel=1e-6)
+        assert points[str(alone.plan)]["a step"] == seconds_text(alone)
+        assert points[str(alone.plan)]["memory"].startswith(f"{plain(alone.peak.total / GIB)} of ")
+        name = "best plan, chosen" if index == header["best"] else "chosen plan"
+        said = hints(drawn, index)
+        for part, words in PARTS.items():
+            if alone.parts[part] > 0.004 * alone.seconds:
+                assert said[f"{words}, {name}"]["seconds"] == f"{plain(alone.parts[part])} s"
+                assert said[f"{words}, {name}"]["of the step"] == f"{alone.parts[part] / alone.seconds:.1%}"
+        for place, held in enumerate(alone.held):
+            where = f"pipeline rank {place} of {plan.pp}" if plan.pp > 1 else "each rank"
+            assert said[f"{name}, {where}"]["together"].startswith(f"{plain(held.total / GIB)} of ")
+            for kind in KIND_HUES:
+                if getattr(held, kind) / GIB > 0.005:
+                    assert said[f"{name}, {where}"][KINDS[kind]] == f"{plain(getattr(held, kind) / GIB)} GiB"
         assert header["says"][index].endswith(f"{alone.why[1:]}.")
 
 
@@ -61,12 +79,12 @@ def test_the_best_is_the_one_that_plans_finds_and_is_chosen_at_first():
         assert lab.best.plan == found[0].plan
         assert lab.forecast is lab.best
         header, _ = board_of(lab)
-        assert (header["considered"], header["fitting"]) == (found.considered, len(plans(
-            name, sizes["cluster"], gpus=sizes["gpus"], batch=64, sequence=4096, exact=0)))  # fmt: skip
+        fitting = len(plans(name, sizes["cluster"], gpus=sizes["gpus"], batch=64, sequence=4096, exact=0))
+        assert header["note"].endswith(f" of {found.considered:,} plans are drawn; {fitting:,} fit")
 
 
 def test_no_plan_off_the_front_is_both_faster_and_smaller_than_another():
-    _, of = board_of(layout_lab("llama3-8b", **SMALL))
+    of = layout_lab("llama3-8b", **SMALL)._bench.points()
     seconds, gib = of["seconds"], of["gib"]
     for index, on_front in enumerate(of["front"]):
         beaten = ((seconds <= seconds[index]) & (gib <= gib[index])).sum() > 1
@@ -76,7 +94,7 @@ def test_no_plan_off_the_front_is_both_faster_and_smaller_than_another():
 def test_plans_that_do_not_fit_are_beyond_the_limit_and_never_the_best():
     lab = layout_lab("llama3-70b", cluster="h100-measured", gpus=32, batch=64, sequence=8192)
     header, of = board_of(lab)
-    beyond = of["gib"] > header["limit"]
+    beyond = of["gib"] > lab._bench.limit
     assert 0 < beyond.sum() < len(beyond)
     assert not beyond[header["best"]]
     assert all("fit" in said for said, out in zip(header["says"], beyond) if out)
@@ -89,7 +107,7 @@ def test_where_nothing_fits_it_says_so():
     assert "take more GPUs" in repr(lab)
     _, of = board_of(lab)
     assert lab.best.peak.total / GIB == of["gib"].min()
-    assert not of["fits"].any()
+    assert not lab._bench.points()["fits"].any()
 
 
 def test_new_settings_are_answered_at_once_with_the_best_plan_and_estimates_of_the_others():
@@ -102,7 +120,7 @@ def test_new_settings_are_answered_at_once_with_the_best_plan_and_estimates_of_t
     assert len(boards) == 1
     header, of = board_of(lab)
     assert header["known"] == [header["best"]]
-    assert len(of["took"]) == len(PARTS)
+    assert {*hints(step(lab._bench), header["best"])} and not hints(step(lab._bench), (header["best"] + 1) % 9)
     exact = board_of(fresh)[1]
     np.testing.assert_allclose(of["seconds"], exact["seconds"], rtol=0.05)  # no pipeline is simulated for estimates
     np.testing.assert_allclose(of["gib"], exact["gib"], rtol=0.002)
@@ -207,16 +225,18 @@ def test_models_and_clusters_of_your_own():
 def test_measured_plans_are_shown_with_who_measured_them():
     plan = Plan(dp=4, tp=2, pp=2, zero=1, microbatch=1)
     lab = layout_lab("llama3-8b", **SMALL, measured=[(plan, 9.5, 61.0), (Plan(dp=16), 7.25, None)], by="somebody, 2025")
-    header, _ = board_of(lab)
-    shown = [*lab.shown]
-    assert header["measured"] == [[shown.index(plan), 9.5, 61.0], [shown.index(Plan(dp=16)), 7.25, None]]
+    said = hints(plan_map(lab._bench), 0)
+    assert said[str(plan)]["measured"] == "9.5 s, 61 GiB, by somebody, 2025"
+    assert said[str(Plan(dp=16))]["measured"] == "7.25 s, by somebody, 2025"
     assert "Measured by somebody, 2025: dp 4, tp 2, pp 2" in repr(lab)
     many = [(Plan(dp=16, microbatch=size), float(size), None) for size in (1, 2, 4)]
     lab.settings = {**lab.settings, "batch": 128}
     assert repr(layout_lab("llama3-8b", **SMALL, measured=[*many, (plan, 9.5, 61.0)], by="us")).endswith(
         "Measured by us: 4 plans, 1 to 9.5 s."
     )
-    assert board_of(lab)[0]["measured"] == []  # they were measured with other settings
+    assert not any(
+        "measured" in rows for rows in hints(plan_map(lab._bench), 0).values()
+    )  # they were measured with other settings
     assert "Measured" not in repr(lab)
     with pytest.raises(ValueError, match="say in `by` who measured it"):
         layout_lab("llama3-8b", **SMALL, measured=[(plan, 9.5, 61.0)])
@@ -233,7 +253,7 @@ def test_without_a_kernel_it_is_a_picture_and_a_sentence(tmp_path: Any):
     assert str(lab.best.plan) in repr(lab)
     assert "forecast, −" in repr(lab)
     first = base64.b64decode(data["image/png"])
-    assert Image.open(io.BytesIO(first)).size[0] == 900
+    assert Image.open(io.BytesIO(first)).size[0] == 2 * WIDTH + 64
     assert layout_lab("llama3-8b", **SMALL).picture() == first
     lab.chosen = len(lab.shown) - 1
     assert base64.b64decode(lab._repr_mimebundle_()[0]["image/png"]) != first

@@ -14,8 +14,9 @@ from tplab.errors import MeshError
 from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
 from tplab.widgets import memory_timeline
+from tplab.widgets.paper.scene import Part, Scene
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.stacks.layout import BOTTOM, HEIGHT, TOP, WIDTH, name_of, picture, reading
+from tplab.widgets.stacks.layout import BOTTOM, HEIGHT, NARROW, TOP, WIDTH, name_of, picture, reading
 
 BASE = HEIGHT - BOTTOM
 
@@ -89,16 +90,37 @@ def test_the_unit_says_what_time_is():
     assert memory_timeline(memory).about == "by operation"
 
 
-def test_what_goes_to_the_browser_is_what_was_held():
+def there(scene: Scene, rank: int) -> list[Part]:
+    return [part for part in scene.parts if part.when.begin < rank <= part.when.end]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_what_is_drawn_is_what_was_held(wide: bool):
     memory = two_ranks(800)
-    header, columns = unpack(memory_timeline(memory, {"parameters": 400}).scene)
-    (panel,) = header["panels"]
-    assert panel["of_rank"] == [0, 1] and panel["parts"] == [[400, 0, 0, 0, 0, 0]] * 2
-    for rank, which in enumerate(panel["of_rank"]):
-        amounts = columns[f"bytes0-{which}"].reshape(-1, len(KINDS))
-        assert (amounts == memory[rank].num_bytes).all()
-    same = Memory(Mesh(dp=2), [a_step(800), a_step(800)])
-    assert unpack(memory_timeline(same).scene)[0]["panels"][0]["of_rank"] == [0, 0]
+    card = memory_timeline(memory, [{"parameters": 400}, {"parameters": 300}])
+    scene = card.scene_of_ranks if wide else card.scene_of_ranks.narrow
+    assert scene is not None and scene.width == (WIDTH if wide else NARROW)
+    (panel,) = picture({"": memory}, {"": card.predicted[""]}, scene.width).panels
+    for rank, (kept, area) in enumerate(zip(memory, panel.areas)):
+        drawn = there(scene, rank)
+        stops = [scene.marks[part.mark].rows for part in drawn if part.mark >= 0]
+        assert len(stops) == len(kept)  # each row has a pixel here
+        for row, rows in enumerate(stops):
+            said = {what: text.split(",")[0] for what, text in rows[1:]}
+            want = {name_of(kind): amount for kind, amount in enumerate(kept.num_bytes[row]) if amount}
+            want |= {"parameters": kept.num_bytes[row, 0], "in total": kept.totals[row]}
+            assert said == {name: bytes_text(amount) for name, amount in want.items()}
+            assert f"predicted {(400, 300)[rank]} B" in dict(rows[1:])["in total"]
+        tops = {tuple(y for _, y in part.points[1:-1:2]) for part in drawn if part.method == "area"}
+        there_are = [kind for kind in range(len(KINDS)) if kept.num_bytes[:, kind].any()]
+        assert tops == {tuple(area.tops[:, kind].tolist()) for kind in there_are}
+
+
+def test_what_ranks_have_in_common_is_sent_once():
+    different, same = (
+        memory_timeline(Memory(Mesh(dp=2), [a_step(800), a_step(states)])).scene_of_ranks for states in (400, 800)
+    )
+    assert len(there(same, 0)) == len(there(same, 1)) == len(same.parts) < len(different.parts)
     mesh = Memory(Mesh(dp=2, tp=2), [a_step(800)] * 4)
     assert unpack(memory_timeline(mesh).scene)[0]["ranks"][3] == "rank 3: dp 1, tp 1"
 

@@ -14,9 +14,10 @@ from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError, SpecError
 from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.shards import content
+from tplab.widgets.tensors.layout import drawing, index_text, ranks_text
 from tplab.widgets.tensors.product import Tensor, product
-from tplab.widgets.tensors.scene import drawing, index_text, ranks_text
 
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(a=2, b=2, c=2)]
 SHAPE_X, SHAPE_W = (12, 24), (24, 36)
@@ -167,11 +168,11 @@ def test_what_a_product_says():
         "Each rank multiplies [4, 4] by [4, 12]: 384 of 3,072 FLOPs; y [8, 12] comes out as P('dp', None), each piece "
         "as 4 parts of a sum: it needs an all_reduce over tp (a ring sends 2 × 3/4 × 48 = 72 elements from each rank)."
     )
-    assert row.content["says"][5] == (
+    assert row.content["says"][5][1] == (
         "multiplies x[4:8, 4:8] by b[4:8, :]: its part of y[4:8, :], which is the sum over ranks 4–7"
     )
     whole = shards(Mesh(tp=2), x=((8, 16), P()), b=((16, 12), P("tp")))
-    assert "(of x only what meets the other's piece)" in whole.content["says"][1]
+    assert "(of x only what meets the other's piece)" in whole.content["says"][1][1]
     assert repr(row) == row.sentence
 
 
@@ -211,3 +212,27 @@ def test_the_small_copies_show_each_rank_s_own_piece():
         assert (own_y - y) / height == pytest.approx(rows.start / 8, abs=0.01)
         assert own_width / width == pytest.approx(1 / 4, abs=0.01)
         assert own_height / height == pytest.approx(1 / 2, abs=0.01)
+
+
+def test_to_point_at_a_rank_or_a_piece_shows_it_in_both_pictures():
+    """Of each position, the pieces whose outline is strong, and the ranks whose outline is blue."""
+    mesh = Mesh(dp=2, tp=4)
+    card = shards(mesh, x=((8, 16), P("dp")), w=((16, 12), P(None, "tp")))
+    pieces = [piece for drawing in card.content["drawings"] for piece in drawing.pieces]
+    for position in range(-1, mesh.size + len(pieces)):
+        is_rank = 0 <= position < mesh.size
+        own = set() if position < 0 else {position} if is_rank else set(pieces[position - mesh.size].ranks)
+        strong, blue = (strong_outlines(scene, position) for scene in card.scenes)
+        if is_rank:
+            assert {mesh.size + at for at, piece in enumerate(pieces) if position in piece.ranks} == strong
+        else:
+            assert strong == ({position} if position >= 0 else set())
+        assert blue == own
+        assert len(card.content["says"]) == mesh.size + len(pieces)
+
+
+def strong_outlines(scene: Scene, position: int) -> set[int]:
+    """The keys of what has an outline of 1.8 pixels or more: those of the marks at the same places."""
+    there = [part for part in scene.parts if part.method == "box" and part.when.begin < position <= part.when.end]
+    at = {part.place: scene.marks[part.mark].key for part in there if part.mark >= 0}
+    return {at[part.place] for part in there if dict(part.look).get("line", 0) >= 1.8}

@@ -15,8 +15,10 @@ from tplab.errors import ShapeError
 from tplab.sequence import LAYOUTS, AttentionMask, TokenLayout, load
 from tplab.trace.trace import Trace
 from tplab.widgets import tiles, to_html
-from tplab.widgets.attention.scene import Panel, times_of
+from tplab.widgets.attention.panels import Panel, times_of
 from tplab.widgets.paper.dark import darkened
+from tplab.widgets.paper.palette import PAPER, hue, mix
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.paper.wire import unpack
 
 MASKS = [
@@ -87,14 +89,51 @@ def test_it_says_what_each_layout_does_at_each_step():
     assert windowed.of.says(4)[1].endswith("contiguous no scores")
 
 
-def test_what_is_sent_to_the_browser_is_what_the_core_says():
+def fills(scene: Scene, position: float) -> dict[tuple[float, float], Any]:
+    """The colour of each box that is filled at a position: (x, y) of its middle -> the uppermost one's."""
+    there = [part for part in scene.parts if part.method == "box" and part.when.begin < position <= part.when.end]
+    filled = [(part.place, dict(part.look).get("fill")) for part in there]
+    return {(round(x + w / 2, 2), round(y + h / 2, 2)): fill for (x, y, w, h), fill in filled if fill is not None}
+
+
+@pytest.mark.parametrize("position", [0, 0.3, 1, 1.5, 2.75, 4])
+def test_every_score_has_the_colour_of_its_rank_and_step(position: float):
+    card = tiles(side_by_side(), step=position)
+    (left, top), cell = card.of.geometry.grid, card.of.geometry.cell
+    for panel, scene in zip(card.of.panels, card.scenes):
+        drawn, done, counts = fills(scene, position), panel.computed(position), np.zeros_like(panel.load)
+        for query, key in np.argwhere(panel.steps >= 0).tolist():
+            rank, step = int(panel.owner[query]), int(panel.steps[query, key])
+            counts[rank, step] += 1
+            now = step == np.ceil(position) - 1
+            want = (hue(rank) if now else mix(hue(rank), 0.26)) if counts[rank, step] <= done[rank, step] else PAPER
+            assert drawn[round(left + (key + 0.5) * cell, 2), round(top + (query + 0.5) * cell, 2)] == want
+
+
+def test_what_is_sent_to_the_browser_is_what_is_drawn():
     card = tiles(side_by_side(), step=1.5)
     header, columns = unpack(card.scene)
-    for number, panel in enumerate(card.of.panels):
-        assert (columns[f"steps{number}"].reshape(16, 16) == panel.steps).all()
-        assert (columns[f"load{number}"].reshape(4, 4) == panel.load).all()
-        assert (columns[f"owner{number}"] == panel.owner).all() and (columns[f"starts{number}"] == panel.starts).all()
-    assert header["names"] == list(LAYOUTS) and len(header["says"]) == 5
+    assert len(header["says"]) == 5 and [about["label"] for about in header["tables"][:3]] == [
+        s.label for s in card.scenes
+    ]
+    for number, (about, scene) in enumerate(zip(header["tables"], card.scenes)):
+        sent = {
+            name: columns[f"{name}{number}"] for name in ("x", "y", "w", "h", "look", "text", "begin", "end", "mark")
+        }
+        for index, part in enumerate(scene.parts):
+            look = about["looks"][sent["look"][index]]
+            assert look["is"] == part.method and look.get("radius", 0) == dict(part.look).get("radius", 0)
+            if part.place:
+                place = [sent[name][index] / 20 for name in "xywh"][: len(part.place)]
+                assert np.abs(np.array(place) - part.place).max() <= 0.025 + 1e-9
+            if part.text:
+                assert about["texts"][sent["text"][index]] == part.text
+            assert (sent["begin"][index], sent["end"][index]) == pytest.approx(part.when)
+            assert sent["mark"][index] == part.mark
+        rows, saying = columns[f"rows{number}"], columns[f"saying{number}"]
+        for index, mark in enumerate(scene.marks):
+            said = [tuple(header["hints"][row]) for row in rows[saying[index] : saying[index + 1]]]
+            assert tuple(said) == mark.rows and about["keys"][index] == mark.key
     card.step = 4
     with pytest.raises(Exception, match="this trace has steps 0 to 4"):
         card.step = 4.5

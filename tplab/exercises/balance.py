@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.long_sequence import MESHES, NAMES
+from tplab.exercises.long_sequence import MESHES, NAMES, attend
 from tplab.exercises.long_sequence import TOKENS as ROWS
 from tplab.exercises.trials import weight
 from tplab.exercises.verdict import untouched
@@ -23,14 +23,6 @@ from tplab.sharding import P
 WIDTH = 4
 ROUNDING = 1e-5
 """float32 inside is fine."""
-
-
-def _masked(q: np.ndarray, k: np.ndarray, v: np.ndarray, sees: np.ndarray) -> np.ndarray:
-    """q [.., n, d], k, v [.., m, d], sees [n, m]: whether a query sees a key   ->   [.., n, d]"""
-    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
-    highest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
-    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
 
 
 # --- positions -----------------------------------------------------------------------------------------------------
@@ -60,7 +52,7 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
 def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Causal attention over tokens that are in this order, rotated by these positions."""
     q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
-    return _masked(q, k, tensors["v"], order[:, None] >= order)
+    return attend(q, k, tensors["v"], order[:, None] >= order)
 
 
 def _ranks_of(tensors: Tensors) -> int:
@@ -156,7 +148,7 @@ def _seen_in(window: int, positions: np.ndarray) -> np.ndarray:
 
 def _windowed(window: int, tensors: Tensors) -> Tensors:
     q, k, v = (tensors[name] for name in NAMES)
-    return {"o": _masked(q, k, v, _seen_in(window, np.arange(len(q))))}
+    return {"o": attend(q, k, v, _seen_in(window, np.arange(len(q))))}
 
 
 def _own_window(window: int, seen: Seen) -> np.ndarray:
@@ -175,7 +167,7 @@ def _around_the_ring(window: int, seen: Seen) -> np.ndarray:
     back = range(hops, -1, -1)
     k, v = (np.concatenate([cut[name][(index - t) % num_ranks] for t in back]) for name in ("k", "v"))
     places = np.arange(each)[:, None] + hops * each - np.arange(len(k))
-    return _masked(cut["q"][index], k, v, (places >= 0) & (places < window))
+    return attend(cut["q"][index], k, v, (places >= 0) & (places < window))
 
 
 def _ring_index(seen: Seen) -> int:

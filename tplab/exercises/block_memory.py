@@ -13,12 +13,9 @@ from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
     block_tensors,
-    gelu_mlp,
     one_norm,
     own_weights,
-    rms_norm,
 )
-from tplab.exercises.trials import weight
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
@@ -41,39 +38,76 @@ def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
     return np.take(whole, range(begin, begin + size), axis=dim)
 
 
-def _kept_to_itself(seen: Seen) -> np.ndarray:
-    """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
-    whole, own = one_norm(seen.tensors), own_weights(seen)
-    return _own_tokens(seen, whole["residual"] + own["through attention"] + own["through mlp"])
-
-
 _OWN_FEATURES = (
     "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
     "The ranks share scale, and each then does different work. Which of f and g belongs there?"
 )
+_OWN_TOKENS = (
+    "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
+    "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?"
+)
 
 
-def _token_mistakes(terms: Callable[[Tensors], np.ndarray]) -> tuple[Mistake, ...]:
-    """What y can be where tokens are not gathered or x is added too early; `terms` of arguments is y - x."""
+def _kept_to_itself(seen: Seen) -> np.ndarray:
+    """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
+    return _own_tokens(seen, own_weights(seen)["dx"])
 
-    def never_gathered(seen: Seen) -> np.ndarray:
-        specs = {**BLOCK_SPECS, "x": TOKENS}
-        pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
-        group = seen.mesh.group(seen.rank, "tp")
-        return seen.own["x"] + sum(terms({name: pieces[name][rank] for name in pieces}) for rank in group)
 
-    return (
-        Mistake(
-            "y",
-            "The tokens are never gathered: each rank's heads and hidden features see only its own tokens, and then "
-            "terms of different tokens are added up.",
-            never_gathered,
+def _never_gathered(seen: Seen) -> np.ndarray:
+    specs = {**BLOCK_SPECS, "x": TOKENS}
+    pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
+    ranks = [{name: pieces[name][rank] for name in pieces} for rank in seen.mesh.group(seen.rank, "tp")]
+    return seen.own["x"] + sum(one_norm(own)["y"] - own["x"] for own in ranks)
+
+
+def _exercise(
+    name: str,
+    tensors: Callable[[np.random.Generator, Mesh], Tensors],
+    names: tuple[str, ...],
+    again: str,
+    excess: str,
+    first: tuple[Mistake, ...] = (),
+) -> Exercise:
+    """A block of these arguments on some of the tokens. `again` is the gradient that may be added up a second time, and
+    `first` has mistakes of this block alone."""
+    return Exercise(
+        name=name,
+        tensors=tensors,
+        specs={**{name: BLOCK_SPECS[name] for name in names}, "x": TOKENS},
+        plain=one_norm,
+        results={"y": TOKENS},
+        gradients=names,
+        mistakes=(
+            *first,
+            Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
+            Mistake(
+                "y",
+                "The tokens are never gathered: each rank's heads and hidden features see only its own tokens, and "
+                "then terms of different tokens are added up.",
+                _never_gathered,
+            ),
+            Mistake(
+                "y",
+                "y has x once per rank: it is added before the ranks' terms are added up. Add this rank's x after "
+                "that.",
+                lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
+            ),
+            Mistake("dx", _KEPT, _kept_to_itself),
+            Mistake(
+                "dscale",
+                _OWN_TOKENS,
+                lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
+            ),
+            Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
+            added_up_again(
+                again, "tp", "This is R times too large: a gradient that was already added up is added up again."
+            ),
         ),
-        Mistake(
-            "y",
-            "y has x once per rank: it is added before the ranks' terms are added up. Add this rank's x after that.",
-            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
-        ),
+        fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+        excess=excess,
+        slack=MOST,
+        tolerance=TOLERANCE,
+        divided="tp",
     )
 
 
@@ -138,19 +172,6 @@ def _kept(answer: Answer) -> tuple[int, bool]:
 _NAMES = ("x", "scale", "a", "b")
 
 
-def _mlp(tensors: Tensors) -> Tensors:
-    """y = x + mlp(norm(x)), the gradients of sum(y * weight), and the part "of each token" of scale's gradient."""
-    x = tensors["x"]
-    h, through_norm = rms_norm(x, tensors["scale"])
-    projected, through_mlp = gelu_mlp(h, tensors)
-    y = x + projected
-    dy = weight(y)
-    grads = through_mlp(dy)
-    into = through_norm(grads["dx"])
-    own = {"dx": dy + into["dx"], "dscale": into["of each token"].sum(0), "of each token": into["of each token"]}
-    return {"y": y, **grads, **own}
-
-
 def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """The hidden layer is so wide that gathering the weights sends far more than gathering the tokens."""
     tensors = block_tensors(rng, mesh)
@@ -158,36 +179,13 @@ def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: {**tensors, **wide}[name] for name in _NAMES}
 
 
-SEQUENCE_MLP = Exercise(
-    name="sequence_mlp",
-    tensors=_mlp_tensors,
-    specs={**{name: BLOCK_SPECS[name] for name in _NAMES}, "x": TOKENS},
-    plain=_mlp,
-    results={"y": TOKENS},
-    gradients=_NAMES,
-    mistakes=(
-        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
-        *_token_mistakes(lambda tensors: _mlp(tensors)["y"] - tensors["x"]),
-        Mistake("dx", _KEPT, lambda seen: _own_tokens(seen, _mlp({**seen.own, "x": seen.tensors["x"]})["dx"])),
-        Mistake(
-            "dscale",
-            "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
-            "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
-            lambda seen: _own_tokens(seen, _mlp(seen.tensors)["of each token"], 0).sum(0),
-        ),
-        Mistake("dscale", _OWN_FEATURES, lambda seen: _mlp({**seen.own, "x": seen.tensors["x"]})["dscale"]),
-        added_up_again(
-            "dx", "tp", "This is R times too large: a gradient that was already added up is added up again."
-        ),
-    ),
-    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
-    excess=(
-        "h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only "
-        "the gradient of scale has to be sent."
-    ),
-    slack=MOST,
-    tolerance=TOLERANCE,
-    divided="tp",
+SEQUENCE_MLP = _exercise(
+    "sequence_mlp",
+    _mlp_tensors,
+    _NAMES,
+    "dx",
+    "h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only the "
+    "gradient of scale has to be sent.",
 )
 
 
@@ -202,41 +200,20 @@ def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -
 # --- a block with its tokens split ---------------------------------------------------------------------------------
 
 
-TOKENS_SPLIT = Exercise(
-    name="tokens_split",
-    tensors=block_tensors,
-    specs={**BLOCK_SPECS, "x": TOKENS},
-    plain=one_norm,
-    results={"y": TOKENS},
-    gradients=tuple(BLOCK_SPECS),
-    mistakes=(
+TOKENS_SPLIT = _exercise(
+    "tokens_split",
+    block_tensors,
+    tuple(BLOCK_SPECS),
+    "dscale",
+    "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
+    "reduce_scatter add up\nand split both terms.",
+    (
         Mistake(
             "y",
             "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.",
             lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
         ),
-        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
-        *_token_mistakes(lambda tensors: one_norm(tensors)["y"] - tensors["x"]),
-        Mistake("dx", _KEPT, _kept_to_itself),
-        Mistake(
-            "dscale",
-            "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
-            "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?",
-            lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
-        ),
-        Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-        added_up_again(
-            "dscale", "tp", "This is R times too large: a gradient that was already added up is added up again."
-        ),
     ),
-    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
-    excess=(
-        "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
-        "reduce_scatter add up\nand split both terms."
-    ),
-    slack=MOST,
-    tolerance=TOLERANCE,
-    divided="tp",
 )
 
 

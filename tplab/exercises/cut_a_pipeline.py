@@ -100,8 +100,12 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
     return list(flops.values()), [BYTES_PER_PARAMETER * size for size in num_parameters(layers)], kept
 
 
-FILLED = ([1, 4, 2, 2, 2], [2, 3, 1, 3, 2], [5, 1, 1, 1], [1, 1, 1, 1, 9], [1, 2, 3, 4, 5, 6, 7, 8], [2] * 9)
-"""Costs of layers, to be cut for 4, 3 and 2 ranks."""
+FILLED = ([1, 4, 2, 2, 2], [2, 3, 1, 3, 2], [5, 1, 1, 1], [1, 1, 1, 1, 9], [1, 2, 3, 4, 5, 6, 7, 8], [2] * 9) + (
+    [1, 9, 8, 1, 2, 7],
+    [8, 2, 6, 4, 7],
+)
+"""Costs of layers, to be cut for 4, 3 and 2 ranks. For the last two, stages that are as equal as possible, by their
+squares or by the largest less the smallest, do not have the smallest largest one."""
 
 
 @check("fill", not_with=("partition", "Trial"), libraries=("tplab",))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import base64
+import io
+import textwrap
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageSequence
 
 from tplab.errors import TplabError
 from tplab.exercises.check import Verdict
-from tplab.exercises.picture import below
 from tplab.schedules import Costs, Schedule, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets import animate, gantt, timeline
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
+from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen
 
-WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
+WIDTH, LEFT, CELL, LANE, MARGIN = 860, 66, 36, 26, 18
 STUCK = HUES[5]
 
 
@@ -44,12 +46,8 @@ class Moving(Pictured):
         return animate(self.trace).picture()
 
 
-class Timed(Pictured):
-    """A verdict with the timeline of the run that it is about."""
-
-    def __init__(self, passed: bool, text: str, trace: Trace):
-        super().__init__(passed, text)
-        self.trace = trace
+class Timed(Moving):
+    """The same as a timeline."""
 
     def picture(self) -> bytes:
         return timeline(self.trace).picture()
@@ -74,6 +72,27 @@ class Drawn(Pictured):
             return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit).picture()
         except TplabError:
             return stuck(self.schedule)
+
+
+def below(text: str, png: bytes) -> bytes:
+    """A PNG of this picture below a text, whose first line is the title. An animated picture stays animated."""
+    picture = Image.open(io.BytesIO(png))
+    heading, *lines = text.splitlines()
+    room = picture.width - 2 * MARGIN
+    title, *more = textwrap.wrap(heading, int(room / 8.4))
+    lines = more + [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]
+    pen = Pen(picture.width, 30 + 17 * len(lines) + 8)
+    pen.text(MARGIN, 18, title, size=13, bold=True, anchor="lm")
+    for index, line in enumerate(lines):
+        pen.text(MARGIN, 40 + 17 * index, line, size=11.5, anchor="lm")
+    top, sheets, milliseconds = pen.image(), [], []
+    for frame in ImageSequence.Iterator(picture):
+        sheet = Image.new("RGB", (picture.width, top.height + picture.height), PAPER)
+        sheet.paste(top, (0, 0))
+        sheet.paste(frame.convert("RGB"), (0, top.height))
+        sheets.append(sheet)
+        milliseconds.append(int(picture.info.get("duration", 0)))
+    return encode(sheets, milliseconds, plays=int(picture.info.get("loop", 0)))
 
 
 def stuck(schedule: Schedule) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from tplab.mesh import Axis, Mesh
 from tplab.sharding import P
 
-Tensors = Mapping[str, np.ndarray]
+Tensors = dict[str, np.ndarray]
 Framework = Literal["torch", "jax"]
 
 # Two ranks first, for the smallest picture of what is wrong. Three, because powers of two hide mistakes. An axis beside

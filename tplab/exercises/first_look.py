@@ -80,8 +80,20 @@ TOTAL = _on_a_ring(
         ),
         Mistake(
             "result",
+            "The same number arrives in every hop: each rank sends its own again. Pass on the number that has just "
+            "arrived.",
+            lambda seen: seen.own["x"] + (len(seen.tensors["x"]) - 1) * _met(seen, 1)[-1:],
+        ),
+        Mistake(
+            "result",
             "One number is missing. With R ranks, a number needs R - 1 hops to reach every rank.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).sum(keepdims=True),
+        ),
+        Mistake(
+            "result",
+            "These are seven hops, which is right on eight ranks. The check uses rings of several lengths: axis_size "
+            "gives R.",
+            lambda seen: _met(seen, 7).sum(keepdims=True),
         ),
         Mistake(
             "result",

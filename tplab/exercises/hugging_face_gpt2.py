@@ -44,6 +44,10 @@ def small_gpt2(seed: int = 0) -> Any:
         )
     )
     model.loss_type = "ForCausalLM"
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms of ones and biases of zeros would hide what is done to them
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape) / 8)
     return model
 
 
@@ -120,8 +124,9 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
         parallelize(whole, gpt2_plan(whole))
         for block, theirs in zip(whole.transformer.h, given):
             before = Untouched({"given.weight": theirs.weight, "given.bias": theirs.bias}, generators=False)
-            block.mlp.c_proj = layer(theirs)
+            block.mlp.c_proj = mine = layer(theirs)
             harm.append(before.damage())
+            _refuse_other_shapes(mine, theirs)
             held.append(sum(parameter.numel() for parameter in block.mlp.c_proj.parameters()))
         return whole
 
@@ -148,6 +153,19 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
     return Reported(
         True, f" is right: logits, loss and every gradient equal the unsharded model's on {listed}.", report
     )
+
+
+def _refuse_other_shapes(mine: Any, given: Any) -> None:
+    """Refuse a layer whose parameters cannot be compared with those of the given one."""
+    rows, columns = given.weight.shape
+    for name, parameter in mine.named_parameters():
+        shape = list(parameter.shape)
+        if name not in ("weight", "bias") or shape[-1] != columns:
+            refuse(
+                f": its parameter {name} has shape {shape}. The check compares parameters with those of `given`: call "
+                f"them weight and bias, and let each rank have rows of given.weight, which is [{rows}, {columns}]. "
+                "(The weight of nn.Linear is the transpose.)"
+            )
 
 
 def _share_of_work(layer: Callable[..., Any]) -> float:

@@ -30,11 +30,12 @@ def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return q @ k.T / np.sqrt(q.shape[-1])
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """q [n, d], k, v [m, d], mask [n, m]: True where a query sees a key   ->   o [n, d]"""
-    scores = _scores(q, k) if mask is None else np.where(mask, _scores(q, k), -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights @ v / weights.sum(-1, keepdims=True)
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sees: np.ndarray | bool = True) -> np.ndarray:
+    """q [.., n, d], k, v [.., m, d], sees [n, m]: whether a query sees a key   ->   o [.., n, d], 0 if it sees none"""
+    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
+    highest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
 
 
 def _pieces(seen: Seen) -> list[dict[str, np.ndarray]]:
@@ -54,7 +55,7 @@ def _index(seen: Seen) -> int:
 def _with_gradients(tensors: Tensors) -> Tensors:
     """Attention without a mask, and the gradients of sum(o * weight(o))."""
     q, k, v = (tensors[name] for name in NAMES)
-    o = _attend(q, k, v)
+    o = attend(q, k, v)
     dq, dk, dv = _tile_gradients(tensors, q, k, v, weight(o))
     return {"o": o, "dq": dq, "dk": dk, "dv": dv}
 
@@ -66,7 +67,7 @@ def _tile_gradients(
     scores = _scores(whole["q"], whole["k"])[rows]
     highest = scores.max(-1, keepdims=True)
     lse = highest + np.log(np.exp(scores - highest).sum(-1, keepdims=True))
-    o = _attend(whole["q"], whole["k"], whole["v"])[rows]
+    o = attend(whole["q"], whole["k"], whole["v"])[rows]
     p = np.exp(_scores(q, k) - lse)
     ds = p * (do @ v.T - (do * o).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
     return ds @ k, ds.T @ q, p.T @ do
@@ -77,7 +78,7 @@ def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.
     pieces = _pieces(seen)
     size = len(pieces[0]["q"])
     rows = slice(query * size, (query + 1) * size)
-    do = weight(_attend(*(seen.tensors[name] for name in NAMES)))[rows]
+    do = weight(attend(*(seen.tensors[name] for name in NAMES)))[rows]
     return _tile_gradients(seen.tensors, pieces[query]["q"], pieces[key]["k"], pieces[key]["v"], do, rows)
 
 
@@ -107,7 +108,7 @@ def _half_stale(seen: Seen) -> np.ndarray:
     pieces, me = _pieces(seen), _index(seen)
     size = len(pieces[me]["q"])
     rows = slice(me * size, (me + 1) * size)
-    do = weight(_attend(*(seen.tensors[name] for name in NAMES)))[rows]
+    do = weight(attend(*(seen.tensors[name] for name in NAMES)))[rows]
     mine = pieces[me]
     parts = [_tile_gradients(seen.tensors, mine["q"], other["k"], mine["v"], do, rows)[0] for other in pieces]
     return np.sum(parts, 0)
@@ -200,7 +201,7 @@ def _held(answer: Answer, num_ranks: int, backward: bool = False) -> list[float]
 
 def _causal(tensors: Tensors) -> Tensors:
     q, k, v = (tensors[name] for name in NAMES)
-    return {"o": _attend(q, k, v, np.tri(len(q), dtype=bool))}
+    return {"o": attend(q, k, v, np.tri(len(q), dtype=bool))}
 
 
 def _masked_by(seen: Seen, seen_by: Callable[[int, int], str]) -> np.ndarray:
@@ -213,7 +214,7 @@ def _masked_by(seen: Seen, seen_by: Callable[[int, int], str]) -> np.ndarray:
         "none": np.zeros((size, size), bool),
     }
     mask = np.concatenate([shapes[seen_by(index, j)] for j in range(len(pieces))], 1)
-    return _attend(pieces[index]["q"], seen.tensors["k"], seen.tensors["v"], mask)
+    return attend(pieces[index]["q"], seen.tensors["k"], seen.tensors["v"], mask)
 
 
 def _mean_of_parts(seen: Seen) -> np.ndarray:
@@ -221,8 +222,8 @@ def _mean_of_parts(seen: Seen) -> np.ndarray:
     pieces, index = _pieces(seen), _index(seen)
     size = len(pieces[0]["q"])
     own, triangle = pieces[index], np.tri(size, dtype=bool)
-    mine = [_attend(own["q"], one["k"], one["v"]) for one in pieces[:index]]
-    return np.mean([*mine, _attend(own["q"], own["k"], own["v"], triangle)], 0)
+    mine = [attend(own["q"], one["k"], one["v"]) for one in pieces[:index]]
+    return np.mean([*mine, attend(own["q"], own["k"], own["v"], triangle)], 0)
 
 
 def _own_values(seen: Seen) -> np.ndarray:
@@ -231,7 +232,7 @@ def _own_values(seen: Seen) -> np.ndarray:
     size = len(pieces[0]["q"])
     k = np.concatenate([one["k"] for one in pieces[: index + 1]])
     mask = np.concatenate([np.ones((size, index * size), bool), np.tri(size, dtype=bool)], 1)
-    return _attend(pieces[index]["q"], k, np.tile(pieces[index]["v"], (index + 1, 1)), mask)
+    return attend(pieces[index]["q"], k, np.tile(pieces[index]["v"], (index + 1, 1)), mask)
 
 
 CAUSAL = Exercise(

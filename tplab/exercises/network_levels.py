@@ -11,7 +11,7 @@ import numpy as np
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen
 from tplab.exercises.trials import trials, weight
-from tplab.exercises.verdict import on, refuse
+from tplab.exercises.verdict import hint, on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -54,8 +54,7 @@ def check_gather_all(fn: Callable[..., Any], framework: Framework = "torch") -> 
 def _gathers_once(answer: Answer) -> Verdict:
     again = "Each row must reach each GPU once. Which of your messages bring a row that is already there?"
     few_rows(answer, again, added=ADDED)
-    _lets_gradients_through(answer)
-    return answer.says("Every row crosses to each other node once.")
+    return answer.says(f"Every row crosses to each other node once. {_what_flows_back(answer)}")
 
 
 ADDED = (
@@ -76,17 +75,17 @@ def few_rows(answer: Answer, again: str, added: str = "") -> None:
         inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / ROW
         across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / ROW - inside
         first = "Which of the two levels should come first?"
-        for sent, enough, is_inside, along, where, hint in (
+        for sent, enough, is_inside, along, where, why in (
             (across, nodes - 1, False, "over axes other than gpu", "to other nodes", first),
             (inside, (gpus - 1) * nodes, True, "inside its node", "inside its node", again),
         ):
             if (sent.sum() <= enough * mesh.size) if is_inside else nodes == 1 or sent.max() <= enough:
                 continue
             if added and any(event.reduction and (event.axis == "gpu") == is_inside for event in trace.events):
-                hint = added
+                why = added
             table = sent.reshape(nodes, gpus)
             but(
-                f"on {mesh} a GPU sends {sent.max():.0f} rows {along}, where {enough} would do.\n{hint}\nOne row per "
+                f"on {mesh} a GPU sends {sent.max():.0f} rows {along}, where {enough} would do.\n{why}\nOne row per "
                 f"node, one column per GPU: the rows that it sends {where}.",
                 [Panel("yours", table, table > enough), Panel("enough", np.full(table.shape, enough))],
             )
@@ -95,8 +94,8 @@ def few_rows(answer: Answer, again: str, added: str = "") -> None:
 ROW = 3 * 4  # bytes of three float32
 
 
-def _lets_gradients_through(answer: Answer) -> None:
-    """Refuse a gather that lets no gradient through, or leaves damage behind.
+def _what_flows_back(answer: Answer) -> str:
+    """Which gradient a row gets, in words. Refuses a gather that lets none through, or leaves damage behind.
 
     How often the gradient counts depends on who uses the rows: `all_gather` adds up what all ranks say of a row, and
     `gather_from` takes what its owner says. Both are right.
@@ -108,10 +107,23 @@ def _lets_gradients_through(answer: Answer) -> None:
     if trial.damage:
         but(trial.damage)
     once, got = weight(tensors["x"]), np.concatenate([found["dx"] for found in trial.found])
-    copies = 1, mesh.axis_size("node"), mesh.axis_size("gpu"), mesh.size
-    if not any(np.allclose(got, num * once, rtol=0, atol=1e-4) for num in copies):
+    known = {
+        "Its gradient is what the owner of a row says of it: right where all ranks go on with the same work.": once,
+        "Its gradient adds up what all ranks say of a row: right where each goes on with work of its own.": (
+            mesh.size * once
+        ),
+        "Its gradient adds up what the ranks along gpu say of a row, but not those along node.": (
+            mesh.axis_size("gpu") * once
+        ),
+        "Its gradient adds up what the ranks along node say of a row, but not those along gpu.": (
+            mesh.axis_size("node") * once
+        ),
+    }
+    said = hint(got, known, slack=1e-4)
+    if not said:
         refuse(
             f": the rows are right, but the gradient of x is not, on {mesh}. Is something cut off on the way, by "
             "`detach` or `stop_gradient`?\nOne row per rank: the gradient of a loss that weights every entry of y.",
             [Panel("yours, dx", got), Panel("right", mesh.size * once)],
         )
+    return said

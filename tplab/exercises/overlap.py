@@ -119,7 +119,13 @@ def check_gather_product(fn: Callable[..., Any]) -> Verdict:
 
     x [T, D/tp]   w [F/tp, D]   ->   y [T, F/tp]
     """
-    return _graded(fn, GATHER, lambda trace: ONE_WAY if _directions(trace) < 2 else "")
+    return _graded(fn, GATHER, _way)
+
+
+def _way(trace: Trace) -> str:
+    """A remark on pieces that pass over some ranks, or that all travel in one direction."""
+    peers = {event.peer for event in trace.events if event.rank == 0 and event.kind == "send"}
+    return FAR if not peers <= {1, NUM_RANKS - 1} else ONE_WAY if len(peers) < 2 else ""
 
 
 ONE_WAY = (
@@ -128,9 +134,11 @@ ONE_WAY = (
 )
 
 
-def _directions(trace: Trace) -> int:
-    """To how many ranks rank 0 sends."""
-    return len({event.peer for event in trace.events if event.rank == 0 and event.kind == "send"})
+FAR = (
+    "Your pieces go straight to ranks that are several places away, as links between all ranks of a node allow. Where "
+    "a\nrank has links to its neighbours alone, as on a TPU, each such message takes several hops: can you pass pieces "
+    "on?"
+)
 
 
 def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
@@ -183,4 +191,9 @@ def traced(fn: Callable[..., Any], exercise: Exercise) -> Trace:
     x = torch.empty(TOKENS, inputs, dtype=torch.bfloat16, device="meta")
     w = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     specs = tuple(exercise.specs.values())
-    return run(fn, Mesh(tp=NUM_RANKS), x, w, in_specs=specs, cluster="h100").trace
+
+    def on_meta(x: Any, w: Any) -> Any:
+        with torch.device("meta"):  # where tensors are that `fn` makes
+            return fn(x, w)
+
+    return run(on_meta, Mesh(tp=NUM_RANKS), x, w, in_specs=specs, cluster="h100").trace

@@ -200,7 +200,10 @@ def _look_at_keys(masks: _Masks, axes: Sequence[Any], mesh: Mesh, apart: Any = N
                         f"{other_key} and axis={other_axis!r}."
                     )
                 elif rank == other:
-                    hint = f"keys {other_key} and {key} give the same mask."
+                    hint = (
+                        f"keys {other_key} and {key} give the same mask.\nDoes the seed depend on the key? torch's "
+                        "generator looks only at the low 32 bits of a seed."
+                    )
                 else:
                     hint = (
                         f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "

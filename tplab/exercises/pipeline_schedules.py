@@ -27,7 +27,10 @@ def check_one_f_one_b(row: Row) -> Verdict:
     for ranks, microbatches in SIZES:
         where = f"with {ranks} ranks and {microbatches} microbatches"
         with on(where):
-            schedule = _of_rows([row(rank, ranks, microbatches) for rank in range(ranks)])
+            rows = [row(rank, ranks, microbatches) for rank in range(ranks)]
+            if rows[0] is None:
+                refuse(f" returned None {where}; is a `return` missing?")
+            schedule = _of_rows(rows)
         if schedule.num_microbatches != microbatches:
             refuse(f": {where}, its rows have {_count(schedule.num_microbatches)}.")
         if wrong := faults(schedule, at_most=1):
@@ -119,8 +122,8 @@ def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
 
 def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
     given = fn()
-    if isinstance(given, list | tuple) and all(isinstance(row, str) for row in given):
-        given = "\n".join(given)
+    if isinstance(given, list | tuple):  # rows as texts, or as lists of their parts
+        given = "\n".join(row if isinstance(row, str) else " ".join(map(str, row)) for row in given)
     try:
         schedule = _read(given) if isinstance(given, str) else given
     except TplabError as error:
@@ -151,7 +154,8 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
 
 def _read(text: str) -> Schedule:
     """Read a picture. If it has no dots, only the order of each row counts, and each action runs as soon as it can."""
-    return Schedule.parse(text) if "." in text else _of_rows(text.strip().splitlines())
+    rows = [row for row in text.splitlines() if row.strip()]
+    return Schedule.parse("\n".join(rows)) if "." in text else _of_rows(rows)
 
 
 def _of_rows(rows: Sequence[Cells]) -> Schedule:

@@ -85,23 +85,26 @@ def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
 
 
 def one_norm(tensors: Tensors) -> Tensors:
-    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight).
+    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight); without attention if there
+    is no q among the tensors.
 
     Also "residual", the part of dx that does not pass through h; "through ...", the part through each of the two paths
     from h; and the part "of each token" of scale's gradient.
     """
     x = tensors["x"]
     h, through_norm = rms_norm(x, tensors["scale"])
-    attended, through_attention = causal_attention(h, tensors)
-    projected, through_mlp = gelu_mlp(h, tensors)
-    y = x + attended + projected
-    dy = weight(y)
-    by_attention, by_mlp = through_attention(dy), through_mlp(dy)
-    first, second = through_norm(by_attention["dx"]), through_norm(by_mlp["dx"])
-    tokens = first["of each token"] + second["of each token"]
-    parts = {"residual": dy, "through attention": first["dx"], "through mlp": second["dx"], "of each token": tokens}
-    grads = {**by_attention, **by_mlp, "dx": dy + first["dx"] + second["dx"], "dscale": tokens.sum(0)}
-    return {"y": y, **grads, **parts}
+    parts = {"mlp": gelu_mlp(h, tensors)}
+    if "q" in tensors:
+        parts["attention"] = causal_attention(h, tensors)
+    y = x + sum(term for term, _ in parts.values())
+    dy, grads, through = weight(y), Tensors(), Tensors()
+    tokens = np.zeros_like(x[0])
+    for name, (_, backward) in parts.items():
+        grads |= backward(dy)
+        into = through_norm(grads["dx"])
+        through[f"through {name}"], tokens = into["dx"], tokens + into["of each token"]
+    grads |= {"dx": dy + sum(through.values()), "dscale": tokens.sum(0), "of each token": tokens}
+    return {"y": y, "residual": dy, **grads, **through}
 
 
 def own_weights(seen: Seen) -> Tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,17 @@ def check_train_split(fn: Train) -> Verdict:
     for mesh in MESHES:
         for rule in (one_f_one_b, zb_h1, zb_h2):
             _compare(fn, rule(mesh.size, MICROBATCHES), mesh)
-    if (done := _work_of_late_w(fn)) < ENOUGH:
+    shares, early = _work_of_late_w(fn)
+    if early > 2 * 4:  # a forward pass, and the backward pass of x and of the weights, are 6
         but(
-            f"I has computed them. In a schedule whose W all come last, rank 1 has {done:.0%} of\nthe weights' "
-            "gradients left after its last I. I should compute only what the rank before it is waiting for."
+            "the gradient of x leaves only in W. In a schedule whose W all come last, rank 1 sends its first one after "
+            "all forwards.\nThe rank before it waits for that: I should compute it and send it."
+        )
+    if (done := min(shares)) < ENOUGH:
+        but(
+            f"I has computed them. In a schedule whose W all come last, rank {shares.index(done)} has {done:.0%} of\n"
+            "the weights' gradients left after its last I. I should compute only what the rank before it is waiting "
+            "for."
         )
     for rule in (zb_h1, one_f_one_b):
         few, many = (_most_kept(fn, rule, microbatches) for microbatches in (6, 24))
@@ -239,17 +247,22 @@ ENOUGH = 0.9
 """How much of the work of the weights' gradients must be left for W, where all W come last."""
 
 
-def _work_of_late_w(fn: Train) -> float:
-    """Of the FLOPs of the weights' gradients, how many rank 1 of 2 does after its last message, if all W come last."""
+def _work_of_late_w(fn: Train) -> tuple[list[float], float]:
+    """Of the FLOPs of the weights' gradients, how many each of two ranks does after its last message, if all W come
+    last. In its last message rank 0 receives a gradient, with which I has nothing to compute: it has no rank before.
+    Also how many matmuls rank 1 does before it first sends."""
     late = " ".join(f"W{k}" for k in range(MICROBATCHES))
     first = "F0 " + " ".join(f"F{k + 1} I{k}" for k in range(MICROBATCHES - 1)) + f" I{MICROBATCHES - 1} {late}"
     last = " ".join(f"F{k} I{k}" for k in range(MICROBATCHES)) + f" {late}"
     rows = [[Action.parse(f"{rank}{cell}") for cell in row.split()] for rank, row in enumerate((first, last))]
     trace = _run(lambda stage: _trained(fn, Schedule(rows, name="all W last"), stage), cluster="h100").trace
-    events = trace.select(rank=1).events
-    end = max(place for place, event in enumerate(events) if event.kind == "send")
-    of_weights = MICROBATCHES * 2 * (2 * ROWS * WIDTH * WIDTH)  # two matmuls
-    return sum(event.flops for event in events[end:]) / of_weights
+    matmul, shares, before = 2 * ROWS * WIDTH * WIDTH, [], 0.0
+    for rank in range(2):
+        events = trace.select(rank=rank).events
+        end = max(place for place, event in enumerate(events) if event.kind in ("send", "receive"))
+        shares.append(sum(event.flops for event in events[end:]) / (MICROBATCHES * 2 * matmul))
+        before = sum(event.flops for event in takewhile(lambda event: event.kind != "send", events)) / matmul
+    return shares, before
 
 
 def _most_kept(fn: Train, rule: Callable[[int, int], Schedule], microbatches: int) -> int:

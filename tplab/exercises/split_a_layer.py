@@ -188,6 +188,7 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             for one in (0, -1)
         ),
         added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
+        Mistake("dbias", "y is right, but no gradient reaches the bias. Is it detached?", lambda seen: 0 * seen.want),
     )
 
 

@@ -11,7 +11,8 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
@@ -328,6 +329,17 @@ c10d_C: Any = _C._distributed_c10d
 def backend_of(group: Any, device: torch.device) -> Any:
     """The backend of a process group, for sending without its wrappers, which are not made for threads."""
     return group._get_backend(device)
+
+
+@contextmanager
+def at_once(backend: Any) -> Iterator[None]:
+    """What the backend of a process group is asked to send and to receive in this context begins together, and is over
+    when the context ends: on a GPU, for its current stream."""
+    backend._start_coalescing()
+    yield
+    work = backend._end_coalescing()
+    if work is not None:
+        work.wait()
 
 
 def premul_factor(op: Any) -> Any:

@@ -25,41 +25,44 @@ UNKNOWN = Label(-1, ())
 
 
 def of_collective(op: str, given: Sequence[Label], index: int, root: int = 0) -> Label:
-    """The label of what the rank at position `index` gets from a collective, from the labels of all inputs.
+    """The label of what the rank at position `index` gets from a collective: see `of_all`."""
+    return of_all(op, given, root)[index]
+
+
+def of_all(op: str, given: Sequence[Label], root: int = 0) -> list[Label]:
+    """The label of what each position gets from a collective, from the labels of all inputs.
 
     op     the collective, by tplab's name
     root   the position that has something special, as in a broadcast
     """
-    row = ROWS[op]
+    row, count = ROWS[op], len(given)
     if not row.takes:
-        return UNKNOWN
+        return [UNKNOWN] * count
     if row.takes == "root":
         source = given[root]
-        part = (index, len(given)) if row.gives == "pieces" else source.part
-        return Label(-1, source.contributors, part if source.contributors else ())
-    if row.gives == "root" and index != root:
-        return Label(-1, given[index].contributors)
-    if not all(label.contributors for label in given):
-        return UNKNOWN
-    members = given[0].contributors
-    if any(label.contributors != members for label in given):
-        members = tuple(sorted({rank for label in given for rank in label.contributors}))
-    return Label(-1, members, _part(row, [label.part for label in given], index))
+        parts = [(index, count) for index in range(count)] if row.gives == "pieces" else [source.part] * count
+        return [Label(-1, source.contributors, part if source.contributors else ()) for part in parts]
+    made = [UNKNOWN] * count
+    if all(label.contributors for label in given):
+        members = given[0].contributors
+        if any(label.contributors != members for label in given):
+            members = tuple(sorted({rank for label in given for rank in label.contributors}))
+        made = [Label(-1, members, part) for part in _parts(row, [label.part for label in given])]
+    if row.gives == "root":
+        return [made[root] if index == root else Label(-1, label.contributors) for index, label in enumerate(given)]
+    return made
 
 
-def _part(row: Row, parts: Sequence[tuple[int, ...]], index: int) -> tuple[int, ...]:
-    """Which part of the whole a collective leaves at position `index`, where its inputs are these parts."""
+def _parts(row: Row, parts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Which part of the whole a collective leaves at each position, where its inputs are these parts."""
     count, alike = len(parts), all(part == parts[0] for part in parts)
+    first, number = parts[0] or (0, 0)
     if row.gathers:
-        number = parts[0][1] if parts[0] else 0
-        first = parts[0][0] if parts[0] else 0
         in_order = parts == [(first + place, number) for place in range(count)]
-        if not in_order or first % count or number == count:
-            return ()
-        return first // count, number // count
+        is_part = in_order and not first % count and number != count
+        return [(first // count, number // count) if is_part else ()] * count
     if not alike:
-        return ()
+        return [()] * count
     if row.gives == "pieces":
-        first, number = parts[0] or (0, 1)
-        return first * count + index, number * count
-    return parts[0]
+        return [(first * count + index, (number or 1) * count) for index in range(count)]
+    return [parts[0]] * count

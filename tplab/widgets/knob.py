@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import traitlets
 
 from tplab.units import bytes_text, plain, time_text
-from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
-from tplab.widgets.paper.measured import check_measured
-from tplab.widgets.paper.palette import ACCENT, DIM, HUES, INK, LINE, WORK, mix
-from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.measured import check_measured, draw_diamond
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, hue, mix
+from tplab.widgets.paper.scene import Key, Scene, packed
+from tplab.widgets.paper.still import still
+from tplab.widgets.paper.wire import pack
 
-MARGIN, LINE_HEIGHT, WIDTH = 18, 34, 720
+WIDTH, NARROW, ROW, HEIGHT = 880, 420, 34, 24
 MANY = 4
 """More measured rows than these are counted in the sentence, and not listed."""
 
@@ -57,9 +57,10 @@ class Bars:
 class Knob(Card):
     """The card that `knob` makes. `index` says which option is chosen; `option` is that option."""
 
-    _esm = script("shell", "knob")
+    _esm = script("wire", "shell", "canvas", "scene", "knob")
     _css = style()
     content = traitlets.Dict().tag(sync=True)
+    scene = traitlets.Bytes().tag(sync=True)
     index = traitlets.Int(0).tag(sync=True)
 
     def __init__(
@@ -75,7 +76,10 @@ class Knob(Card):
         names = list(dict.fromkeys(name for bars in self.options.values() for row in bars.rows for name in row.parts))
         hued = [name for name in names if not name.startswith("comput")]  # computing is grey, as on a timeline
         self.colours = {name: hued.index(name) if name in hued else -1 for name in names}
-        super().__init__(content=self._content(), index=list(self.options).index(start))
+        self.bars = self._draw(WIDTH)
+        self.bars.narrow = self._draw(NARROW)
+        scene = pack(*packed([self.bars], self._legend()))
+        super().__init__(content=self._content(), scene=scene, index=list(self.options).index(start))
 
     @property
     def option(self) -> Any:
@@ -89,33 +93,28 @@ class Knob(Card):
         return proposal["value"]
 
     def _content(self) -> dict[str, Any]:
-        """Everything that the browser draws, for every option, so that turning the knob needs no kernel."""
+        """What the browser says of every option, so that turning the knob needs no kernel."""
         return {
             "title": self.title,
             "about": self.about,
             "control": self.control,
-            "colours": self.colours,
-            "by": self.by
-            if any(row.measured is not None for bars in self.options.values() for row in bars.rows)
-            else "",
             "options": [
                 {
                     "name": option_text(option),
                     "sentence": f"{bars.sentence} {self.said(bars)}".strip(),
-                    "rows": [
-                        {
-                            "label": row.label,
-                            "parts": [[name, share, self.text(row.parts[name])] for name, share in _shares(bars, row)],
-                            "total": self.text(row.total),
-                            "note": row.note,
-                            "measured": self._mark(bars, row),
-                        }
-                        for row in bars.rows
-                    ],
+                    "label": "; ".join(f"{row.label}: {self.text(row.total)} {self._behind(row)}" for row in bars.rows),
                 }
                 for option, bars in self.options.items()
             ],
         }
+
+    def _legend(self) -> list[Key]:
+        keys = [Key(name, mix(self._tint(name), 0.3), self._tint(name)) for name in self.colours]
+        is_measured = any(row.measured is not None for bars in self.options.values() for row in bars.rows)
+        return [*keys, Key(f"measured by {self.by}", sign="diamond")] if is_measured else keys
+
+    def _tint(self, part: str) -> str:
+        return hue(self.colours[part])
 
     def text(self, amount: float) -> str:
         if self.unit == "B":
@@ -131,74 +130,65 @@ class Knob(Card):
             return f"Measured by {self.by}: the marks on {len(values)} rows."
         return f"Measured by {self.by}: {', '.join(values)}." if values else ""
 
-    def _mark(self, bars: Bars, row: Row) -> list[Any] | None:
-        """Where a measured value is, as a share of the longest row, and its text."""
-        return None if row.measured is None else [row.measured / _longest(bars), self.text(row.measured)]
-
     def _behind(self, row: Row) -> str:
         """The text after a bar's total."""
         measured = "" if row.measured is None else f"measured {self.text(row.measured)}"
         return " · ".join(filter(None, [row.note, measured]))
 
     def picture(self) -> bytes:
-        bars = self.options[self.option]
-        sentence = textwrap.wrap(f"{bars.sentence} {self.said(bars)}".strip(), int((WIDTH - 2 * MARGIN) / 6.8))
-        pen = Pen(WIDTH, 2 * MARGIN + 89 + LINE_HEIGHT * len(bars.rows) + 17 * len(sentence))
-        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
-        x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
-        pen.text(x, 26.5, self.about, size=11, fill=DIM, anchor="lm")
-        x = MARGIN + pen.text(MARGIN, 54, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm")
-        self._track(pen, x + pen.text(x, 54, option_text(self.option), size=11.5, bold=True, anchor="lm") + 16, 54)
-        label = max(text_width(row.label, 11) for row in bars.rows) + 12
-        behind = max(text_width(f"{self.text(row.total)}  {self._behind(row)}", 11) for row in bars.rows) + 12
-        room = WIDTH - 2 * MARGIN - label - behind
-        y = 80
-        x = MARGIN + label
-        for name, colour in self.colours.items():
-            tint = WORK if colour < 0 else HUES[colour % 8]
-            pen.box(x, y + 4, 16, 10, fill=mix(tint, 0.3), edge=tint, radius=3)
-            x += 22 + pen.text(x + 22, y + 9, name, size=10.5, fill=DIM, anchor="lm") + 18
-        if any(row.measured is not None for row in bars.rows):
-            pen.diamond(x + 8, y + 9)
-            text = f"measured by {self.by}"
-            if text_width(text, 10.5) > WIDTH - MARGIN - x - 22:
-                text = "measured"  # the sentence says by whom
-            pen.text(x + 22, y + 9, text, size=10.5, fill=DIM, anchor="lm")
-        y += 24
-        for row in bars.rows:
-            pen.text(MARGIN + label - 10, y + 12, row.label, size=11, anchor="rm")
-            x = MARGIN + label
-            for name, share in _shares(bars, row):
-                width, colour = share * room, self.colours[name]
-                tint = WORK if colour < 0 else HUES[colour % 8]
-                pen.box(x, y, max(width - 1, 1), 24, fill=mix(tint, 0.3), edge=tint, radius=3)
-                if text_width(name, 10) + 10 < width:
-                    pen.text(x + width / 2, y + 12, name, size=10)
-                x += width
-            if row.measured is not None:
-                at = MARGIN + label + room * row.measured / _longest(bars)
-                if at > x:
-                    pen.line([(x, y + 12), (at, y + 12)], DIM, 1)
-                pen.line([(at, y - 2), (at, y + 24)], INK, 1.6)
-                pen.diamond(at, y + 25)
-                x = max(x, at)
-            end = x + 8 + pen.text(x + 8, y + 12, self.text(row.total), size=11, bold=True, fill=INK, anchor="lm")
-            pen.text(end + 7, y + 12, self._behind(row), size=11, fill=DIM, anchor="lm")
-            y += LINE_HEIGHT
-        for number, line in enumerate(sentence):
-            pen.text(MARGIN, y + 14 + 17 * number, line, size=11.5, anchor="lm")
-        return encode([pen.image()], [0])
+        sentence = self._content()["options"][self.index]["sentence"]
+        words = {"about": self.about, "legend": self._legend(), "gap": 8}
+        return still(self.title, sentence, [self._track(), self.bars], self.index, **words)
 
-    def _track(self, pen: Pen, x: float, y: float) -> None:
-        last, width = max(len(self.options) - 1, 1), 200
-        pen.line([(x, y), (x + width, y)], LINE, 4)
-        pen.line([(x, y), (x + width * self.index / last, y)], ACCENT, 4)
-        pen.disc(x + width * self.index / last, y, 6, fill=ACCENT)
-        names = [*map(option_text, self.options)]
-        if self.index > 0:
-            pen.text(x - 2, y + 14, names[0], size=9.5, fill=DIM, anchor="lm")
-        if self.index < last:
-            pen.text(x + width + 2, y + 14, names[-1], size=9.5, fill=DIM, anchor="rm")
+    def _track(self) -> Scene:
+        """What a page has as a control: the position of the knob among all others."""
+        sheet, names, wide = Scene(WIDTH, 38), [*map(option_text, self.options)], 200
+        x = sheet.text(0, 12, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm") + 6
+        x += sheet.text(x, 12, names[self.index], size=11.5, bold=True, anchor="lm") + 16
+        at = x + wide * self.index / max(len(names) - 1, 1)
+        sheet.line([(x, 12), (x + wide, 12)], LINE, 4)
+        sheet.line([(x, 12), (at, 12)], ACCENT, 4)
+        sheet.box(at - 6, 6, 12, 12, fill=ACCENT, radius=6)
+        sheet.text(x - 2, 26, names[0] if self.index else "", size=9.5, fill=DIM, anchor="lm")
+        sheet.text(x + wide + 2, 26, names[-1] if at < x + wide else "", size=9.5, fill=DIM, anchor="rm")
+        return sheet
+
+    def _draw(self, wide: float) -> Scene:
+        """The bars of all options; the position of the playhead is the option's index."""
+        every = [row for bars in self.options.values() for row in bars.rows]
+        sheet = Scene(wide, ROW * max(len(bars.rows) for bars in self.options.values()))
+        left = 12 + max(sheet.width_of(row.label) for row in every)
+        behind = 12 + max(sheet.width_of(f"{self.text(row.total)}   {self._behind(row)}", bold=True) for row in every)
+        for index, bars in enumerate(self.options.values()):
+            scale = max(wide - left - behind, 40) / (max(row.reach for row in bars.rows) or 1.0)
+            with sheet.during(index - 0.5, index + 0.5):
+                for place, row in enumerate(bars.rows):
+                    self._row(sheet, row, left, ROW * place + 3, scale)
+        return sheet
+
+    def _row(self, sheet: Scene, row: Row, left: float, y: float, scale: float) -> None:
+        middle, x = y + HEIGHT / 2, left
+        sheet.text(left - 10, middle, row.label, anchor="rm")
+        texts = [(name, self.text(amount)) for name, amount in row.parts.items() if amount > 0]
+        with sheet.about([("", row.label), *texts, ("in total", self.text(row.total))]):
+            sheet.box(left, y, max(scale * row.total, 1), HEIGHT)
+        for name, text in texts:
+            width = scale * row.parts[name]
+            sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=mix(self._tint(name), 0.3), edge=self._tint(name), radius=3)
+            fitting = [said for said in (f"{name} {text}", name) if sheet.width_of(said, 10) + 8 < width]
+            sheet.text(x + width / 2, middle, next(iter(fitting), ""), size=10)
+            x += width
+        if row.measured is not None:
+            at, rows = left + scale * row.measured, [("", row.label), ("measured", self.text(row.measured))]
+            if at > x:
+                sheet.line([(x, middle), (at, middle)], DIM, 1)
+            sheet.line([(at, y - 2), (at, y + HEIGHT)], INK, 1.6)
+            draw_diamond(sheet, at, y + HEIGHT + 1)
+            with sheet.about([*rows, ("by", self.by), ("bar", self.text(row.total))]):
+                sheet.box(at - 8, y, 16, ROW - 2)
+            x = max(x, at)
+        end = x + 8 + sheet.text(x + 8, middle, self.text(row.total), bold=True, anchor="lm")
+        sheet.text(end + 7, middle, self._behind(row), fill=DIM, anchor="lm")
 
 
 def knob(
@@ -230,12 +220,3 @@ def knob(
 
 def option_text(option: Any) -> str:
     return f"{option:,}" if isinstance(option, int) else str(option)
-
-
-def _shares(bars: Bars, row: Row) -> list[tuple[str, float]]:
-    """The parts of a row as shares of the longest row."""
-    return [(name, amount / _longest(bars)) for name, amount in row.parts.items() if amount > 0]
-
-
-def _longest(bars: Bars) -> float:
-    return max(row.reach for row in bars.rows) or 1.0

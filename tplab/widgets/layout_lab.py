@@ -10,9 +10,12 @@ import traitlets
 
 from tplab.cost import Cluster, find
 from tplab.forecast import Forecast, Model, Plan
-from tplab.widgets.layouts import still
+from tplab.widgets.layouts import drawing, still_views
+from tplab.widgets.layouts.board import Board
+from tplab.widgets.layouts.words import badge
 from tplab.widgets.layouts.workbench import Measured, Workbench
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.still import still
 
 
 class LayoutLab(Card):
@@ -26,7 +29,7 @@ class LayoutLab(Card):
     is_stale   whether the settings are impossible, so that the last possible ones are still shown
     """
 
-    _esm = script("shell", "wire", "units", "canvas", "gantt", "nodes", "planmap", "planbars", "ownmodel", "layouts")
+    _esm = script("shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "layouts")
     _css = style()
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
@@ -37,8 +40,8 @@ class LayoutLab(Card):
     is_stale = traitlets.Bool(False).tag(sync=True)
 
     def __init__(self, bench: Workbench):
-        self._bench = bench
-        super().__init__(choices=bench.choices(), board=bench.board(), **bench.traits())
+        self._bench, self._board = bench, Board(bench)
+        super().__init__(choices=bench.choices(), board=self._board.packed(), **bench.traits())
         self.observe(self._on_settings, "settings")
         self.observe(self._on_chosen, "chosen")
         self.observe(lambda _: vars(self).pop("_picture", None), "view")
@@ -64,7 +67,15 @@ class LayoutLab(Card):
         return self._bench.sentence
 
     def picture(self) -> bytes:
-        return still.still(self._bench, self.view)
+        bench = self._bench
+        chosen, best = bench.forecast(bench.chosen), bench.forecast(bench.best)
+        words = {"about": bench.about, "badge": badge(best), "gap": 24}
+        if self.view == "plans":
+            scenes = [drawing.plan_map(bench), drawing.step(bench)]
+            words |= {"legend": drawing.legend(bench), "note": drawing.note(bench)}
+        else:
+            scenes = [still_views.pipeline(chosen) if self.view == "pipeline" else still_views.nodes(chosen)]
+        return still(bench.title, f"{chosen.plan} {bench.says(bench.chosen)}", scenes, bench.chosen, **words)
 
     @traitlets.validate("settings")
     def _check_settings(self, proposal: Any) -> dict[str, Any]:
@@ -98,7 +109,7 @@ class LayoutLab(Card):
         """Show the state of the workbench."""
         vars(self).pop("_picture", None)
         with self.hold_sync():
-            self.board = self._bench.board()
+            self.board = self._board.packed()
             for name, value in self._bench.traits().items():
                 setattr(self, name, value)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import traitlets
 
 from tplab.mesh import Mesh
-from tplab.trace.memory import KINDS, Memory, RankMemory
+from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.scene import Scene, packed
+from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.stacks import layout
-from tplab.widgets.stacks.still import still
+from tplab.widgets.stacks import drawing, layout
 
 Predicted = layout.Predicted | Sequence[layout.Predicted]
 """kind -> bytes, the same on every rank; or one such mapping for each rank."""
@@ -23,7 +23,7 @@ Predicted = layout.Predicted | Sequence[layout.Predicted]
 class MemoryTimeline(Card):
     """The card that `memory_timeline` makes. `rank` is the rank that is shown."""
 
-    _esm = script("wire", "shell", "units", "stacks")
+    _esm = script("wire", "shell", "canvas", "scene", "stacks")
     _css = style()
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(0).tag(sync=True)
@@ -35,7 +35,17 @@ class MemoryTimeline(Card):
         self.mesh = next(iter(self.memories.values())).mesh
         self.of = layout.picture(self.memories, self.predicted)
         self.about = _about(next(iter(self.memories.values())))
-        super().__init__(rank=rank, scene=pack(*self._content()))
+        self.scene_of_ranks = self._draw(self.of)
+        self.scene_of_ranks.narrow = self._draw(layout.picture(self.memories, self.predicted, layout.NARROW))
+        self._legend = drawing.legend(self.of)
+        header, columns = packed([self.scene_of_ranks], self._legend)
+        header |= {
+            "title": title,
+            "about": self.about,
+            "ranks": [_rank_text(self.mesh, rank) for rank in self.mesh.ranks],
+            "says": [self.says(rank) for rank in self.mesh.ranks],
+        }
+        super().__init__(rank=rank, scene=pack(header, columns))
         self.sentence = f"{title}: {self.says(rank)}"
 
     @traitlets.validate("rank")
@@ -54,49 +64,13 @@ class MemoryTimeline(Card):
         return f"rank {rank} holds at most {', '.join(peaks)}."
 
     def picture(self) -> bytes:
-        return still(self.of, self.rank, self.title, self.about, f"R{self.says(self.rank)[1:]}")
+        says, note = f"R{self.says(self.rank)[1:]}", f"rank {self.rank}"
+        return still(
+            self.title, says, [self.scene_of_ranks], self.rank, about=self.about, legend=self._legend, note=note
+        )
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Everything that the browser draws, for every rank. What several ranks have in common is sent once."""
-        columns: dict[str, np.ndarray] = {}
-        panels = []
-        for panel, memory in zip(self.of.panels, self.memories.values()):
-            drawn: dict[bytes, int] = {}
-            areas, which = [], []
-            for held, area in zip(memory, panel.areas):
-                key = area.xs.tobytes() + held.num_bytes[area.rows].tobytes() + repr(held.where).encode()
-                if key not in drawn:
-                    drawn[key] = len(areas)
-                    name = f"{len(panels)}-{len(areas)}"
-                    areas.append(self._area(name, held, area, columns))
-                which.append(drawn[key])
-            panels.append(
-                {
-                    "title": panel.title, "x": panel.x, "width": panel.width, "ticks": panel.ticks,
-                    "areas": areas, "of_rank": which, "predicted": panel.predicted,
-                    "parts": [[kinds.get(kind, 0) for kind in KINDS] for kinds in self.predicted.get(panel.title, [])],
-                }
-            )  # fmt: skip
-        header = {
-            "title": self.title,
-            "about": self.about,
-            "kinds": [[layout.name_of(kind), layout.HUE[KINDS[kind]], kind] for kind in self.of.kinds],
-            "num_kinds": len(KINDS),
-            "size": [layout.WIDTH, layout.HEIGHT, layout.TOP, layout.BOTTOM],
-            "ticks": self.of.ticks,
-            "along": self.of.along,
-            "ranks": [_rank_text(self.mesh, rank) for rank in self.mesh.ranks],
-            "says": [self.says(rank) for rank in self.mesh.ranks],
-            "panels": panels,
-        }
-        return header, columns
-
-    def _area(self, name: str, held: RankMemory, area: layout.Area, columns: dict[str, np.ndarray]) -> dict[str, Any]:
-        columns[f"xs{name}"] = (10 * area.xs).round().astype(np.int64)
-        columns[f"tops{name}"] = (10 * area.tops).round().astype(np.int64).ravel()
-        columns[f"bytes{name}"] = held.num_bytes[area.rows].ravel()
-        texts = [layout.reading(held, int(row), self.of.along) for row in area.rows]
-        return {"name": name, "labels": area.labels, "texts": texts}
+    def _draw(self, picture: layout.Picture) -> Scene:
+        return drawing.draw(picture, [*self.memories.values()], self.predicted)
 
 
 def memory_timeline(

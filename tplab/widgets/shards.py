@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,10 @@ from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
 from tplab.units import count_text
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.tensors import scene, still
+from tplab.widgets.tensors import layout, picture
 from tplab.widgets.tensors.product import Product, Tensor, product
 
 MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
@@ -24,7 +25,7 @@ MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
 class Shards(Card):
     """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
 
-    _esm = script("wire", "shell", "shards")
+    _esm = script("wire", "shell", "canvas", "scene", "shards")
     _css = style()
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
@@ -33,7 +34,12 @@ class Shards(Card):
         self.mesh, self.of = mesh, of
         self.content = content(mesh, of)
         self.sentence = self.content["sentence"]
-        super().__init__(scene=pack(self.content, {}))
+        drawings = self.content["drawings"]
+        self.scenes = [picture.tensors(drawings, mesh.size), picture.ranks(self.content["ranks"], drawings)]
+        self.scenes[0].label = self.sentence
+        header, columns = packed(self.scenes)
+        words = {name: self.content[name] for name in ("title", "about", "badge", "sentence", "says")}
+        super().__init__(scene=pack({**header, **words}, columns))
 
     @traitlets.validate("rank")
     def _check_rank(self, proposal: Any) -> int:
@@ -43,36 +49,31 @@ class Shards(Card):
         return proposal["value"]
 
     def picture(self) -> bytes:
-        return still.still(self.content, self.rank)
+        about, badge = self.content["about"], self.content["badge"]
+        return still(self.content["title"], self.sentence, self.scenes, self.rank, about=about, badge=badge, gap=40)
 
 
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
-    """Everything that is drawn and said, for the browser and for the still picture."""
+    """Everything that is drawn and said. `says` is of each rank, and then of each piece of a tensor."""
     one = isinstance(of, Tensor)
-    drawings = scene.one(of, mesh) if one else scene.multiplied(of, mesh)
-    says = [_of_rank(mesh, of, drawings, rank) for rank in mesh.ranks]
+    drawings = layout.one(of, mesh) if one else layout.multiplied(of, mesh)
     about = f"{of.spec} on {mesh}" if one else f"{of.x.name} {of.x.spec}, {of.w.name} {of.w.spec} on {mesh}"
-    drawn = {
+    says = [(f"rank {rank}", _of_rank(mesh, of, drawings, rank)) for rank in mesh.ranks]
+    return {
         "title": f"{of.name} {list(of.shape)}" if one else f"{of.x.name} @ {of.w.name} = {of.y.name}",
         "about": about,
         "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
-        "drawings": [asdict(d) for d in drawings],
-        "width": max(d.x + d.width for d in drawings) + 6,
-        "height": max(d.y + d.height for d in drawings) + 24,
-        "ranks": scene.ranks(drawings, mesh),
-        "sentence": scene.held(of, mesh) + "." if one else _verdict(mesh, of),
-        "says": says,
+        "drawings": drawings,
+        "ranks": layout.ranks(drawings, mesh),
+        "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
+        "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],
     }
-    return _rounded(drawn)
 
 
-def _rounded(value: Any) -> Any:
-    """Lengths to a hundredth of a pixel, so that less is sent."""
-    if isinstance(value, float):
-        return round(value, 2)
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+def _of_piece(drawing: layout.Drawing, piece: layout.Tile) -> tuple[str, str]:
+    who = f"rank{'s' * (len(piece.ranks) > 1)} {layout.ranks_text(piece.ranks)}"
+    does = f"is the sum of what {who} compute" if drawing.summed else f"is held by {who}"
+    return f"{drawing.name.split(' ')[0]}{piece.index}", does
 
 
 def _verdict(mesh: Mesh, of: Product) -> str:
@@ -93,11 +94,11 @@ def _verdict(mesh: Mesh, of: Product) -> str:
     )
 
 
-def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing], rank: int) -> str:
+def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[layout.Drawing], rank: int) -> str:
     own = [next(piece for piece in d.pieces if rank in piece.ranks) for d in drawings]
     if isinstance(of, Tensor):
         others = [other for other in own[0].ranks if other != rank]
-        shared = f", and so do {scene.ranks_text(others)}" if others else ", and no other rank does"
+        shared = f", and so do {layout.ranks_text(others)}" if others else ", and no other rank does"
         return f"holds {of.name}{own[0].index}{shared}"
     multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
     if of.x.axes(1) != of.w.axes(0):  # one of the two is unsharded: only the matching part of it is used
@@ -106,7 +107,7 @@ def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[scene.Drawing]
     result = f"{of.y.name}{own[2].index}"
     if not of.summed:
         return f"{multiplies}: {result}"
-    summed = scene.ranks_text(mesh.group(rank, of.summed))
+    summed = layout.ranks_text(mesh.group(rank, of.summed))
     return f"{multiplies}: its part of {result}, which is the sum over ranks {summed}"
 
 

@@ -11,10 +11,12 @@ import traitlets
 from tplab.mesh import Axis
 from tplab.sequence import AttentionMask, TokenLayout
 from tplab.trace.trace import Trace
-from tplab.widgets.attention import still
-from tplab.widgets.attention.scene import Scene, mask_text, scene
+from tplab.widgets.attention import drawing
+from tplab.widgets.attention.panels import Panels, mask_text, shown
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import payload
 from tplab.widgets.score.score import score
@@ -24,16 +26,17 @@ TITLE = "Attention over a ring of ranks"
 
 class Tiles(Card):
     """The card that `tiles` makes. `step` is where the playhead is, in steps of the ring: 1.5 is half-way through the
-    second. With a trace that has a backward pass, its steps follow those of the forward pass."""
+    second. With a trace that has a backward pass, its steps follow those of the forward pass. `scenes` are panels."""
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "tiles")
+    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
     _css = style()
     scene = traitlets.Bytes().tag(sync=True)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(self, of: Scene, step: float = 0):
+    def __init__(self, of: Panels, step: float = 0):
         self.of, self.sentence = of, of.sentence
+        self.scenes = [drawing.draw(panel, of.geometry) for panel in of.panels]
         lanes = b"" if of.trace is None else payload.lanes(score(of.trace))
         super().__init__(scene=pack(*self._drawn()), score=lanes, step=step)
 
@@ -43,23 +46,17 @@ class Tiles(Card):
 
     def picture(self) -> bytes:
         """The picture at `step`; before the first step it would be empty, so it is that of the last step."""
-        return still.still(self.of, self.step or self.of.num_steps, TITLE)
+        _, within = self.of.place(self.step or self.of.num_steps)
+        return still(TITLE, self.sentence, self.scenes, within, legend=drawing.LEGEND, note=drawing.AXES)
 
     def _drawn(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        columns: dict[str, np.ndarray] = {}
-        for number, panel in enumerate(self.of.panels):
-            columns |= {f"steps{number}": panel.steps.ravel(), f"load{number}": panel.load.ravel()}
-            columns |= {f"owner{number}": panel.owner, f"starts{number}": panel.starts}
-        header = {
+        header, columns = packed(self.scenes, drawing.LEGEND)
+        header |= {
             "title": TITLE,
             "about": mask_text(self.of.panels[0].mask).rstrip(","),
-            "axes": still.AXES,
             "sentence": self.sentence,
+            "note": drawing.AXES,
             "ranks": self.of.num_ranks,
-            "tokens": self.of.panels[0].layout.num_tokens,
-            "names": [panel.layout.name for panel in self.of.panels],
-            "efficiency": [f"{100 * panel.efficiency:.1f}% of the time computing" for panel in self.of.panels],
-            "place": self.of.geometry._asdict(),
             "says": [self.of.says(step) for step in range(self.of.num_steps + 1)],
             "times": self.of.times,
         }
@@ -87,4 +84,4 @@ def tiles(
     step      where the playhead starts: 0 is before the first step, 1 after it
     Raises ShapeError and ValueError where layouts, or the trace, do not fit together.
     """
-    return Tiles(scene(layouts, AttentionMask() if mask is None else mask, trace, axis), step)
+    return Tiles(shown(layouts, AttentionMask() if mask is None else mask, trace, axis), step)

@@ -23,7 +23,9 @@ class Timeline(Card):
     """The card that `timeline` makes. `step` is where the playhead is, as in `Animation` or, over a prediction, as in
     `Gantt`. `comparison` is what the trace is compared with, or None."""
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "lanes", "overlay", "timeline")
+    _esm = script(
+        "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "overlay", "timeline"
+    )
     _css = style()
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

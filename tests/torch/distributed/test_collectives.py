@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tests.pairwise import cover, pairs
 from tplab import Mesh
 from tplab.cost import collectives as cost
 from tplab.torch import Result, run
@@ -100,8 +102,11 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=rtol, atol=0)
 
 
-@each_size
-@pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.parametrize(
+    "op, dtype, num_ranks",
+    cover((*reduction, num_ranks) for reduction, num_ranks in product(REDUCTIONS, RANKS)),
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 def test_reductions(op: str, dtype: torch.dtype, num_ranks: int):
     """all_reduce, reduce to each rank, and both kinds of reduce_scatter, of every kind and dtype."""
     kind = getattr(ReduceOp, op)
@@ -151,22 +156,20 @@ def test_sums_of_what_each_rank_multiplies_first(as_tensor: bool, num_ranks: int
             torch.testing.assert_close(got, want, rtol=0, atol=0)  # small multiples of a half: exact
 
 
-@each_size
-@each_way
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arrange", [lambda x: x, spread_out], ids=["dense", "spread out"])
+@pytest.mark.parametrize("arrange, shape, is_async, num_ranks", pairs([None, spread_out], SHAPES, [False, True], RANKS))
 def test_every_shape(arrange, shape: tuple[int, ...], is_async: bool, num_ranks: int):
     """all_reduce, reduce, broadcast, gathers: of scalars, empty tensors; gathers of tensors that are not contiguous."""
 
     def program() -> list[Any]:
         x = put_in(dist.get_rank(), *shape)
         reduced, at_root, copied = (x.clone() for _ in range(3))
-        gathered, stacked = [arrange(torch.empty_like(x)) for _ in range(num_ranks)], x.new_empty(num_ranks, *shape)
+        arranged = arrange or (lambda x: x)
+        gathered, stacked = [arranged(torch.empty_like(x)) for _ in range(num_ranks)], x.new_empty(num_ranks, *shape)
         for work in (
             dist.all_reduce(reduced, async_op=is_async),
             dist.reduce(at_root, 0, async_op=is_async),
             dist.broadcast(copied, num_ranks - 1, async_op=is_async),
-            dist.all_gather(gathered, arrange(x), async_op=is_async),
+            dist.all_gather(gathered, arranged(x), async_op=is_async),
             dist.all_gather_into_tensor(stacked, x, async_op=is_async),
         ):
             assert (work is not None) == is_async

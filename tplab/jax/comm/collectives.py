@@ -14,6 +14,9 @@ types, and so knows which results `out_specs` may call the same on every rank.
     reduce_scatter  piece i of sum_j x_j                     all_gather(dy)              (mean: / R)
     all_to_all      piece i of x_0 | piece i of x_1 | ...    all_to_all(dy), dims exchanged
     broadcast       x_root                                   dy on the root, zeros elsewhere
+    reduce          sum_j x_j on the root, zeros elsewhere   broadcast(dy)               (mean: / R)
+    gather          x_0 | x_1 | ... on the root, else zeros  scatter(dy)
+    scatter         piece i of x_root                        gather(dy)
     ppermute        x_j where (j, i) is a pair, else zeros   ppermute(dy) with the pairs reversed
     ring_shift      x_(i - shift)                            ring_shift(dy, -shift)
 
@@ -163,10 +166,59 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
-    root = root_of(root, place.num_ranks, place.label)
-    kept = jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
-    with jax.named_scope(f"tplab.broadcast.from{root}"):  # the trace reads both
+    root = root_of("broadcast", root, place.num_ranks, place.label)
+    kept = _on_root(x, place, root)
+    with _named(root, "broadcast"):
         return lax.psum(kept, place.names).astype(x.dtype)
+
+
+def reduce(x: Any, axis: Axis, root: int = 0, op: str = "sum") -> Array:
+    """Combine what every rank of `axis` holds, as `all_reduce` does, for the one at index `root`.
+
+    x [...]   ->   y [...] on the root, zeros elsewhere
+    cost      that of all_reduce: JAX has no reduce, so the others get the result, too, and leave it
+    backward  dx = broadcast(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
+    Raises MeshError where the axis has no such position; TypeError as all_reduce does.
+    """
+    place, x = _place(axis), _array("reduce", x)
+    root, op = root_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
+    x = vary(x, place.names)
+    with _named(root, "reduce"):
+        total = all_reduce(x, axis, op)
+    with _named(root, "broadcast"):  # which is what the backward pass of this is
+        total = vary(total, place.names)
+    return _on_root(total, place, root)
+
+
+def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
+    """Concatenate what every rank of `axis` holds along `dim`, for the one at index `root`.
+
+    x [.., n, ..]   ->   y [.., R n, ..] on the root, zeros elsewhere
+    cost      that of all_gather: JAX has no gather, so the others get the pieces, too, and leave them
+    backward  dx = scatter(dy)
+    Raises MeshError where the axis has no such position.
+    """
+    place, x = _place(axis), _array("gather", x)
+    root, dim = root_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
+    with _named(root, "gather", "scatter"):
+        whole = all_gather(x, axis, dim)
+    return _on_root(whole, place, root)
+
+
+def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
+    """Cut what the rank at index `root` holds into one piece per rank of `axis`; the others' x only gives the shape.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i of the root's x on the rank at index i
+    cost      that of reduce_scatter: JAX has no scatter, so zeros are added to what the root holds
+    backward  dx = gather(dy): on the root, zeros elsewhere
+    Raises MeshError where the axis has no such position, ShapeError where R does not divide the dim.
+    """
+    place, x = _place(axis), _array("scatter", x)
+    root, dim = root_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
+    _check_divides("scatter", x, dim, place)
+    kept = _on_root(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x, place, root)
+    with _named(root, "scatter", "gather"):
+        return reduce_scatter(kept, axis, dim).astype(x.dtype)
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
@@ -212,9 +264,9 @@ def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
     XLA's own loses NaN on some devices. So numbers travel as integers of the same size in the same order: those of the
     sign and the bits, with the bits turned over where the sign is negative. NaN lies beyond all others.
     """
-    reduce = lax.pmax if op == "max" else lax.pmin
+    pick = lax.pmax if op == "max" else lax.pmin
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce(x, axes)
+        return pick(x, axes)
     whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(whole)
 
@@ -222,7 +274,7 @@ def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
         return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
     order = jnp.where(jnp.isnan(x), limits.max if op == "max" else limits.min, turned(_as_type(x, whole)))
-    return _as_type(turned(reduce(order, axes)), x.dtype)
+    return _as_type(turned(pick(order, axes)), x.dtype)
 
 
 def _as_type(x: Array, dtype: Any) -> Array:
@@ -232,7 +284,8 @@ def _as_type(x: Array, dtype: Any) -> Array:
 def _extreme_tangent(x: Array, y: Array, dx: Array, axes: tuple[str, ...], op: str) -> Array:
     """The derivative of the ranks that hold the extreme, in equal shares; NaN where the extreme is NaN."""
     holds = jnp.where(jnp.isnan(y), y, (x == y).astype(y.dtype))  # left to 0 / 0, XLA makes 0 of it
-    return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
+    with jax.named_scope("tplab.all_reduce"):  # also for a reduce: each rank needs to know how many hold it
+        return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
 
 
 _extremes = {
@@ -241,12 +294,25 @@ _extremes = {
 }
 
 
-_COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, ppermute, ring_shift)
+_COLLECTIVES = (
+    *(all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter),
+    *(ppermute, ring_shift),
+)
 
 
 def _place(axis: Axis) -> _Place:
     mesh = this_mesh()
     return _Place(mesh.names(axis), mesh.group(0, axis))
+
+
+def _named(root: int, *names: str) -> Any:
+    """What is done in this context has one of these names in the trace, which reads the root, too."""
+    return jax.named_scope("".join(f"tplab.{name}." for name in names) + f"root{root}")
+
+
+def _on_root(x: Array, place: _Place, root: int) -> Array:
+    """x on the root, zeros elsewhere."""
+    return jnp.where(lax.axis_index(place.names) == root, x, jnp.zeros_like(x))
 
 
 def _permute(x: Array, place: _Place, pairs: Sequence[tuple[int, int]]) -> Array:

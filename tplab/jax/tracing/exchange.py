@@ -28,13 +28,13 @@ class Exchange(NamedTuple):
 
     def name_in(self, eqn: Any) -> str:
         """What the program called it, as far as its equation says: tplab does it in a `named_scope`."""
-        scope = str(eqn.source_info.name_stack)
-        return next((name for name, row in ROWS.items() if row.jax == self.op and f"tplab.{name}" in scope), self.op)
+        scope, names = str(eqn.source_info.name_stack), [name for name, row in ROWS.items() if row.jax == self.op]
+        return max(self.op, *names, key=lambda name: scope.rfind(f"tplab.{name}")) if names else self.op
 
     def root(self, eqn: Any) -> int:
-        """The position that a broadcast comes from."""
-        found = re.search(r"tplab\.broadcast\.from(\d+)", str(eqn.source_info.name_stack))
-        return int(found[1]) if found else 0
+        """The position that everything comes from or goes to; 0 where there is none."""
+        found = re.findall(r"tplab\.\w+\.root(\d+)", str(eqn.source_info.name_stack))
+        return int(found[-1]) if found else 0
 
     def names(self, params: dict[str, Any]) -> tuple[str, ...]:
         """The axes it runs along."""
@@ -50,13 +50,13 @@ class Exchange(NamedTuple):
             return [tuple(group[index] for index in part) for group in groups for part in parts]
         return groups
 
-    def apply(self, params: dict[str, Any], groups: Groups, values: PerRank) -> PerRank:
-        """Every rank's result."""
+    def apply(self, params: dict[str, Any], groups: Groups, values: PerRank, only: int | None = None) -> PerRank:
+        """Every rank's result. `only` is the position that keeps it, if the others do nothing with theirs."""
         results: PerRank = [None] * len(values)
         for group in groups:
             outputs = self._results(params, [np.asarray(values[rank]) for rank in group])
-            for rank, output in zip(group, outputs, strict=True):
-                results[rank] = output
+            for index, (rank, output) in enumerate(zip(group, outputs, strict=True)):
+                results[rank] = output if only in (None, index) else np.zeros_like(output)
         return results
 
     def dims(self, params: dict[str, Any]) -> tuple[int, int]:

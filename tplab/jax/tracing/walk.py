@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
@@ -30,7 +31,7 @@ from tplab.jax.tracing.held import (
 from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
-from tplab.trace.label import Label, of_collective
+from tplab.trace.label import Label, of_all
 
 Ranks = tuple[int, ...]
 Needs = tuple[int, ...]
@@ -187,7 +188,8 @@ class Walk:
         op, names = exchange.name_in(eqn), exchange.names(params)
         groups = exchange.groups(params, self.mesh)
         result = Held(aval, x.needs)
-        computed([result], [x], lambda values: [exchange.apply(params, groups, values[0])])
+        only = exchange.root(eqn) if ROWS[op].gives == "root" else None
+        computed([result], [x], lambda values: [exchange.apply(params, groups, values[0], only)])
         if len(groups[0]) == 1:
             result.labels = x.labels
             return result
@@ -221,7 +223,7 @@ class Walk:
             is_all = len(group) == self.mesh.size
             given = [None if is_all else x.label(rank) for rank in group]
             known = [label or Label(-1, (rank,)) for label, rank in zip(given, group, strict=True)]
-            labels |= {rank: of_collective(op, known, index, root) for index, rank in enumerate(group)}
+            labels |= dict(zip(group, of_all(op, known, root), strict=True))
         return labels
 
     def _label_of(self, x: Held, rank: int) -> Label:

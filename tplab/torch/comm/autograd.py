@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tplab.comm import EXTREMES
+from tplab.comm import EXTREMES, ROWS
 from tplab.mesh import Axis
 from tplab.torch.private import forward_level, no_dispatch, transform
 from tplab.torch.ranks.outcomes import own
@@ -127,7 +127,7 @@ class _Blocking(torch.autograd.Function):
             types.gradient(ctx.exchange, call.place.group, grads[0])
         x, y = ctx.saved_tensors or (None, None)
         dx = _transposed(call, grads[0], Forward(x, y, ctx.exchange.sizes))
-        return (do(*dx) if isinstance(dx, Plan) else dx), None
+        return (_received(call, do(*dx)) if isinstance(dx, Plan) else dx), None
 
 
 class _Flight(Pending):
@@ -164,7 +164,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         exchange = ctx.exchange
         gradient, exchange.gradient = exchange.gradient, None
-        return (gradient.wait() if isinstance(gradient, Pending) else gradient), None
+        return (_received(exchange.call, gradient.wait()) if isinstance(gradient, Pending) else gradient), None
 
 
 class _Wait(torch.autograd.Function):
@@ -242,7 +242,7 @@ def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
         if reduction not in EXTREMES:
             return back
         assert forward.x is not None and forward.y is not None
-        return _shared(call, do(*back), forward.x == do(back.call, forward.y.detach()))
+        return _shared(call, _received(call, do(*back)), forward.x == do(back.call, forward.y.detach()))
     if reduction in EXTREMES:
         return _shared(call, dy, forward.x == forward.y)
     if row.takes == "root" and call.place.index != call.root:
@@ -264,6 +264,12 @@ def _batched(call: Call) -> Call:
         raise NotImplementedError(f"vmap of {call.op} with sizes: pieces of different sizes are cut along dim 0 alone")
     params = tuple(param + 1 if name.endswith("dim") else param for name, param in call.about.items())
     return this_rank().call(call.op, call.axis, params, lambda *_: call.peers)  # type: ignore[arg-type]
+
+
+def _received(call: Call, dx: Tensor) -> Tensor:
+    """What the collective of a backward pass has returned: if that is replicated, each rank's own from here on."""
+    (op, *_) = call.row.transposed or ("",)
+    return _used_by_each(call, dx) if op and ROWS[op].type == "I" else dx
 
 
 def _used_by_each(call: Call, dy: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ return is *varying*: each rank's gradient is what its own use of the tensor cont
     reduce_scatter  piece i of sum_j x_j                     all_gather(dy)              (mean: / R)
     all_to_all      piece i of x_0 | piece i of x_1 | ...    all_to_all(dy), dims exchanged
     broadcast       x_root                                   dy on the root, zeros elsewhere
+    reduce          sum_j x_j on the root, zeros elsewhere   broadcast(dy)               (mean: / R)
+    gather          x_0 | x_1 | ... on the root, else zeros  scatter(dy)
+    scatter         piece i of x_root                        gather(dy)
     ppermute        x_j where (j, i) is a pair, else zeros   ppermute(dy) with the pairs reversed
     ring_shift      x_(i - shift)                            ring_shift(dy, -shift)
 """
@@ -113,10 +116,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, op: str = "sum") -> Call
     """
     dim = dim_of(check_tensor("reduce_scatter", x), dim, "reduce_scatter")
     check_reduction("reduce_scatter", op, x.dtype)
-    place = this_rank().place(axis)
-    check_divides("reduce_scatter", x, dim, place)
-    num_ranks = len(place.group)
-    return this_rank().call("reduce_scatter", axis, (dim, op, (x.shape[dim] // num_ranks,) * num_ranks))
+    return this_rank().call("reduce_scatter", axis, (dim, op, _equal_sizes("reduce_scatter", x, dim, axis)))
 
 
 @_collective
@@ -177,8 +177,44 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Call:
     backward  dx = dy on the root, zeros elsewhere
     """
     check_tensor("broadcast", x)
-    place = this_rank().place(axis)
-    return this_rank().call("broadcast", axis, (root_of(root, len(place.group), place.label),))
+    return this_rank().call("broadcast", axis, (_root("broadcast", root, axis),))
+
+
+@_collective
+def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Call:
+    """Combine what every rank of `axis` holds, as `all_reduce` does, for the one at index `root`.
+
+    x [...]   ->   y [...] on the root, zeros elsewhere: added up in the order of positions
+    backward  dx = broadcast(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
+    Raises MeshError where the axis has no such position; TypeError as all_reduce does.
+    """
+    check_reduction("reduce", op, check_tensor("reduce", x).dtype)
+    return this_rank().call("reduce", axis, (_root("reduce", root, axis), op))
+
+
+@_collective
+def gather(x: Tensor, axis: Axis, root: int = 0, dim: int = 0) -> Call:
+    """Concatenate what every rank of `axis` holds along `dim`, for the one at index `root`; sizes along it may differ.
+
+    x [.., n, ..]   ->   y [.., R n, ..] on the root, zeros elsewhere
+    backward  dx = scatter(dy)
+    Raises MeshError where the axis has no such position.
+    """
+    dim = dim_of(check_tensor("gather", x), dim, "gather")
+    return this_rank().call("gather", axis, (_root("gather", root, axis), dim))
+
+
+@_collective
+def scatter(x: Tensor, axis: Axis, root: int = 0, dim: int = 0) -> Call:
+    """Cut what the rank at index `root` holds into one piece per rank of `axis`; the others' x only gives the shape.
+
+    x [.., R n, ..]   ->   y [.., n, ..]: piece i of the root's x on the rank at index i
+    cost      (R-1)/R of x is sent by the root
+    backward  dx = gather(dy): on the root, zeros elsewhere
+    Raises MeshError where the axis has no such position, ShapeError where R does not divide the dim.
+    """
+    dim = dim_of(check_tensor("scatter", x), dim, "scatter")
+    return this_rank().call("scatter", axis, (_root("scatter", root, axis), dim, _equal_sizes("scatter", x, dim, axis)))
 
 
 @_collective
@@ -211,6 +247,18 @@ def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank of `axis` (of the whole mesh, if None) has arrived."""
     rank = this_rank()
     rank.do(rank.call("barrier", rank.mesh.axis_names if axis is None else axis), _NOTHING)
+
+
+def _root(op: str, root: int, axis: Axis) -> int:
+    place = this_rank().place(axis)
+    return root_of(op, root, len(place.group), place.label)
+
+
+def _equal_sizes(op: str, x: Tensor, dim: int, axis: Axis) -> tuple[int, ...]:
+    """The size of each rank's piece along `dim`."""
+    place = this_rank().place(axis)
+    check_divides(op, x, dim, place)
+    return (x.shape[dim] // len(place.group),) * len(place.group)
 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")

@@ -56,7 +56,8 @@ class Asked:
 
     def reduce(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
         x, root = in_memory("reduce", several(tensors)[0], elementwise=True), self._root(opts, given)
-        call = self._call("reduce", (root, *_reduction(opts, x, given)))
+        takes = (x.numel(),) * len(self.place.group) if root == self.place.index else ()
+        call = self._call("reduce", (root, *_reduction(opts, x, given)), None, takes)
         return self._run(call, x, opts, lambda y: _write(x, y) if root == self.place.index else None)
 
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -10,14 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tplab.torch.processes.exchange import WAIT_FOREVER, break_off
+from tplab.torch.private import at_once
 from tplab.torch.processes.frames import bytes_of
 from tplab.torch.ranks import outcomes
 from tplab.torch.ranks.rank import MESSAGES, Call, Place
 from tplab.trace.journal import Group
 
+WAIT_FOREVER = timedelta(days=365)
+"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
+
+POISON_TAG = 2**31 - 1
+"""Of a message that is never sent."""
+
 _OP = dist.ReduceOp
 _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
+_REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 """The types that both engines add up."""
 
@@ -38,14 +46,14 @@ class Engine:
     """
 
     def __init__(self, store: Any, has_gpu: bool):
-        self._store, self._has_gpu = store, has_gpu
+        self._store, self.has_gpu = store, has_gpu
         self._backends: dict[tuple[Group, str], Any] = {}
         self._stream = torch.cuda.Stream() if has_gpu else None
 
     def carries(self, call: Call, x: Tensor) -> bool:
         """Whether `x` can travel from where it is. Otherwise it has to be copied to the CPU: a tensor of a GPU that
         ranks share, or one for a receiver that does not know yet on which device it comes."""
-        return x.is_cpu or (x.is_cuda and self._has_gpu and call.op not in MESSAGES)
+        return x.is_cpu or (x.is_cuda and self.has_gpu and call.op not in MESSAGES)
 
     def break_off(self) -> None:
         """Close the connections of all groups of CPUs: a rank that waits in one of their collectives is released."""
@@ -59,44 +67,45 @@ class Engine:
         x       this rank's input, contiguous; it may be written to
         shapes  those of all inputs, in the order of positions
         """
-        op, params, index, num_ranks = call.op, call.params, call.place.index, len(shapes)
-        if op != "barrier" and not any(map(prod, shapes)):
+        op, row, index, (cut_dim, join_dim) = call.op, call.row, call.place.index, call.dims
+        if row.takes and not any(map(prod, shapes)):
             return outcomes.results(call, [x.new_empty(shape) for shape in shapes])[index]
         backend = self._backend(call.place, x.device.type)
-        if op == "barrier":
+        if not row.takes:
             backend.barrier().wait()
         elif op == "broadcast":
             options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = params[0], 0
+            options.rootRank, options.rootTensor = call.root, 0
             backend.broadcast([bytes_of(x)], options).wait()
-        elif op == "all_gather":
-            return outcomes.joined(_gathered(backend, x, shapes), params[0])
+        elif row.gathers:
+            found = _gathered(backend, x, shapes, call.root if row.gives == "root" else None)
+            return outcomes.joined(found, join_dim) if found else _zeros(x, shapes, join_dim)
+        elif op == "scatter":
+            return _scattered(backend, call, x)
         elif op == "all_to_all":
-            pieces = [piece.contiguous() for piece in x.chunk(num_ranks, params[0])]
+            num_ranks = len(shapes)
+            pieces = [piece.contiguous() for piece in x.chunk(num_ranks, cut_dim)]
             put = torch.cat([bytes_of(piece) for piece in pieces])
             taken = torch.empty_like(put)
             backend.alltoall_base(taken, put, [], []).wait()
             parts = [row.view(x.dtype).view(pieces[0].shape) for row in taken.chunk(num_ranks)]
-            return outcomes.joined(parts, params[1])
-        elif x.dtype not in _ADDS:
-            return outcomes.results(call, _gathered(backend, x, shapes))[index]
-        else:
+            return outcomes.joined(parts, join_dim)
+        elif op in _REDUCES and x.dtype in _ADDS:
             result = _reduced(backend, call, x)
-            return result.div_(num_ranks) if call.reduction == "mean" else result
+            return result.div_(len(shapes)) if call.reduction == "mean" else result
+        else:  # no engine has it
+            return outcomes.results(call, _gathered(backend, x, shapes))[index]
         return x
 
     def exchange(self, call: Call, x: Tensor, result: Tensor) -> None:
         """Send `x` to one rank and fill `result` with what another one sends, from GPU to GPU."""
         assert call.peers is not None
         backend, (target, source) = self._backend(call.place, x.device.type), call.peers
-        backend._start_coalescing()
-        if target is not None and x.numel():
-            backend.send([bytes_of(x)], call.place.group.index(target), 0)
-        if source is not None and result.numel():
-            backend.recv([bytes_of(result)], call.place.group.index(source), 0)
-        work = backend._end_coalescing()
-        if work is not None:
-            work.wait()
+        with at_once(backend):
+            if target is not None and x.numel():
+                backend.send([bytes_of(x)], call.place.group.index(target), 0)
+            if source is not None and result.numel():
+                backend.recv([bytes_of(result)], call.place.group.index(source), 0)
 
     def _backend(self, place: Place, device_type: str) -> Any:
         found = self._backends.get((place.group, device_type))
@@ -129,27 +138,68 @@ class Engine:
             x.record_stream(stream)
 
 
-def _gathered(backend: Any, x: Tensor, shapes: Shapes) -> list[Tensor]:
-    """The inputs of all ranks. All send as much as the one that has most: gloo gathers only what has one size."""
+def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) -> list[Tensor]:
+    """The inputs of all ranks; with `root`, there alone, and nothing elsewhere. All send as much as the one that has
+    most: gloo gathers only what has one size."""
     sizes = [prod(shape) * x.element_size() for shape in shapes]
     put, *rows = (torch.empty(max(sizes), dtype=torch.uint8, device=x.device) for _ in [0, *shapes])
     mine = bytes_of(x)
     put[: mine.numel()] = mine
-    backend.allgather([rows], [put]).wait()
-    return [row[:size].view(x.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+    if root is None:
+        backend.allgather([rows], [put]).wait()
+    else:
+        options = dist.GatherOptions()
+        options.rootRank = root
+        backend.gather([rows] if backend.rank() == root else [], [put], options).wait()
+        rows = rows if backend.rank() == root else []
+    return [row[:size].view(x.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes)]
+
+
+def _zeros(x: Tensor, shapes: Shapes, dim: int) -> Tensor:
+    """What a rank gets that is not the root, where the inputs are joined along `dim`."""
+    size = sum(shape[dim] for shape in shapes)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return torch.zeros(prod(shape) * x.element_size(), dtype=torch.uint8, device=x.device).view(x.dtype).view(shape)
+
+
+def _scattered(backend: Any, call: Call, x: Tensor) -> Tensor:
+    """This rank's piece of the root's x. All pieces are sent as if they had the size of the largest."""
+    index, dim, sizes = call.place.index, call.dims[0], call.about["sizes"]
+    row = x.numel() // max(sum(sizes), 1) * x.element_size()  # the bytes of one slice
+    taken, *put = (torch.empty(max(sizes) * row, dtype=torch.uint8, device=x.device) for _ in [0, *sizes])
+    for place, piece in zip(put, x.split(list(sizes), dim)):
+        place[: piece.numel() * x.element_size()] = bytes_of(piece.contiguous())
+    options = dist.ScatterOptions()
+    options.rootRank = call.root
+    backend.scatter([taken], [put] if index == call.root else [], options).wait()
+    shape = (*x.shape[:dim], sizes[index], *x.shape[dim + 1 :])
+    return taken[: sizes[index] * row].view(x.dtype).view(shape)
 
 
 def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
-    """The sum or the extreme over the ranks: the whole, or this rank's piece."""
+    """The sum or the extreme over the ranks: the whole, on all ranks or on the root, or this rank's piece."""
     if call.op == "all_reduce":
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCTIONS[call.reduction]
         backend.allreduce([x], options).wait()
         return x
-    dim, _, sizes = call.params
+    if call.op == "reduce":
+        reducing = dist.ReduceOptions()
+        reducing.reduceOp, reducing.rootRank = _REDUCTIONS[call.reduction], call.root
+        backend.reduce([x], reducing).wait()
+        return x if call.place.index == call.root else torch.zeros_like(x)
+    dim, sizes = call.dims[0], call.about["sizes"]
     scattering = dist.ReduceScatterOptions()
     scattering.reduceOp = _REDUCTIONS[call.reduction]
     pieces = [piece.contiguous() for piece in x.split(list(sizes), dim)]
     result = torch.empty_like(pieces[call.place.index])
     backend.reduce_scatter([result], [pieces], scattering).wait()
     return result
+
+
+def break_off(gloo: Any) -> None:
+    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
+    if gloo.size() > 1:
+        with suppress(RuntimeError):
+            neighbor = (gloo.rank() + 1) % gloo.size()
+            gloo.recv([torch.empty(1, device="cpu")], neighbor, POISON_TAG).wait(timedelta(milliseconds=1))

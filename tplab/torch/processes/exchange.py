@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from itertools import permutations
 from threading import Thread
 from typing import Any
@@ -17,16 +16,11 @@ from tplab.errors import RankError
 from tplab.mesh import Mesh
 from tplab.torch.private import backend_of
 from tplab.torch.processes import frames
+from tplab.torch.processes.engine import POISON_TAG, Engine, break_off
 from tplab.torch.processes.frames import Header
 from tplab.torch.ranks.rank import Pair
 
-WAIT_FOREVER = timedelta(days=365)
-"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
-
 _UNWATCHED_SENDS = 512
-_A_MOMENT = timedelta(milliseconds=1)
-_LAST_TAG = 2**31
-_POISON_TAG = _LAST_TAG - 1
 
 
 class ConnectionLost(RankError):
@@ -39,10 +33,12 @@ class Exchange:
     A tag distinguishes messages between two processes; those with the same tag arrive in order. A frame goes ahead of
     each tensor, so that the receiver need not know its shape, and ahead of each collective, so that none is called that
     is not the same on all ranks.
+
+    engine   what carries the tensors of collectives
     """
 
-    def __init__(self, gloo: Any, rank: int):
-        self._gloo, self._rank = gloo, rank
+    def __init__(self, gloo: Any, rank: int, engine: Engine):
+        self._gloo, self._rank, self.engine = gloo, rank, engine
         self._sends: deque[tuple[Any, Tensor]] = deque()  # those on their way, and the memory they read from
 
     def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Flight:
@@ -87,6 +83,7 @@ class Exchange:
     def break_off(self) -> None:
         """Close all connections: a rank that waits here or for us is released, with ConnectionLost."""
         break_off(self._gloo)
+        self.engine.break_off()
 
     def lost(self, error: RuntimeError) -> ConnectionLost:
         """The error to raise for one that gloo has raised."""
@@ -131,7 +128,7 @@ class Tags:
         for pair in permutations(mesh.ranks, 2):
             groups[Pair(pair)] = len(groups)
         self._groups = groups
-        self._window = (_LAST_TAG - 2) // len(groups)
+        self._window = (POISON_TAG - 1) // len(groups)
 
     def of(self, group: tuple[int, ...], number: int) -> int:
         return self._groups[group] * self._window + number % self._window
@@ -140,14 +137,6 @@ class Tags:
 def gloo_of(group: Any) -> Any:
     """The gloo backend of a torch.distributed group. It sends and receives without the group's checks."""
     return backend_of(group, torch.device("cpu"))
-
-
-def break_off(gloo: Any) -> None:
-    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
-    if gloo.size() > 1:
-        with suppress(RuntimeError):
-            neighbor = (gloo.rank() + 1) % gloo.size()
-            gloo.recv([torch.empty(1, device="cpu")], neighbor, _POISON_TAG).wait(_A_MOMENT)
 
 
 def _wait_for_all(batch: list[tuple[Any, Tensor]]) -> None:

@@ -45,7 +45,7 @@ def _made_anew(raised: Raised) -> BaseException:
 
 def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
     """The error for `error`, which `rank` raised, as for simulated ranks."""
-    if isinstance(error, TplabError) and (raised.is_mismatch or raised.is_lost):
+    if isinstance(error, TplabError) and (raised.is_verdict or raised.is_lost):
         return error
     return texts.raised(rank, error, raised.kind, raised.text, raised.line, mesh)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tplab.errors import ShapeError, TplabError
+from tplab.errors import TplabError
 from tplab.torch.ranks import texts
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import MESSAGES, Call, Lines
@@ -109,12 +109,6 @@ def decode(frame: Tensor) -> Header:
     start = _LENGTH.size
     (length,) = _LENGTH.unpack(frame[:start].numpy().tobytes())
     return Header.from_text(frame[start : start + length].numpy().tobytes())
-
-
-def check_dense(op: str, x: Tensor) -> None:
-    """Raise ShapeError for a tensor that is not one block of memory."""
-    if x.layout is not torch.strided:
-        raise ShapeError(f"{op}: a {x.layout} tensor cannot be sent to another process; x.to_dense() can")
 
 
 def bytes_of(x: Tensor) -> Tensor:

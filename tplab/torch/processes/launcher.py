@@ -21,6 +21,9 @@ from typing import Any, NoReturn
 
 from tplab.errors import TplabError
 
+LAST_WORDS = 4000
+"""Bytes of what a process has said that an error repeats, where it has ended."""
+
 _BOOTSTRAP = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -85,7 +88,7 @@ class Launcher:
                 self._is_gone = True
         raise TplabError(
             "the process that starts the ranks' processes ended"
-            + (f"; it said:\n{said}" if (said := text_of(self.words)) else " without a word")
+            + (f"; it said:\n{said}" if (said := text_of(self.words, LAST_WORDS).strip()) else " without a word")
         )
 
     def ended(self, pid: int, within_seconds: float = 0.0) -> int | None:
@@ -146,10 +149,11 @@ def scratch_file() -> int:
         return os.dup(file.fileno())
 
 
-def text_of(fd: int, last_bytes: int = 4000) -> str:
-    """The end of what was written to a scratch file."""
+def text_of(fd: int, last_bytes: int | None = None) -> str:
+    """What was written to a scratch file, or the end of it."""
     size = os.fstat(fd).st_size
-    return os.pread(fd, last_bytes, max(0, size - last_bytes)).decode(errors="replace").strip()
+    start = 0 if last_bytes is None else max(0, size - last_bytes)
+    return os.pread(fd, size - start, start).decode(errors="replace")
 
 
 # --- in the launcher's own process -----------------------------------------------------------------------------------
@@ -236,10 +240,11 @@ def _work(entry: str, arguments: dict[str, Any], fds: list[int], launcher: int) 
         getattr(importlib.import_module(module), name)(arguments, rest)
         status = 0
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc(file=sys.__stderr__)  # sys.stderr may be a program's by now
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
         os._exit(status)
 
 

@@ -54,7 +54,8 @@ class ProcessPending(Pending):
         raise NotImplementedError
 
     def note(self, result: Tensor, arrival: float) -> None:
-        """Write what has happened to the rank's journal, and advance its count of hops."""
+        """Write what has happened to the rank's journal, and advance its count of hops. A GPU that was still reading
+        what was sent is past that now, so that memory can go."""
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -114,8 +115,8 @@ class ProcessPending(Pending):
     def check(self, header: Header) -> None:
         """Raise CollectiveMismatchError where another rank is in another collective."""
         if not header.side.agrees(self.side):
-            self.rank.mismatch = mismatch(self.group, self.number, [self.side, header.side])
-            raise self.rank.mismatch
+            self.rank.verdict = mismatch(self.group, self.number, [self.side, header.side])
+            raise self.rank.verdict
 
     def keep(self, x: Tensor) -> Tensor:
         """The values of x as they are now, in one block of memory from which they can be sent."""
@@ -145,7 +146,7 @@ class Alone(ProcessPending):
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        return (self.side.shape[self.call.params[0]],) if self.call.op == "all_gather" else None
+        return (self.side.shape[self.call.dims[1]],) if self.call.row.gathers else None
 
 
 class Message(ProcessPending):
@@ -206,10 +207,10 @@ class Message(ProcessPending):
                 exchange.wait(exchange.receive(self.source, self.tag, bytes_of(result)))
             result = result.to(self.sent_with[-1] if self.call.op == "receive" else self.like.device)
             self.done = engine.now(result)
-        del self.x, self.like
         return result
 
     def note(self, result: Tensor, arrival: float) -> None:
+        del self.x, self.like
         if self.source is None:
             return
         rank = self.rank
@@ -251,10 +252,10 @@ class Together(ProcessPending):
                 self.done = engine.now(result)
         except RuntimeError as error:
             raise self.rank.exchange.lost(error) from None
-        del self.x
         return result.to(self.device)
 
     def note(self, result: Tensor, arrival: float) -> None:
+        del self.x
         rank, call, side, index = self.rank, self.call, self.side, self.call.place.index
         rank.hops = max(rank.hops, self.hop + 1)
         rank.take_way(self.next, self.hop)
@@ -287,13 +288,13 @@ class Together(ProcessPending):
             Label(-1, (rank,)) if is_all else header.label
             for rank, header in zip(self.group, self.headers, strict=True)
         ]
-        label = of_collective(self.call.op, given, index, self.call.params[0] if self.call.op == "broadcast" else 0)
+        label = of_collective(self.call.op, given, index, self.call.root)
         if not is_all:
             self.rank.received(result, label)
         return label
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        if self.call.op != "all_gather" or self._result is None:
+        if not self.call.row.gathers or self._result is None:
             return None
-        return tuple(header.side.shape[self.call.params[0]] for header in self.headers)
+        return tuple(header.side.shape[self.call.dims[1]] for header in self.headers)

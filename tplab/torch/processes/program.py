@@ -20,7 +20,6 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
-from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
@@ -100,10 +99,10 @@ class Program(NamedTuple):
     cells: dict[str, int]
     title: str
 
-    def rank(self, rank: int, exchange: Exchange, engine: Engine) -> ProcessRank:
+    def rank(self, rank: int, exchange: Exchange) -> ProcessRank:
         """The rank with this number, to run the program. Each keeps the values of its share of messages."""
         record = -(-self.record // self.mesh.size)
-        return ProcessRank(rank, self.mesh, exchange, engine, record=record, cells=self.cells)
+        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells)
 
 
 class Raised(NamedTuple):
@@ -113,7 +112,7 @@ class Raised(NamedTuple):
     line         the line of the program it came from
     stack        (file, line, function) of the program's frames, the outermost first
     is_lost      whether it only followed from what happened to another rank
-    is_mismatch  whether the rank found that its collective differs from the others'
+    is_verdict   whether the rank found that its collective differs from the others', or that no rank can go on
     """
 
     error: bytes | None
@@ -122,7 +121,7 @@ class Raised(NamedTuple):
     line: str | None
     stack: list[tuple[str, int, str]]
     is_lost: bool
-    is_mismatch: bool
+    is_verdict: bool
 
     def to_text(self, rank: int) -> bytes:
         """The text for a place where others may write. It leaves out the pickle, which must not be read from there."""
@@ -132,13 +131,6 @@ class Raised(NamedTuple):
     def from_text(cls, text: bytes) -> tuple[int, Raised]:
         rank, *rest = json.loads(text)
         return rank, cls(None, *rest)
-
-
-class Printed(NamedTuple):
-    """What a rank's program wrote."""
-
-    stdout: str = ""
-    stderr: str = ""
 
 
 class Outcome(NamedTuple):
@@ -152,7 +144,6 @@ class Outcome(NamedTuple):
     raised: Raised | None
     journal: Journal | None
     report: Report | None
-    printed: Printed
     is_clean: bool
 
 
@@ -181,6 +172,7 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
             rank.start_watching()
             try:
                 result = program.fn(*pieces)
+                rank.has_returned = True
             finally:
                 rank.stop_watching()
         return without_graph(result)
@@ -191,7 +183,12 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
 
 
 def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
-    """What `rank` raised, in a form that can be sent; `rank` is None if it was raised before there was a rank."""
+    """What `rank` raised, in a form that can be sent; `rank` is None if it was raised before there was a rank.
+
+    Where it has lost its connections because of a verdict, that is what it raised.
+    """
+    if rank is not None and rank.verdict is not None and isinstance(error, ConnectionLost):
+        error = rank.verdict
     try:
         text = Parcel(error, shared=False).body
         Received(text).open()  # many exceptions can be written but not read: their arguments are not those of __init__
@@ -200,8 +197,8 @@ def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
     frames = traceback.extract_tb(error.__traceback__)
     stack = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames if not _is_ours(frame.filename)]
     line = None if rank is None else rank.lines.of(error)
-    is_mismatch = rank is not None and error is rank.mismatch
-    return Raised(text, type(error).__name__, str(error), line, stack, isinstance(error, ConnectionLost), is_mismatch)
+    is_verdict = rank is not None and error is rank.verdict
+    return Raised(text, type(error).__name__, str(error), line, stack, isinstance(error, ConnectionLost), is_verdict)
 
 
 def _is_ours(filename: str) -> bool:

@@ -16,9 +16,8 @@ from torch import Tensor
 from tplab.mesh import Mesh
 from tplab.torch.private import no_dispatch
 from tplab.torch.processes import waits
-from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import Exchange, Tags
-from tplab.torch.processes.frames import Side, check_dense, side_of
+from tplab.torch.processes.frames import Side, side_of
 from tplab.torch.processes.pending import Alone, Message, ProcessPending, Together
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import Report, Wait
@@ -29,8 +28,8 @@ from tplab.trace.journal import Group
 class ProcessRank(RecordedRank):
     """The rank whose program this process runs."""
 
-    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, engine: Engine, **options: Any):
-        super().__init__(rank, mesh, exchange, engine, **options)
+    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, **options: Any):
+        super().__init__(rank, mesh, exchange, **options)
         self._tags = Tags(mesh)
         self._over: dict[Group, Event] = {}  # for each group, set when the last collective that it began is over
         self._begun: dict[Group, int] = {}
@@ -58,7 +57,6 @@ class ProcessRank(RecordedRank):
             return pending.wait()
 
     def _begun_as(self, call: Call, x: Tensor) -> ProcessPending:
-        check_dense(call.op, x)
         now = self.catch_up()
         group = call.place.group
         number = self._begun.get(group, 0)

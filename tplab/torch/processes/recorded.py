@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
-from tplab.torch.processes.engine import Engine
 from tplab.torch.processes.exchange import Exchange
 from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
@@ -31,16 +30,15 @@ class RecordedRank(Rank):
     hops       the number of rounds of communication so far
     """
 
-    def __init__(
-        self, rank: int, mesh: Mesh, exchange: Exchange, engine: Engine, *, record: int, cells: dict[str, int]
-    ):
+    def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, *, record: int, cells: dict[str, int]):
         super().__init__(rank, mesh)
-        self.exchange, self.engine, self.journal = exchange, engine, Journal(rank)
+        self.exchange, self.engine, self.journal = exchange, exchange.engine, Journal(rank)
         self.lines = _LinesOfNotebook(cells)
         self.hops = 0
         self.waits_in: Any = None  # the collective that it is waiting in
+        self.has_returned = False
         self.num_in_flight = 0
-        self.mismatch: TplabError | None = None
+        self.verdict: TplabError | None = None  # a mismatch or a deadlock that was found here
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Thread
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
 
 from tplab.errors import MeshError, TplabError
 from tplab.mesh import Mesh
-from tplab.torch.processes.engine import Engine
-from tplab.torch.processes.exchange import WAIT_FOREVER, ConnectionLost, Exchange, gloo_of
+from tplab.torch.processes.engine import WAIT_FOREVER, Engine
+from tplab.torch.processes.exchange import Exchange, gloo_of
 from tplab.torch.processes.failure import error_of, named
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
 from tplab.torch.processes.rank import ProcessRank
-from tplab.torch.processes.waits import Report, unmet, verdict
+from tplab.torch.processes.waits import unmet
+from tplab.torch.processes.watch import Watch
+from tplab.torch.ranks.live_output import LiveOutput, Screen
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 
-LOOK_EVERY = 0.5
-"""Seconds between two looks at whether this rank stands still."""
+_FAILURE = "failure"
+"""In the store of a run: what the first rank that failed has raised."""
 
 SECONDS_FOR_CAUSE = 5.0
 """So long a rank that has lost its connection waits to hear why."""
@@ -59,21 +59,20 @@ class Membership:
         self.offset = 0.0
 
     def exchange(self) -> Exchange:
-        """The exchange with the other ranks, with all connections intact; `engine` is then new too."""
+        """The exchange with the other ranks, with all connections intact."""
         if self._exchange is None:
             self._group = dist.new_group(backend="gloo", timeout=WAIT_FOREVER)
             gloo = gloo_of(self._group)
             self.offset = offset_from_first(gloo, self.rank, self.num_ranks)
-            self._exchange = Exchange(gloo, self.rank)
             self._num_exchanges += 1
-            self.engine = Engine(dist.PrefixStore(f"tplab/engine{self._num_exchanges}/", self.store), self.has_gpu)
+            store = dist.PrefixStore(f"tplab/engine{self._num_exchanges}/", self.store)
+            self._exchange = Exchange(gloo, self.rank, Engine(store, self.has_gpu))
         return self._exchange
 
     def break_off(self) -> None:
         """Close all connections, so that every rank that waits for this one is released."""
         if self._exchange is not None:
             self._exchange.break_off()
-            self.engine.break_off()
             self._exchange = None
 
     def gather(self, content: Any) -> list[Any]:
@@ -148,134 +147,64 @@ def run_under_torchrun(
     check_arguments(args, in_specs, mesh)
     program = Program(fn, mesh, args, in_specs, seed, record, device, Settings.here(1), {}, title)
     exchange = here.exchange()
-    rank = program.rank(here.rank, exchange, here.engine)
+    rank = program.rank(here.rank, exchange)
     device = here.gpu if here.gpu is not None and (device is None or device.type == "cuda") else device
     here.num_runs += 1
-    board = Board(here, f"tplab/{here.num_runs}")
+    store = dist.PrefixStore(f"tplab/{here.num_runs}/", here.store)
+    watch = Watch(rank, store, here.break_off)
     try:
-        with board.watching(rank), _labelled(here.rank):
+        with _labelled(here.rank):
             result = carry_out(program, rank, device)
-        board.post(rank)
-        is_clean = not rank.num_in_flight
-        gathered = here.gather((result, rank.journal.shift(here.offset), rank.report(), is_clean))
+        gathered = here.gather((result, rank.journal.shift(here.offset), rank.report(), not rank.num_in_flight))
     except BaseException as error:
-        named = board.named(error, rank)
+        watch.close()
+        named = _named(error, rank, here, store)
         raise named from named.__cause__
+    watch.close()
     results, journals, reports, cleans = zip(*gathered)
     error = unmet(reports)
     if error is not None or not all(cleans):
         here.break_off()  # what is still on its way would reach the next program
     else:
         exchange.all_sent()
-    board.clear()
+    store.delete_key(str(here.rank))
     if error is not None:
         raise error
     return list(results), lambda: trace_of(journals, mesh, title)
 
 
-class Board:
-    """Where the ranks of one run publish what they wait for, and what they raised: in the store that torchrun keeps."""
-
-    def __init__(self, here: Membership, name: str):
-        self._here, self._name = here, name
-        self._verdict: TplabError | None = None
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/report/{rank}"
-
-    def post(self, rank: ProcessRank) -> None:
-        self._here.store.set(self._key(rank.rank), rank.report().to_text())
-
-    def clear(self) -> None:
-        self._here.store.delete_key(self._key(self._here.rank))
-
-    @contextmanager
-    def watching(self, rank: ProcessRank) -> Iterator[None]:
-        """While this is open, a waiting rank publishes what it waits for, and checks whether any rank can go on."""
-        is_over = Event()
-        watcher = Thread(target=self._watch, args=(rank, is_over), daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            watcher.join()
-
-    def _watch(self, rank: ProcessRank, is_over: Event) -> None:
-        seen = posted = None
-        while not is_over.wait(LOOK_EVERY):
-            waits_in = rank.waits_in
-            if waits_in is not None and waits_in is seen:
-                if waits_in is not posted:
-                    self.post(rank)
-                    posted = waits_in
-                self._verdict = self._judge(rank.mesh)
-                if self._verdict is not None:
-                    self._here.break_off()  # the program's thread wakes up
-                    return
-            seen = waits_in
-
-    def _judge(self, mesh: Mesh) -> TplabError | None:
-        """The error that explains why all ranks are stuck, once every rank has published a report."""
-        keys = [self._key(rank) for rank in mesh.ranks]
-        if not self._here.store.check(keys):
-            return None
-        return verdict({rank: Report.from_text(self._here.store.get(key)) for rank, key in enumerate(keys)}, mesh)
-
-    def named(self, error: BaseException, rank: ProcessRank) -> BaseException:
-        """The error to raise here for `error`, which ended this rank. The others are informed and released."""
-        here, key = self._here, f"{self._name}/failure"
-        if isinstance(error, ConnectionLost) and self._verdict is None:
-            found = self._failure_of_another(key, rank.mesh)
-            here.break_off()
-            return found or error
-        if self._verdict is not None:
-            error = self._verdict
-        said = raised(error, rank)._replace(is_mismatch=error is rank.mismatch or error is self._verdict)
-        here.store.compare_set(key, "", said.to_text(here.rank))  # the first one counts
+def _named(error: BaseException, rank: ProcessRank, here: Membership, store: Any) -> BaseException:
+    """The error to raise here for `error`, which ended this rank. The others are informed and released."""
+    said = raised(error, rank)
+    if said.is_lost:
+        found = _failure_of_another(store, rank.mesh)
         here.break_off()
-        return error if isinstance(error, KeyboardInterrupt | SystemExit) else named(error, here.rank, said, rank.mesh)
+        return found or error
+    if said.is_verdict and rank.verdict is not None:
+        error = rank.verdict
+    store.compare_set(_FAILURE, "", said.to_text(here.rank))  # the first one counts
+    here.break_off()
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else named(error, here.rank, said, rank.mesh)
 
-    def _failure_of_another(self, key: str, mesh: Mesh) -> TplabError | None:
-        deadline = time.monotonic() + SECONDS_FOR_CAUSE
-        while not self._here.store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.02)
-        rank, cause = Raised.from_text(self._here.store.get(key))
-        return error_of(rank, cause, mesh, {})
+
+def _failure_of_another(store: Any, mesh: Mesh) -> TplabError | None:
+    deadline = time.monotonic() + SECONDS_FOR_CAUSE
+    while not store.check([_FAILURE]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.02)
+    rank, cause = Raised.from_text(store.get(_FAILURE))
+    return error_of(rank, cause, mesh, {})
 
 
 @contextmanager
 def _labelled(rank: int) -> Iterator[None]:
-    """While this is open, each printed line says which rank it is from."""
+    """While this is open, each printed line says which rank it is from, and appears when it ends."""
     stream = sys.stdout
-    sys.stdout = _Labelled(stream, f"[rank {rank}] ")
+    live = LiveOutput(stream, lambda: rank, Screen())
+    sys.stdout = cast(TextIO, live)
     try:
         yield
     finally:
-        sys.stdout.flush()
+        live.end()
         sys.stdout = stream
-
-
-class _Labelled(io.TextIOBase):
-    """Writes whole lines, each after a label, so that lines of several processes do not mix."""
-
-    def __init__(self, stream: TextIO, label: str):
-        self._stream, self._label, self._line = stream, label, ""
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
-        self._put(lines)
-        return len(text)
-
-    def flush(self) -> None:
-        if self._line:
-            self._put([self._line])
-            self._line = ""
-        self._stream.flush()
-
-    def _put(self, lines: list[str]) -> None:
-        if lines:
-            self._stream.write("".join(f"{self._label}{line}\n" for line in lines))
-            self._stream.flush()

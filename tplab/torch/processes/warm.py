@@ -157,8 +157,8 @@ def run_on_processes(
         finally:
             parcel.close()
             _warm.rest()
-    show([[printed.stdout] for printed in finished.printed], sys.stdout)
-    show([[printed.stderr] for printed in finished.printed], sys.stderr)
+    show([[text] for text in finished.stdout], sys.stdout)
+    show([[text] for text in finished.stderr], sys.stderr)
     if finished.error is not None:
         raise finished.error
     journals = [outcome.journal for outcome in finished.outcomes if outcome.journal is not None]

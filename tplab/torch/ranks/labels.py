@@ -47,7 +47,7 @@ class Labels:
 
         A single number beside tensors with dims is a factor, say, and no data of the rank. Among single numbers it is.
         """
-        first, contributors, takes_part = None, set(), False
+        known, takes_part = list[Label](), False
         operands = tuple(operands)
         are_numbers = all(x.dim() == 0 for x in operands)
         for x in operands:
@@ -55,17 +55,18 @@ class Labels:
             if label is not None:
                 if not label.contributors:
                     return UNKNOWN
-                first = label if first is None or first.chunk < 0 <= label.chunk else first
-                contributors.update(label.contributors)
+                known.append(label)
             elif are_numbers or x.dim() > 0:
                 takes_part = True
-        if first is None:
+        if not known:
             return None
-        if takes_part:
-            contributors.add(rank)
-        if len(contributors) == len(first.contributors):
+        first = next((label for label in known if label.chunk >= 0), known[0])
+        members = first.contributors  # of all ranks of a group, so that sets of them would take long
+        if all(label.contributors is members for label in known) and (not takes_part or rank in members):
             return first
-        return Label(first.chunk, tuple(sorted(contributors)))
+        contributors = {rank} if takes_part else set[int]()
+        contributors.update(*(label.contributors for label in known))
+        return first if len(contributors) == len(members) else Label(first.chunk, tuple(sorted(contributors)))
 
 
 def _version(x: Tensor) -> int:

@@ -15,7 +15,7 @@ from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.texts import side_text
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
-from tplab.trace.label import Label, of_collective
+from tplab.trace.label import Label, of_all
 
 
 class Group:
@@ -42,7 +42,7 @@ class Group:
         if known is None:
             own = [Label(-1, (rank,)) for rank in self.ranks]
             labels = own if self.is_all else [given.get(index, label) for index, label in enumerate(own)]
-            known = {index: of_collective(call.op, labels, index, call.root) for index in range(self.size)}
+            known = dict(enumerate(of_all(call.op, labels, call.root)))
             if not given or self.is_all:
                 self._fresh[call.key] = known
         return known

@@ -19,7 +19,8 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
     """What each rank of the group gets: a separate tensor for every position.
 
     `splits` are, for each position, the sizes of its pieces along dim 0, if ranks cut their inputs themselves.
-    Sums are added up in the order of positions.
+    Sums are added up in the order of positions. Where only the root gets something, the others get zeros, or nothing if
+    ranks say what they have room for.
     """
     row, num_ranks, (cut_dim, join_dim) = call.row, len(inputs), call.dims
 
@@ -33,7 +34,9 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
     found = row.outcomes(inputs, cut, merge, call.root)
     if row.gives == "all":
         return _copies(found[0], num_ranks)  # type: ignore[arg-type]
-    return [x.new_empty(0) if y is None else y for x, y in zip(inputs, found, strict=True)]
+    whole = found[call.root] if row.gives == "root" and call.takes is None else None
+    others = [x.new_empty(0) for x in inputs] if whole is None else [_zeros(whole) for _ in inputs]
+    return [other if y is None else y for other, y in zip(others, found, strict=True)]
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
@@ -159,6 +162,13 @@ def _copies(x: Tensor, count: int) -> list[Tensor]:
     """x itself, which no other rank has, and copies of it. Large copies share their memory until they are `settled`."""
     copy = lazy_copy if _may_share(x) else own
     return [x, *(copy(x) for _ in range(count - 1))]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros of the same shape and type."""
+    if like.dtype in WITHOUT_KERNELS:
+        return torch.zeros_like(like.view(BITS[like.itemsize])).view(like.dtype)
+    return torch.zeros_like(like)
 
 
 def _flipped(x: Tensor) -> Tensor:

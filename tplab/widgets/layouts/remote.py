@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tplab.widgets.layouts.board import Board
 from tplab.widgets.layouts.workbench import Workbench
 
 
@@ -12,7 +13,7 @@ class Remote:
 
     def __init__(self, settings: str):
         self._bench = Workbench(json.loads(settings))
-        self._sent = b""
+        self._board, self._sent = Board(self._bench), b""
 
     def ask(self, question: str) -> tuple[str, bytes]:
         """Answer what a widget in the browser asks its kernel.
@@ -23,7 +24,7 @@ class Remote:
         """
         asked = json.loads(question)
         self._bench.ask(asked["settings"])
-        answer, board = self._bench.answer(asked["message"]), self._bench.board()
+        answer, board = self._bench.answer(asked["message"]), self._board.packed()
         changed = board if board != self._sent else b""
         self._sent = board
         return json.dumps({"traits": self._bench.traits(), "answer": answer}), changed

@@ -9,7 +9,7 @@ from tplab.widgets.layouts.nodes import coordinates, group_of, groups
 from tplab.widgets.layouts.pipeline import about, drawn
 from tplab.widgets.layouts.words import PART_HUES
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
-from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.schedule.still import MARGIN, draw_key, draw_run, lane_heights
 
 NODES, ACROSS = 16, 4
@@ -17,28 +17,23 @@ NODES, ACROSS = 16, 4
 WIDTH, CELL, HEAD = 900, 21, 15
 
 
-def height(one: Forecast, view: str) -> float:
-    """Of the picture below the header."""
-    if view == "pipeline":
-        return 26 + (one.plan.pp * (sum(lane_heights(one.plan.pp)) + 5) + 24 if one.plan.pp > 1 else 0)
-    size, count = _sizes(one)
-    return 4 + -(-min(count, NODES) // ACROSS) * (HEAD + 2 * CELL * -(-size // 8) + 14)
-
-
-def pipeline(pen: Pen, one: Forecast, top: float) -> None:
+def pipeline(one: Forecast) -> Scene:
     run = drawn(one)
+    pen = Scene(WIDTH, 26 if run is None else 50 + one.plan.pp * (sum(lane_heights(one.plan.pp)) + 5) + 24)
     said = "This plan has no pipeline: pp is 1, so every rank has all layers." if run is None else about(one, run)
     for number, line in enumerate(textwrap.wrap(said, 145)):
-        pen.text(MARGIN, top + 6 + 15 * number, line, size=11, fill=DIM, anchor="lm")
+        pen.text(MARGIN, 6 + 15 * number, line, size=11, fill=DIM, anchor="lm")
     if run is not None:
-        draw_key(pen, [run], "kind", top + 38)
+        draw_key(pen, [run], "kind", 38)
         most = float(run.peak_activations.max(initial=0.0))
-        draw_run(pen, run, top + 54, run.makespan, most, None, "kind", "pp")
+        draw_run(pen, run, 54, run.makespan, most, None, "kind", "pp")
+    return _cut(pen)
 
 
-def nodes(pen: Pen, one: Forecast, top: float) -> None:
+def nodes(one: Forecast) -> Scene:
     """The nodes; the groups of rank 0 are coloured."""
-    plan, (size, count) = one.plan, _sizes(one)
+    plan, (size, count), top = one.plan, _sizes(one), 0
+    pen = Scene(WIDTH, 34 + -(-min(count, NODES) // ACROSS) * (HEAD + 2 * CELL * -(-size // 8) + 14))
     found = groups(plan, one.cluster.node_size)
     axes = [group for group in found if group.axis != "ep"]
     colours = {rank: hue(PART_HUES[group.axis]) for group in axes for rank in group_of(plan, 0, group.axis)}
@@ -73,6 +68,14 @@ def nodes(pen: Pen, one: Forecast, top: float) -> None:
             words = "·".join(coordinates(plan, rank).split()[1::2])
             if pen.width_of(words, 9.5) < cell - 4:
                 pen.text(a + cell / 2, b + CELL / 2, words, size=9.5, fill=PAPER if is_focus else INK)
+    return _cut(pen)
+
+
+def _cut(scene: Scene) -> Scene:
+    """Without its margins: the card has its own."""
+    found = Scene(scene.width - 2 * MARGIN, scene.height)
+    scene.paint(found, x=-MARGIN)
+    return found
 
 
 def _sizes(one: Forecast) -> tuple[int, int]:

@@ -15,16 +15,13 @@ from tplab.cost import NAMED, Cluster
 from tplab.errors import PlanError, TplabError
 from tplab.forecast import MODELS, Forecast, Model, Plan
 from tplab.forecast.memory import room
-from tplab.forecast.plan import AXES
 from tplab.forecast.ranking import Estimate
 from tplab.forecast.stacks import STACKS
 from tplab.units import plain, range_text
-from tplab.widgets.layouts import nodes, own, words
-from tplab.widgets.layouts import pipeline as pipelines
+from tplab.widgets.layouts import own, words
 from tplab.widgets.layouts.survey import exactly, survey
-from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS
+from tplab.widgets.layouts.words import GIB
 from tplab.widgets.paper.measured import check_measured
-from tplab.widgets.paper.wire import pack
 
 SIZES = {
     "gpus": [2**power for power in range(13)],
@@ -135,7 +132,7 @@ class Workbench:
         self.survey = survey(model, cluster, *(settings[name] for name in ("gpus", "batch", "sequence", "stack")))
         self.settings, self.notice, self.is_stale = dict(settings), "", False
         self.shown, self.forecasts = list(self.survey.shown), {self.survey.best.plan: self.survey.best}
-        self.best = self.chosen = self._place(self.survey.best.plan)
+        self.best = self.chosen = self.place(self.survey.best.plan)
         for one in self.measured:
             self._add(one.plan)
 
@@ -160,10 +157,11 @@ class Workbench:
         if all(one.plan != plan for one in self.shown):
             one = self._exactly(plan)
             self.shown.append(Estimate(plan, one.seconds, one.peak.total))
-        self.forecast(self._place(plan))
-        return self._place(plan)
+        self.forecast(self.place(plan))
+        return self.place(plan)
 
-    def _place(self, plan: Plan) -> int:
+    def place(self, plan: Plan) -> int:
+        """The index of a plan that is shown."""
         return next(index for index, one in enumerate(self.shown) if one.plan == plan)
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,33 +196,6 @@ class Workbench:
         """A plan in a sentence."""
         return words.says(self.forecast(index), self.forecast(self.best))
 
-    def board(self) -> bytes:
-        """The data that the browser draws from; static/layouts.js reads it."""
-        best = self.forecast(self.best)
-        known = [index for index, one in enumerate(self.shown) if one.plan in self.forecasts]
-        forecasts = [self.forecast(index) for index in known]
-        pipeline, of_pipeline = pipelines.board(self.forecast(self.chosen), self.chosen)
-        node_size = best.cluster.node_size
-        header = {
-            "title": self.title, "about": self.about, "badge": words.badge(best), "limit": self.limit,
-            "best": self.best, "considered": self.survey.considered, "fitting": self.survey.fitting,
-            "own": own.sizes(best.model),
-            "parts": [[name, PART_HUES[key]] for key, name in PARTS.items()],
-            "kinds": [[KINDS[key], hue] for key, hue in KIND_HUES.items()],
-            "plans": [str(one.plan) for one in self.shown],
-            "axes": [[getattr(one.plan, axis) for axis in AXES] for one in self.shown],
-            "known": known,
-            "says": [words.says(one, best) for one in forecasts],
-            "nodes": [nodes.on_nodes(one.plan, node_size) for one in forecasts],
-            "groups": [nodes.groups(one.plan, node_size) for one in forecasts],
-            "node": node_size or best.plan.ranks,
-            "pipeline": pipeline,
-            "interval": [words.seconds_text(one) for one in forecasts],
-            "measured": [[self._place(plan), seconds, gib] for plan, seconds, gib in self.measured],
-            "by": self.by if self.measured else "",
-        }  # fmt: skip
-        return pack(header, {**self.points(), **_columns(forecasts), **of_pipeline})
-
     def points(self) -> dict[str, np.ndarray]:
         """Of each plan: seconds, GiB of the rank that holds most, whether it is on the front (no other plan is both
         faster and smaller), and whether it fits: 0 no, 1 it may, 2 it does."""
@@ -254,14 +225,3 @@ class Workbench:
         given = {name: sorted({*sizes, self.settings[name]}) for name, sizes in SIZES.items()}
         offered = {"model": [*self.models], "cluster": [*self.clusters], **given, "stack": [*STACKS]}
         return offered | {"own": [[name, *about] for name, about in own.SIZES.items()]}
-
-
-def _columns(forecasts: Sequence[Forecast]) -> dict[str, np.ndarray]:
-    """Of plans with a forecast: `took` [plan, part] in seconds; `held` [place in a pipeline, kind] in GiB, where those
-    of plan i are from start[i] on."""
-    held = [[getattr(place, kind) / GIB for kind in KIND_HUES] for one in forecasts for place in one.held]
-    return {
-        "took": np.array([[one.parts[part] for part in PARTS] for one in forecasts], np.float32).ravel(),
-        "held": np.array(held, np.float32).ravel(),
-        "start": np.cumsum([0, *(len(one.held) for one in forecasts)]),
-    }

@@ -1,4 +1,4 @@
-"""The bar of an action of a schedule, on a `Pen` or a `SvgPen`; static/canvas.js draws the same."""
+"""The bar of an action of a schedule, on a `Pen` or a `SvgPen`; static/action.js draws the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Sheet(Protocol):
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None: ...  # fmt: skip
-    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None: ...
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None: ...
     def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None: ...
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None: ...

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tplab.units import time_text
+from tplab.widgets.paper.action import Sheet
+from tplab.widgets.paper.palette import INK, PAPER
 
 
 def check_measured(name: str, amount: float, by: str) -> None:
@@ -47,3 +49,9 @@ class Durations:
         return (
             f"Measured by {self.by}: {', '.join(f'{name} {text}' for name, _, text in self.rows)}." if self.rows else ""
         )
+
+
+def draw_diamond(sheet: Sheet, x: float, y: float) -> None:
+    """The mark of what was measured."""
+    for radius, fill in ((6.2, PAPER), (5.2, INK)):
+        sheet.area([(x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y)], fill)

@@ -1,9 +1,13 @@
 """The colours of the pictures that Python draws: those of static/tplab.css in its light theme. A test compares them."""
 
+from __future__ import annotations
+
 Colour = str | tuple[int, int, int]
 
 INK, DIM, LINE, SOFT, PAPER = "#1c2230", "#5c677a", "#d5dbe5", "#f4f6f9", "#ffffff"
 ACCENT, HATCH, WORK = "#1f5fd0", "#dfe4ec", "#66718a"
+WHITE = "white"
+"""For letters on a colour that is the same on dark paper."""
 
 # Wherever one is used, a letter, number or pattern is beside it. White text on any of them has a contrast of at least
 # 4.5, and each of them on light or dark paper at least 3; neighbours are distinct for colour-blind readers.
@@ -21,13 +25,36 @@ GRADIENT = "#1d7f72"
 """The colour of a message with gradients in a pipeline: that of I, dark enough for white letters."""
 
 
+_TOKENS = {INK: "ink", DIM: "dim", LINE: "line", SOFT: "soft", PAPER: "paper", ACCENT: "accent", HATCH: "hatch"}
+_TOKENS |= {colour: f"o{kind}" for kind, colour in OPS.items()} | {WORK: "work", GRADIENT: "kig"}
+_TOKENS |= {hue: f"c{place}" for place, hue in enumerate(HUES)}
+_TOKENS |= {colour: f"k{kind.lower()}" for kind, colour in KINDS.items()}
+
+
 def rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-def mix(colour: str, share: float, paper: str = PAPER) -> tuple[int, int, int]:
+class Mixed(tuple[int, int, int]):
+    """RGB on light paper, and what it was mixed of: a browser mixes it on the paper that it has."""
+
+    colour: str
+    share: float
+
+
+def mix(colour: str, share: float, paper: str = PAPER) -> Mixed:
     """`share` of a colour over the paper."""
-    return tuple(round(share * a + (1 - share) * b) for a, b in zip(rgb(colour), rgb(paper), strict=True))  # type: ignore
+    parts = zip(rgb(colour), rgb(paper), strict=True)
+    mixed = Mixed(round(share * a + (1 - share) * b) for a, b in parts)
+    mixed.colour, mixed.share = colour, share
+    return mixed
+
+
+def token(colour: Colour) -> str:
+    """What a colour is called in static/tplab.css: "c3"; "c3 26" for 26% of it over paper."""
+    if isinstance(colour, Mixed):
+        return f"{_TOKENS[colour.colour]} {100 * colour.share:g}"
+    return WHITE if colour == WHITE else _TOKENS[str(colour)]
 
 
 def hue(index: int) -> str:

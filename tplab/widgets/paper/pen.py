@@ -113,11 +113,6 @@ class Pen:
         box = [(x - radius) * _SCALE, (y - radius) * _SCALE, (x + radius) * _SCALE, (y + radius) * _SCALE]
         self._draw.ellipse(box, fill=fill, outline=edge, width=_SCALE if edge else 0)
 
-    def diamond(self, x: float, y: float) -> None:
-        """The mark of what was measured."""
-        for radius, fill in ((6.2, PAPER), (5.2, INK)):
-            self.area([(x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y)], fill)
-
     def curve(self, curve: Sequence[float], colour: Colour, line: float = 1) -> None:
         self.line([on_curve(curve, step / 16) for step in range(17)], colour, line)
 

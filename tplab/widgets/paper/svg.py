@@ -37,12 +37,6 @@ class SvgPen:
             f'fill="{_colour(fill)}"{outline}/>'
         )
 
-    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
-        self._parts.append(
-            f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" rx="3" '
-            f'fill="none" stroke="{_colour(edge)}" stroke-width="{line:g}" stroke-dasharray="3 2"/>'
-        )
-
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         stroke = f'stroke="{_colour(colour)}" stroke-width="{line:g}"'

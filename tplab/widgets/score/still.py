@@ -10,7 +10,7 @@ from PIL import Image
 from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.measured import Durations, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, GRADIENT, HATCH, INK, KINDS, LINE, OPS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
 from tplab.widgets.score import words
@@ -247,7 +247,7 @@ def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) 
             pen.box(x, y - 5, 18, 11, fill=SOFT)
             pen.hatch(x, y - 5, 18, 11, HATCH)
         elif kind == "measured":
-            pen.diamond(x + 9, y)
+            draw_diamond(pen, x + 9, y)
         elif kind in ("F", "B"):
             draw_action(pen, "FB".index(kind), "", x, x + 18, y - 5, 11)
         elif kind in _CARRIES:

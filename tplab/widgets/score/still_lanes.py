@@ -6,7 +6,7 @@ import numpy as np
 
 from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
-from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.measured import Durations, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, fitted, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
@@ -85,7 +85,7 @@ class Lanes:
             x = self.x(self.start + seconds)
             pen.text(self.left - 10, y, fitted(name, 10.5, 46), size=10.5, fill=DIM, anchor="rm")
             pen.line([(self.left, y), (x, y)], INK, 1.4)
-            pen.diamond(x, y)
+            draw_diamond(pen, x, y)
             room = text_width(text, 10.5) + 8
             if x + 10 + room > self.left + self.width:
                 pen.box(x - 8 - room, y - 7, room + 2, 14, fill=PAPER)

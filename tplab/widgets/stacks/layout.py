@@ -12,7 +12,7 @@ from tplab.units import bytes_text, ticks, time_text
 from tplab.widgets.levels import round_step
 from tplab.widgets.paper.pen import text_width
 
-WIDTH, HEIGHT = 900, 292
+WIDTH, NARROW, HEIGHT = 900, 460, 292
 LEFT, TOP, BOTTOM, GAP = 62, 26, 40, 20
 HUE = {"parameters": 0, "gradients": 1, "optimizer": 2, "gathered": 3, "activations": 4, "other": -1}
 NAME = {"optimizer": "optimizer states", "gathered": "gathered parameters"}
@@ -60,6 +60,7 @@ class Panel:
 class Picture:
     """Panels on one scale of bytes. `ticks` are (y, text); `along` says what x is; `kinds` are those that occur."""
 
+    width: float
     panels: list[Panel]
     ticks: list[tuple[float, str]]
     along: str
@@ -67,7 +68,9 @@ class Picture:
     kinds: list[int]
 
 
-def picture(memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Predicted]]) -> Picture:
+def picture(
+    memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Predicted]], wide: float = WIDTH
+) -> Picture:
     """Lay out the memory of several runs with equally many ranks, by title, and what was predicted for each rank."""
     sums = {title: [sum(kinds.values()) for kinds in ranks] for title, ranks in predicted.items()}
     most = max(max(memory.peaks) for memory in memories.values())
@@ -79,7 +82,7 @@ def picture(memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Pre
     ends = {title: max(float(xs[-1]) for xs in ranks) for title, ranks in places.items()}
     if in_time:
         ends = dict.fromkeys(ends, max(ends.values()))
-    width = (WIDTH - LEFT - 8 - GAP * (len(memories) - 1)) / len(memories)
+    width = (wide - LEFT - 8 - GAP * (len(memories) - 1)) / len(memories)
     most_ticks = max(3, int(width / 90))
     panels = []
     for number, (title, memory) in enumerate(memories.items()):
@@ -97,7 +100,7 @@ def picture(memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Pre
     step = round_step(most)
     marks = [(base - scale * step * at, bytes_text(step * at)) for at in range(int(1.06 * most / step) + 1)]
     there = np.any([held.num_bytes.any(axis=0) for memory in memories.values() for held in memory], axis=0)
-    return Picture(panels, marks, "time" if in_time else "operations", unit, np.flatnonzero(there).tolist())
+    return Picture(wide, panels, marks, "time" if in_time else "operations", unit, np.flatnonzero(there).tolist())
 
 
 def reading(held: RankMemory, row: int, along: str) -> str:

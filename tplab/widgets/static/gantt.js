@@ -1,5 +1,6 @@
 // Pipeline schedules on a canvas: one lane per rank, its actions above, what it holds in memory below; one time axis.
-import { actionBar, actionName, hatch, shape } from "./canvas.js";
+import { actionBar, actionName } from "./action.js";
+import { hatch, shape } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 

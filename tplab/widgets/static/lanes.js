@@ -3,7 +3,8 @@ import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 import { COLLECTIVE, COMPUTE, SEND, WAIT, barColour, talkKind, workKind } from "./score.js";
 import { describeBar } from "./bars.js";
-import { actionBar, hatch, shape } from "./canvas.js";
+import { actionBar } from "./action.js";
+import { hatch, shape } from "./canvas.js";
 
 export const LANES_TOP = 6, LANES_AXIS = 20;
 const MEASURED = 17; // the height of what was measured

@@ -4,9 +4,8 @@ import { plain } from "./units.js";
 import { unpack } from "./wire.js";
 import { GanttChart, legendOf } from "./gantt.js";
 import { NodesView, nodesLegend } from "./nodes.js";
-import { PlanMap, fillOf, hueOf } from "./planmap.js";
 import { OwnModel, isOwn } from "./ownmodel.js";
-import { drawHeld, drawParts } from "./planbars.js";
+import { Scene, drawLegend } from "./scene.js";
 
 const SILENT_AFTER = 8000; // milliseconds
 const NO_KERNEL = "No kernel answers, so nothing changes here. Run this cell to use its controls; plans can be chosen all the same.";
@@ -36,11 +35,7 @@ async function render({ model, el: host }) {
   root.append(el("div.tpl-settings", {}, ...boxes.map(([, , box]) => box)), own.box);
   const key = (mark, words) => el("span.tpl-key", {}, mark, words);
   const swatch = (colour, share) => el("i", { style: `background:color-mix(in srgb,${colour} ${share}%,var(--paper));border:${share ? 1 : 2}px solid ${colour}` });
-  const sign = (...drawn) => el("svg", { width: 16, height: 14 }, ...drawn);
-  const legend = el("div.tpl-legend");
-  const left = el("figure.tpl-plans"), steps = el("svg", { role: "img", style: "width:100%" }), held = el("svg", { role: "img", style: "width:100%" });
-  const stepHead = el("p.tpl-layouthead"), kinds = el("div.tpl-legend");
-  const right = el("div.tpl-plans", {}, stepHead, steps, el("p.tpl-layouthead", {}, el("b", {}, "Memory at the peak"), " GiB, by rank of a pipeline"), held, kinds);
+  const legend = el("div"), left = el("figure.tpl-plans"), right = el("div.tpl-plans");
   const tools = VIEWS.map(([name, words]) => el("button.tpl-button.tpl-tool", { type: "button", onclick: () => see(name) }, words));
   const schedule = el("div", { hidden: "" }), mesh = el("div", { hidden: "" }), plans = el("div.tpl-layouts", {}, left, right);
   const aboutView = el("span.tpl-key");
@@ -51,20 +46,12 @@ async function render({ model, el: host }) {
   const tip = hint(root), chart = new GanttChart(root, schedule, { hint: tip, seek: () => {}, pick: () => {} });
   chart.head.hidden = true; // nothing plays here
   const gpus = new NodesView(mesh, tip);
-  const map = new PlanMap(left, { over: (event, index) => (index === null ? tip.hide() : tip.show(event, aboutPlan(index))), choose });
-
+  const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
-  const timeOf = (index) => (isKnown(index) ? of(board.interval, index) : `about ${plain(board.seconds[index])} s, an estimate`);
+  let scenes = [], paintLegend = () => {};
 
   // Whether what is shown of a plan is there, without asking Python.
   const hasAll = (index) => isKnown(index) && (model.get("view") !== "pipeline" || board.pipeline?.plan === index || board.axes[index][0] === 1);
-
-  function aboutPlan(index) {
-    const known = board.measured.find(([of]) => of === index);
-    return [["", board.plans[index]], ["a step", timeOf(index)], ["memory", `${plain(board.gib[index])} of ${plain(board.limit)} GiB`],
-      ["", ["does not fit", "may not fit", ""][board.fits[index]]],
-      known ? ["measured", `${plain(known[1])} s${known[2] === null ? "" : `, ${plain(known[2])} GiB`}, by ${board.by}`] : null];
-  }
 
   function choose(index) {
     model.set("chosen", Math.min(Math.max(index, 0), board.plans.length - 1));
@@ -139,24 +126,21 @@ async function render({ model, el: host }) {
   function draw() {
     const chosen = chosenOf();
     tip.hide();
-    map.draw(chosen);
+    paintLegend();
+    scenes[0].draw(chosen);
     right.classList.toggle("tpl-waits", !isKnown(chosen));
     if (!isKnown(chosen)) {
       says.replaceChildren(el("b", {}, board.plans[chosen]), ` takes about ${plain(board.seconds[chosen])} s, by the search's estimate. Python makes its forecast.`);
       where.textContent = "";
       return;
     }
-    stepHead.replaceChildren(el("b", {}, "A step"), ` ${of(board.interval, chosen)}${chosen === board.best ? "" : "; outlined: the best's"}`);
     const view = model.get("view");
-    if (view === "plans") {
-      drawParts(steps, board, chosen, tip);
-      drawHeld(held, board, chosen, tip);
-    }
+    scenes[1].draw(chosen);
     if (view === "nodes") {
       gpus.set({ sizes: board.axes[chosen], node: board.node, groups: of(board.groups, chosen) }, VIEW_TALL);
       const many = gpus.drawn < gpus.nodes ? `${gpus.drawn} of ${gpus.nodes.toLocaleString("en")} nodes are drawn. ` : "";
       aboutView.textContent = `${many}${gpus.isShort ? `In each cell: ${gpus.axes.join(" · ")}. ` : ""}`;
-      legend.replaceChildren(...nodesLegend(gpus).map(([colour, words, share]) => key(swatch(`var(--${colour})`, share), words)));
+      legend.replaceChildren(el("div.tpl-legend", {}, ...nodesLegend(gpus).map(([colour, words, share]) => key(swatch(`var(--${colour})`, share), words))));
     }
     if (view === "pipeline") drawPipeline(chosen);
     const plan = el("b", {}, board.plans[chosen]);
@@ -169,7 +153,7 @@ async function render({ model, el: host }) {
     chart.box.hidden = !run;
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
-    legend.replaceChildren(...(run ? legendOf({ ...board, ...run }, "kind") : []));
+    legend.replaceChildren(el("div.tpl-legend", {}, ...(run ? legendOf({ ...board, ...run }, "kind") : [])));
     if (run) chart.set({ ...board, ...run, tall: VIEW_TALL });
   }
   function see(view) {
@@ -190,18 +174,15 @@ async function render({ model, el: host }) {
     root.querySelector(".tpl-about").textContent = board.about;
     root.querySelector(".tpl-badge").textContent = board.badge;
     root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
-    const there = board.kinds.filter((_, kind) => board.held.some((gib, place) => place % board.kinds.length === kind && gib > 0.005));
-    kinds.replaceChildren(...there.map(([name, hue]) => key(swatch(hueOf(hue), 55), name)));
     aboutView.textContent = "";
-    if (model.get("view") === "plans") legend.replaceChildren(
-      key(sign(el("circle", { cx: 8, cy: 7, r: 4, style: fillOf(0) })), "fits"),
-      key(sign(el("path", { d: "M5 4l6 6m0 -6l-6 6", style: "stroke:var(--c1);stroke-width:1.6" })), "does not fit"),
-      key(sign(el("path", { d: "M0 4H8V11H16", style: "fill:none;stroke:var(--dim)" })), "no other is faster and smaller"),
-      board.by ? key(el("i.tpl-keydiamond"), `measured by ${board.by}`) : "",
-      el("span.tpl-space"), el("span.tpl-key", {}, `${board.plans.length} of ${board.considered.toLocaleString("en")} plans are drawn; ${board.fitting.toLocaleString("en")} fit`));
+    legend.replaceChildren();
+    if (model.get("view") === "plans") paintLegend = drawLegend(legend, board, board.note);
+    else paintLegend = () => {};
     if (!isOwn(model.get("settings").model)) own.set(board.own);
     board.place = new Map(board.known.map((index, place) => [index, place]));
-    map.set(board);
+    left.replaceChildren();
+    right.replaceChildren();
+    scenes = [new Scene(root, left, board, 0, { over, press: choose }), new Scene(root, right, board, 1, { over })];
     draw();
   }
   const onBoard = async () => {

@@ -1,5 +1,5 @@
 // A pipeline schedule as it ran, over its prediction: what widgets/overlay.py says, in JavaScript, and its lanes.
-import { actionBar, actionName } from "./canvas.js";
+import { actionBar, actionName } from "./action.js";
 import { el } from "./shell.js";
 import { timeAt } from "./score.js";
 import { timeText } from "./units.js";

@@ -1,6 +1,6 @@
 // The playhead and its controls. Frames are made here, in the browser: Python hears of the position only when it rests
 // or a step is over.
-import { el, reducedMotion } from "./shell.js";
+import { el, keepHeight, reducedMotion } from "./shell.js";
 
 const ICONS = {
   first: "M4 3v10M13 3.5 6.5 8l6.5 4.5z", back: "M10.5 3.5 5 8l5.5 4.5z", play: "M5 3l8 5-8 5z",
@@ -61,9 +61,7 @@ export class Player {
     this.sentText = el("span.tpl-sent");
     this.root.append(el("p.tpl-say", { "aria-live": "polite" }, this.headText, this.sayText, this.sentText));
     this.faster(0);
-    // The card keeps the height of its longest sentence, so that nothing below it moves.
-    this.resizer = new ResizeObserver(() => this.reserve());
-    this.resizer.observe(this.root);
+    [this.reserve, this.letGo] = keepHeight(this.root, this.sayText.parentElement, () => this.texts());
   }
 
   markSteps() {
@@ -76,30 +74,17 @@ export class Player {
     this.secondsAStep = pace(steps);
     this.slider.max = steps;
     this.markSteps();
-    this.reserved = 0;
     this.reserve();
     this.go(this.clamp(this.position), false);
   }
 
-  reserve() {
-    const line = this.sayText.parentElement, width = this.root.clientWidth;
-    if (!width || width === this.reserved) return;
-    this.reserved = width;
-    line.style.minHeight = "";
-    const ghost = line.cloneNode(true);
-    ghost.removeAttribute("aria-live");
-    ghost.style.visibility = "hidden";
-    line.after(ghost);
-    let most = 0;
-    const texts = new Map();
-    for (let step = 0; step <= this.steps; step += Math.ceil(this.steps / 40)) texts.set(this.say(step).join().length, step);
-    for (const step of [...texts].sort((a, b) => b[0] - a[0]).slice(0, 3).map((pair) => pair[1])) {
+  // Of some forty steps, what the line below the controls says.
+  texts() {
+    const some = Array.from({ length: 41 }, (_, place) => place * Math.ceil(this.steps / 40)).filter((step) => step <= this.steps);
+    return [...new Set(some)].map((step) => {
       const [head, words, sent] = this.say(step);
-      ghost.textContent = `${head} — ${words} · ${sent}`;
-      most = Math.max(most, ghost.offsetHeight);
-    }
-    ghost.remove();
-    line.style.minHeight = `${most}px`;
+      return `${head} — ${words} · ${sent}`;
+    });
   }
 
   faster(by = 1) {
@@ -217,7 +202,7 @@ export class Player {
   destroy() {
     this.pause(false);
     clearTimeout(this.resting);
-    this.resizer.disconnect();
+    this.letGo();
     this.model.off("change:step", this.onModel);
   }
 }

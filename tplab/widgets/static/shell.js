@@ -70,7 +70,7 @@ export function followTheme(root, changed) {
 export function colours(root) {
   const style = getComputedStyle(root);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  const found = { font: style.fontFamily };
+  const found = { font: style.fontFamily, read };
   for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
   found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
@@ -135,6 +135,28 @@ export function hint(root) {
     },
     hide() { box.hidden = true; },
   };
+}
+
+// A line of words keeps the height of the longest of its texts, so that nothing below it moves. Returns what measures
+// again, after the texts have changed, and what ends it.
+export function keepHeight(root, line, texts) {
+  let width = 0;
+  const measure = () => {
+    if (!root.clientWidth || root.clientWidth === width) return;
+    width = root.clientWidth;
+    line.style.minHeight = "";
+    const ghost = el("p.tpl-say", { style: "visibility:hidden" });
+    line.after(ghost);
+    const heights = texts().sort((a, b) => b.length - a.length).slice(0, 3).map((text) => {
+      ghost.textContent = text;
+      return ghost.offsetHeight;
+    });
+    ghost.remove();
+    line.style.minHeight = `${Math.max(0, ...heights)}px`;
+  };
+  const resizer = new ResizeObserver(measure);
+  resizer.observe(root);
+  return [() => { width = 0; measure(); }, () => resizer.disconnect()];
 }
 
 export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");

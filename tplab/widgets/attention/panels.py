@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scene:
+class Panels:
     """Panels side by side, under one playhead.
 
     times    with a trace: when each step begins on its clock, and when the last one ends, for one or two passes
@@ -164,7 +164,7 @@ class Scene:
         )
 
 
-def scene(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Scene:
+def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Panels:
     """What is shown of these layouts, checked."""
     given = [layouts] if isinstance(layouts, TokenLayout) else list(layouts)
     if not 1 <= len(given) <= 3:
@@ -180,11 +180,11 @@ def scene(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, tra
         )
     panels = tuple(Panel(layout, mask) for layout in given)
     if trace is None:
-        return Scene(panels)
+        return Panels(panels)
     panel, *others = panels
     if others:
         raise ValueError(f"a trace is of one layout, and {len(panels)} were given; give the one that ran")
-    return Scene(panels, trace, times_of(trace, panel, axis))
+    return Panels(panels, trace, times_of(trace, panel, axis))
 
 
 def times_of(trace: Trace, panel: Panel, axis: Axis) -> tuple[float, ...]:

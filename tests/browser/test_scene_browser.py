@@ -1,0 +1,89 @@
+"""A scene in a browser: at every position of the playhead it is what the still picture is, and knows what is where."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import traitlets
+from PIL import Image
+from playwright.sync_api import Page
+
+from tests.browser.plain_page import draw
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.palette import ACCENT, HUES, INK, PAPER, SOFT, hue, mix
+from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.scene import Scene, dashes, packed
+from tplab.widgets.paper.wire import pack
+
+_RENDER = """
+async function render({ model, el: host }) {
+  const data = await unpack(model.get("scene")), root = card(host, { title: "A scene" }), box = el("div");
+  const tip = hint(root);
+  root.append(box);
+  const scene = new Scene(root, box, data, 0, { over: (event, rows) => (rows ? tip.show(event, rows) : tip.hide()) });
+  const draw = () => scene.draw(model.get("step"));
+  model.on("change:step", draw);
+  followTheme(root, draw);
+}
+export default { render };
+"""
+
+
+class Shown(Card):
+    _esm = script("wire", "shell", "canvas", "scene") + _RENDER
+    _css = style()
+    scene = traitlets.Bytes().tag(sync=True)
+    step = traitlets.Float(0).tag(sync=True)
+
+    def __init__(self, of: Scene):
+        super().__init__(scene=pack(*packed([of])))
+
+
+def a_scene() -> Scene:
+    """One thing of each kind but letters, whose fonts differ; three are there for a while, and one moves."""
+    sheet = Scene(300, 120)
+    sheet.box(0, 0, 300, 120, fill=PAPER)
+    sheet.box(10, 10, 80, 40, fill=SOFT, edge=INK)
+    for rank in range(3):
+        with sheet.during(rank, rank + 1), sheet.about([("", f"rank {rank}"), ("has", "its own")], key=rank):
+            sheet.box(100 + 40 * rank, 10, 36, 36, fill=mix(hue(rank), 0.26), edge=hue(rank), radius=6, line=2)
+    sheet.area([(10, 110), (10, 80), (60, 80), (60, 65), (140, 65), (140, 110)], mix(HUES[3], 0.55))
+    sheet.line([(150, 110), (200, 60), (290, 60)], HUES[2], 3)
+    dashes(sheet, 150, 290, 90)
+    with sheet.moving([(0, 0, 0), (1, 100, 0), (3, 200, 40)]):
+        sheet.box(20, 52, 16, 8, fill=ACCENT)
+    return sheet
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_page_paints_what_the_still_paints(page: Page, ahead: bool):
+    """And would show it if the playhead of one of them were ahead."""
+    scene = a_scene()
+    draw(page, Shown(scene))
+    for position in (0, 0.5, 1, 1.25, 2, 3):
+        page.evaluate("step => { window.model.set('step', step); window.model.tell('change:step'); }", position)
+        url = page.locator(".tplab canvas").evaluate("canvas => canvas.toDataURL()")
+        shown = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+        pen = Pen(scene.width, scene.height)
+        scene.paint(pen, position + 0.3 * ahead)
+        assert shown.size == pen.image().size == (300, 120)
+        there, want = np.asarray(shown).astype(int), np.asarray(pen.image()).astype(int)
+        around = np.stack([np.roll(want, (x, y), (0, 1)) for x in (-1, 0, 1) for y in (-1, 0, 1)])
+        is_inside = np.ptp(around, axis=0).max(2) < 8  # edges are smoothed in two ways
+        assert is_inside.mean() > 0.8
+        assert (np.abs(there - want).max(2)[is_inside] > 8).any() == ahead, position
+
+
+def test_only_what_is_there_can_be_pointed_at(page: Page):
+    scene = a_scene()
+    drawn = draw(page, Shown(scene))
+    box = page.locator(".tplab canvas").bounding_box()
+    assert box is not None
+    for position in (0.5, 1, 1.5, 3):
+        page.evaluate("step => { window.model.set('step', step); window.model.tell('change:step'); }", position)
+        for rank in range(3):
+            said = drawn.hint_at(box["x"] + 118 + 40 * rank, box["y"] + 28).replace("\t", "")
+            assert said == (f"rank {rank}\nhasits own" if rank < position <= rank + 1 else "")

@@ -1,0 +1,179 @@
+// Paints the pictures that widgets/paper/scene.py has kept, on a canvas, and finds what is under the pointer.
+import { colours, el } from "./shell.js";
+import { LETTERS, hatch, shape } from "./canvas.js";
+
+const FINE = 20;
+const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
+const COLUMNS = ["x", "y", "w", "h", "look", "text", "begin", "end", "path", "mark", "points", "pointing", "rows", "saying"];
+
+// What the colours mean, in a line that wraps; at its end a note, or a control. Returns what paints it.
+export function drawLegend(root, data, end = "") {
+  const row = el("div.tpl-legend");
+  root.append(row);
+  const swatches = data.legend.map(([text, number]) => {
+    const key = el("span.tpl-key"), swatch = new Scene(root, key, data, number, { over() {} });
+    swatch.canvas.setAttribute("aria-hidden", "true");
+    key.append(text);
+    row.append(key);
+    return swatch;
+  });
+  if (end) row.append(el("span.tpl-space"), typeof end === "string" ? el("span.tpl-key", {}, end) : end);
+  return () => swatches.forEach((swatch) => swatch.draw(0));
+}
+
+export class Scene {
+  // data is what `packed` has made, number which of its scenes this is. over(event, rows, key) hears of the pointer,
+  // press(key) of a click on what has a key. cursor: whether a line goes with the pointer.
+  constructor(root, host, data, number, { over, press, cursor }) {
+    const table = (place) => ({ ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) });
+    Object.assign(this, { root, host, over, hints: data.hints });
+    this.tables = [table(number), table(data.tables[number].narrow)];
+    this.canvas = el("canvas", number < data.scenes ? { role: "img", "aria-label": data.tables[number].label } : {});
+    this.cursor = el("div.tpl-cursor", { hidden: "" });
+    host.append(this.canvas, ...(cursor ? [this.cursor] : []));
+    this.choose();
+    this.canvas.addEventListener("pointermove", (event) => {
+      const part = this.under(event), key = this.keyOf(part);
+      this.canvas.style.cursor = press && key !== null ? "pointer" : "";
+      this.pointed = part;
+      this.show(event, part, key);
+    });
+    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("click", (event) => {
+      const key = this.keyOf(this.under(event));
+      if (key !== null) press?.(key);
+    });
+  }
+
+  // The layout that there is room for.
+  choose() {
+    const [wide, narrow] = this.tables, full = this.host.clientWidth;
+    const table = full && full < 0.66 * wide.width ? narrow : wide, { width, height } = table;
+    if (table === this.table) return;
+    this.table = table;
+    this.canvas.style.cssText += `;width:100%;max-width:${width}px;aspect-ratio:${width}/${height};display:block`;
+  }
+
+  show(event, part, key = null) {
+    const { table, cursor, canvas } = this, { left, width } = canvas.getBoundingClientRect(), scale = width / table.width / FINE;
+    cursor.hidden = part < 0;
+    if (part >= 0) Object.assign(cursor.style, { left: `${event.clientX - left}px`, top: `${table.y[part] * scale}px`, height: `${table.h[part] * scale}px` });
+    this.over(event, part < 0 ? null : this.rowsOf(part), key);
+  }
+
+  leave() {
+    this.pointed = -1;
+    this.cursor.hidden = true;
+    this.over(null, null, null);
+  }
+
+  // By keys, to the next thing that says what it is. Returns what it says.
+  step(by) {
+    const { table } = this, marked = [...table.mark.keys()].filter((part) => table.mark[part] >= 0 && this.isThere(part));
+    const at = Math.min(Math.max(marked.indexOf(this.pointed) + by, 0), marked.length - 1);
+    this.pointed = marked[at];
+    const frame = this.canvas.getBoundingClientRect(), scale = frame.width / table.width / FINE;
+    const middle = table.x[this.pointed] + table.w[this.pointed] / 2;
+    this.show({ clientX: frame.left + middle * scale, clientY: frame.top + table.y[this.pointed] * scale }, this.pointed);
+    return this.rowsOf(this.pointed);
+  }
+
+  rowsOf(part) {
+    const { rows, saying, mark } = this.table;
+    return [...rows.subarray(saying[mark[part]], saying[mark[part] + 1])].map((row) => this.hints[row]);
+  }
+
+  keyOf(part) {
+    return this.table.keys[this.table.mark[part]] ?? null;
+  }
+
+  isThere(part) {
+    return this.table.begin[part] < this.position && this.position <= this.table.end[part];
+  }
+
+  // The uppermost box under the pointer that says what it is; of equally large ones, that with the nearest middle.
+  under(event) {
+    const { x, y, w, h, mark, width } = this.table, frame = this.canvas.getBoundingClientRect(), scale = (FINE * width) / frame.width;
+    const across = (event.clientX - frame.left) * scale, down = (event.clientY - frame.top) * scale;
+    const away = (part) => Math.hypot(across - x[part] - w[part] / 2, down - y[part] - h[part] / 2);
+    let found = -1;
+    for (let part = mark.length - 1; part >= 0; part--) {
+      if (mark[part] < 0 || across < x[part] || down < y[part] || across >= x[part] + w[part] || down >= y[part] + h[part] || !this.isThere(part)) continue;
+      if (found < 0 || (w[part] === w[found] && h[part] === h[found] && away(part) < away(found))) found = part;
+    }
+    return found;
+  }
+
+  draw(position) {
+    this.choose();
+    const { canvas, table } = this, full = canvas.clientWidth;
+    this.position = position;
+    if (!full) return;
+    const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
+    canvas.width = Math.round(table.width * ratio);
+    canvas.height = Math.round(table.height * ratio);
+    pen.textBaseline = "middle";
+    const paint = colours(this.root), looks = table.looks.map((look) => this.coloured(look, paint, pen, ratio));
+    for (let part = 0; part < table.look.length; part++) {
+      if (!this.isThere(part)) continue;
+      const [left, top] = table.path[part] < 0 ? [0, 0] : movedBy(table.paths[table.path[part]], position);
+      pen.setTransform(ratio, 0, 0, ratio, left * ratio, top * ratio);
+      this.paint(pen, part, looks[table.look[part]]);
+    }
+  }
+
+  // A look with the colours of the theme.
+  coloured(look, paint, pen, ratio) {
+    const found = (colour) => {
+      const [name, share] = colour.split(" "), full = name === "white" ? "#ffffff" : paint.read(name);
+      return share ? paint.mix(full, share / 100) : full;
+    };
+    const result = { ...look };
+    for (const name of ["fill", "edge", "colour"]) if (look[name]) result[name] = found(look[name]);
+    if (look.is === "hatch") result.colour = hatch(pen, result.colour, ratio);
+    else if (look.colour?.match(/^c\d$/)) result.colour = paint.onPaper(result.colour);
+    if (look.is === "text") result.font = `${look.bold ? 650 : 400} ${LARGER * look.size}px ${look.mono ? LETTERS : paint.font}`;
+    return result;
+  }
+
+  paint(pen, part, { is, fill, edge, colour, radius = 0, line = 1, font, anchor }) {
+    const { x: xs, y: ys, w, h, text, texts, points, pointing } = this.table;
+    const x = xs[part] / FINE, y = ys[part] / FINE, width = w[part] / FINE, height = h[part] / FINE;
+    pen.lineWidth = line;
+    if (is === "text") {
+      pen.font = font;
+      pen.fillStyle = fill;
+      pen.textAlign = { l: "left", m: "center", r: "right" }[anchor[0]];
+      pen.fillText(texts[text[part]], x, y + 0.5);
+    } else if (is === "hatch") {
+      pen.fillStyle = colour;
+      pen.fillRect(x, y, width, height);
+    } else if (is === "box") {
+      if (width <= 0 || !(fill || edge)) return;
+      const inset = edge ? line / 2 : 0; // the outline is inside of the box
+      shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, radius);
+      fillAndStroke(pen, fill, edge);
+    } else {
+      pen.beginPath();
+      for (let at = pointing[part]; at < pointing[part + 1]; at++) pen.lineTo(points[2 * at] / FINE, points[2 * at + 1] / FINE);
+      fillAndStroke(pen, fill, colour);
+    }
+  }
+}
+
+function fillAndStroke(pen, fill, edge) {
+  if (fill) {
+    pen.fillStyle = fill;
+    pen.fill();
+  }
+  if (!edge) return;
+  pen.strokeStyle = edge;
+  pen.stroke();
+}
+
+// How far something is moved: on a straight line between the stops around a position.
+function movedBy(stops, position) {
+  const next = Math.max(stops.findIndex(([at]) => at >= position), 1), [[from, x, y], [to, across, down]] = [stops[next - 1], stops[next]];
+  const part = Math.min(Math.max((position - from) / (to - from), 0), 1);
+  return [x + part * (across - x), y + part * (down - y)];
+}
