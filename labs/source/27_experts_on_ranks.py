@@ -34,18 +34,19 @@ from tplab.widgets import Bars, Row, animate, knob
 EXPERTS, D = 4, 2
 torch.manual_seed(0)
 tokens = torch.randn(4, D, dtype=torch.float64)
-matrices = torch.randn(EXPERTS, D, D, dtype=torch.float64)  # one expert is one matrix here
+matrices = torch.randn(EXPERTS, D, D, dtype=torch.float64)  # an expert is a matrix
 chosen = torch.tensor([[0, 1], [2, 3], [2, 0], [3, 2]])
 weight = torch.tensor([[0.6, 0.4]] * 4, dtype=torch.float64)
 
-def mixture(x, choices, weights, w):  # x [T, D]   choices, weights [T, k]   w [E/ep, D, D]
+def mixture(x, choices, weights, w):  # [T, D], [T, k], [T, k], [E/ep, D, D]
     k, here = choices.shape[1], len(w)
     order = choices.flatten().argsort(stable=True)  # all choices, sorted by expert
     counts = choices.flatten().bincount(minlength=EXPERTS)
     arriving = tt.all_to_all(counts, "ep").view(-1, here)
     sent, come = counts.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
     rows = tt.all_to_all(x[order // k], "ep", sizes=sent, received=come)
-    expert = torch.arange(here).repeat(len(come)).repeat_interleave(arriving.flatten())
+    expert = torch.arange(here).repeat(len(come))
+    expert = expert.repeat_interleave(arriving.flatten())  # of each row
     results = torch.einsum("nd,ndf->nf", rows, w[expert])
     back = tt.all_to_all(results, "ep", sizes=come, received=sent)
     y = back * weights.flatten()[order, None]
@@ -62,22 +63,19 @@ animate(out.trace)
 # a weight that comes from its score. So a model can have many parameters, and a token needs only a few of them: DeepSeek-V3
 # has 671 billion, and a token uses 37 billion.
 #
-# All these experts do not fit on one rank. **Expert parallelism** gives each rank some of them, whole. The ranks have
-# different tokens, as in data parallelism. So a token has to travel to its experts (**dispatch**), and the results have to
-# travel back (**combine**).
+# **Expert parallelism** gives each rank some of the experts, whole. The ranks have different tokens, as in data parallelism.
+# So a token has to travel to its experts (**dispatch**), and the results travel back (**combine**).
 #
 # ## By hand: four tokens
 #
-# Ranks 0 and 1 have two tokens each. Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. These are the experts that each
-# token has chosen:
-#
-# | token | on rank | its experts |
-# |---|---|---|
-# | 0 | 0 | 0, 1 |
-# | 1 | 0 | 2, 3 |
-# | 2 | 1 | 2, 0 |
-# | 3 | 1 | 3, 2 |
-#
+# Ranks 0 and 1 have two tokens each. Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. Here are the experts that
+# each token of the picture has chosen:
+
+# %%
+for t in range(4):
+    print(f"token {t}, on rank {t // 2}: experts", *chosen[t].tolist())
+
+# %% [markdown]
 # **Predict.** How many rows leave each rank if a row is sent for every choice? And how many if a token is sent only once to
 # each rank that has any of its experts?
 #
@@ -135,9 +133,9 @@ def layer(x, dispatch):
     y, routed = model(x)
     return y, routed.choices
 
-results = {}
+results, specs = {}, {"in_specs": (SPLIT, None), "out_specs": (SPLIT, SPLIT)}
 for dispatch in ("all_to_all", "per_rank", "gather"):
-    done = tt.run(layer, Mesh(ep=4), x, dispatch, in_specs=(SPLIT, None), out_specs=(SPLIT, SPLIT))
+    done = tt.run(layer, Mesh(ep=4), x, dispatch, **specs)
     results[dispatch] = done.value[0]
     print(f"{dispatch:<10} rank 0 sends {done.trace.bytes_sent(rank=0):>7,} B")
 same = [torch.allclose(y, results["gather"], atol=1e-6) for y in results.values()]
@@ -168,8 +166,8 @@ def dropped(capacity):  # ->   how many choices find no slot, and the bytes that
         return tj.all_reduce((routed.choices < 0).sum(), "ep"), y
 
     given = model.init(random.key(0)), x.numpy()
-    specs = {"in_specs": (model.specs, SPLIT), "out_specs": (P(), SPLIT)}
-    done = tj.run(program, Mesh(ep=4), *given, **specs)
+    split = {"in_specs": (model.specs, SPLIT), "out_specs": (P(), SPLIT)}
+    done = tj.run(program, Mesh(ep=4), *given, **split)
     return int(done.value[0]), done.trace.bytes_sent(rank=0)
 
 for capacity in (1.0, 1.5, 2.0, 4.0):
