@@ -60,11 +60,11 @@ animate(out.trace)
 # %% [markdown]
 # A **mixture of experts** replaces the MLP of a block by many MLPs, the **experts**. For each token, a small matrix called the
 # **router** scores all experts, and the token goes through the best $k$ of them. Their results are added up, each multiplied by
-# a weight that comes from its score. So a model can have many parameters, and a token needs only a few of them: DeepSeek-V3
-# has 671 billion, and a token uses 37 billion.
+# a weight that comes from its score. So a model can have many parameters of which a token needs few: DeepSeek-V3 has 671
+# billion, and a token uses 37 billion.
 #
 # **Expert parallelism** gives each rank some of the experts, whole. The ranks have different tokens, as in data parallelism.
-# So a token has to travel to its experts (**dispatch**), and the results travel back (**combine**).
+# So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
 #
 # ## By hand: four tokens
 #
@@ -157,7 +157,7 @@ print("all equal" if all(same) else "off")
 import tplab.jax as tj
 from jax import random
 
-def dropped(capacity):  # ->   how many choices find no slot, and the bytes that rank 0 sends
+def dropped(capacity):  # ->   choices without a slot; bytes that rank 0 sends
     rule = Routing(experts=8, top_k=2, capacity=capacity)
     model = tj.MixtureOfExperts(128, 64, rule, "ep")
 
