@@ -242,7 +242,7 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # [gradients that are twice as large](https://github.com/pytorch/pytorch/issues/160285) with two ranks. Repair it.
 
 # %%
-def average(router, experts):  # gradients of this rank's own loss, and of its own experts
+def average(router, experts):  # gradients of this rank's loss, and of its experts
     router = tt.all_reduce(router, ("dp", "ep"), "mean")
     experts = tt.all_reduce(experts, "dp", "mean")
     return router, experts
