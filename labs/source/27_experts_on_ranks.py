@@ -10,8 +10,9 @@
 #
 # ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/27_experts_on_ranks.png)
 #
-# *Four tokens on two ranks, each of which goes through two of four experts. Rows travel to the rank that holds the expert, and
-# the results travel back. You will write this program below.*
+# *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
+# will come (a), then the rows travel to their experts (b), and then the results travel back (c). We take the program apart
+# below.*
 
 # %%
 import subprocess
@@ -23,7 +24,6 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
-import numpy as np
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P
@@ -38,17 +38,18 @@ matrices = torch.randn(EXPERTS, D, D, dtype=torch.float64)  # an expert is a mat
 chosen = torch.tensor([[0, 1], [2, 3], [2, 0], [3, 2]])
 weight = torch.tensor([[0.6, 0.4]] * 4, dtype=torch.float64)
 
-def mixture(x, choices, weights, w):  # [T, D], [T, k], [T, k], [E/ep, D, D]
+def mixture(x, choices, weights, w):  # [T/ep, D], [T/ep, k] twice, [E/ep, D, D]
     k, here = choices.shape[1], len(w)
     order = choices.flatten().argsort(stable=True)  # all choices, sorted by expert
-    counts = choices.flatten().bincount(minlength=EXPERTS)
-    arriving = tt.all_to_all(counts, "ep").view(-1, here)
-    sent, come = counts.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
-    rows = tt.all_to_all(x[order // k], "ep", sizes=sent, received=come)
+    n = choices.flatten().bincount(minlength=EXPERTS)  # a: rows for each expert
+    arriving = tt.all_to_all(n, "ep").view(-1, here)
+    sent, come = n.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
+    r = x[order // k]  # b
+    rows = tt.all_to_all(r, "ep", sizes=sent, received=come)
     expert = torch.arange(here).repeat(len(come))
-    expert = expert.repeat_interleave(arriving.flatten())  # of each row
-    results = torch.einsum("nd,ndf->nf", rows, w[expert])
-    back = tt.all_to_all(results, "ep", sizes=come, received=sent)
+    expert = expert.repeat_interleave(arriving.flatten())  # the expert of each row
+    z = torch.einsum("nd,ndf->nf", rows, w[expert])  # c
+    back = tt.all_to_all(z, "ep", sizes=come, received=sent)
     y = back * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // k, y)
 
@@ -58,13 +59,13 @@ out = tt.run(mixture, Mesh(ep=2), *four, in_specs=SPLIT, out_specs=SPLIT)
 animate(out.trace)
 
 # %% [markdown]
-# A **mixture of experts** replaces the MLP of a block by many MLPs, the **experts**. For each token, a small matrix called the
-# **router** scores all experts, and the token goes through the best $k$ of them. Their results are added up, each multiplied by
-# a weight that comes from its score. So a model can have many parameters of which a token needs few: DeepSeek-V3 has 671
-# billion, and a token uses 37 billion.
+# A **mixture of experts** replaces the MLP of a block with many MLPs, the **experts**. For each token, a small matrix called
+# the **router** scores all experts, and the token goes through the $k$ with the highest scores. Their results are added up, each
+# multiplied by a weight that comes from its score. So a model can have many parameters, of which each token uses only a few:
+# 37 of 671 billion in DeepSeek-V3.
 #
-# **Expert parallelism** gives each rank some of the experts, whole. The ranks have different tokens, as in data parallelism.
-# So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
+# **Expert parallelism** gives each rank some of the experts, each in one piece. The ranks have different tokens, as in data
+# parallelism. So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
 #
 # ## By hand: four tokens
 #
@@ -81,8 +82,9 @@ for t in range(4):
 #
 # <details><summary>Answer</summary>
 #
-# For every choice, rank 0 sends two rows (token 1, for experts 2 and 3), and rank 1 sends one (token 2, for expert 0). Sent
-# once, token 1 needs only one row. Rank 1 then computes both of its experts, and returns their weighted sum.
+# For every choice, rank 0 sends two rows (token 1, for experts 2 and 3), and rank 1 sends one (token 2, for expert 0). If it
+# is sent only once, token 1 needs one row instead of two. Rank 1 then computes both experts that the token chose, and returns
+# their weighted sum.
 #
 # </details>
 
@@ -96,16 +98,16 @@ print(rows_between(chosen, placement, once=True))
 #
 # ## Build it
 #
-# The program of the picture has three exchanges. Read it again, with the table beside it:
+# The program of the picture has three exchanges. Read it again, and check it against the choices printed above:
 #
 # 1. Each rank sorts its choices by expert, so that all rows for one rank are neighbours. It tells the other ranks how many
-#    rows they will get, in an all-to-all of `counts`.
+#    rows they will get, in an all-to-all of `n`.
 # 2. The rows travel in an all-to-all of unequal pieces. `sizes` says how many rows go to each rank, and `received` how many
 #    come from each.
-# 3. After the experts have computed, the same rows travel back. Sender and receiver change roles, so `sizes` and `received` are
-#    exchanged.
+# 3. After the experts have computed, their results travel back. Sender and receiver change roles, so `sizes` and `received`
+#    are swapped.
 #
-# Here is the same without ranks, one token after the other, and tplab's own layer with the same choices:
+# Here is the same computation without ranks, one token at a time, compared with the program on 1, 2 and 4 ranks:
 
 # %%
 whole = torch.zeros_like(tokens)
@@ -113,45 +115,55 @@ for t in range(4):
     for e, share in zip(chosen[t], weight[t]):
         whole[t] += share * (tokens[t] @ matrices[e])
 
-print("the picture's program:", "equal" if torch.allclose(out.value, whole) else "off")
 for ranks in (1, 2, 4):
     out = tt.run(mixture, Mesh(ep=ranks), *four, in_specs=SPLIT, out_specs=SPLIT)
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# The backward pass needs no new code. The gradient of a row goes back the way the row came, so it sends as much again:
-# the gradient of the combine is a dispatch, and the gradient of the dispatch a combine.
+# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same number of rows travels
+# again: the backward pass of the combine is a dispatch, and that of the dispatch is a combine. Only the counts are known already.
 #
-# `tt.MixtureOfExperts` has the router, experts with two or three matrices, and four ways to send:
+# `tt.MixtureOfExperts` has the router, experts with two or three matrices, and four ways to send. Here are four ranks in two
+# nodes. `axis` may be a tuple: then the ranks of both axes share the experts.
 
 # %%
 rule = Routing(experts=8, top_k=2)
 x = torch.randn(64, 128)
 
 def layer(x, dispatch):
-    model = tt.MixtureOfExperts(128, 64, rule, "ep", dispatch=dispatch)
+    model = tt.MixtureOfExperts(128, 64, rule, ("node", "ep"), dispatch=dispatch)
     y, routed = model(x)
     return y, routed.choices
 
-results, specs = {}, {"in_specs": (SPLIT, None), "out_specs": (SPLIT, SPLIT)}
-for dispatch in ("all_to_all", "per_rank", "gather"):
-    done = tt.run(layer, Mesh(ep=4), x, dispatch, **specs)
+results, both = {}, P(("node", "ep"))
+specs = {"in_specs": (both, None), "out_specs": (both, both)}
+for dispatch in ("all_to_all", "per_rank", "gather", "two_levels"):
+    done = tt.run(layer, Mesh(node=2, ep=2), x, dispatch, **specs)
     results[dispatch] = done.value[0]
-    print(f"{dispatch:<10} rank 0 sends {done.trace.bytes_sent(rank=0):>7,} B")
+    print(f"{dispatch:<10} rank 0 sends {done.trace.bytes_sent(rank=0):>6,} B")
 same = [torch.allclose(y, results["gather"], atol=1e-6) for y in results.values()]
 print("all equal" if all(same) else "off")
 
 # %% [markdown]
-# - `"all_to_all"` sends a row for each choice, as your program did.
-# - `"per_rank"` sends a token once to each rank that has any of its experts.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts, and it is the best choice when
-#   a token goes nearly everywhere anyway.
+# - `"all_to_all"` sends a row for each choice, as the program above did.
+# - `"per_rank"` sends a token once to each rank that has any of its experts. Two random experts are rarely on the same rank, so
+#   it saves little here.
+# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts. It pays off if a token goes to
+#   nearly every rank anyway, which it does not with $k = 2$.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That may be more in total, but
+#   less of it crosses the network:
+
+# %%
+between = done.trace.select(kind="collective", axis="node", rank=0)
+print(f"two_levels: {sum(e.bytes for e in between.events):,} B to the other node")
+
+# %% [markdown]
+# ## The twin in JAX
 #
-# ## The twin
-#
-# XLA compiles a program before it knows what a router will choose, and needs the size of every message in advance. So in JAX an
-# expert has slots for a fixed number of tokens from each rank, its **capacity**. Empty slots travel too. A choice that finds no
-# free slot is **dropped**: the token does without that expert.
+# XLA compiles a program before it knows what a router will choose, and needs the size of every message in advance. (JAX's
+# `ragged_all_to_all` does not, but XLA cannot compile it for CPUs.) So here an expert has slots for a fixed number of tokens
+# from each rank, and empty slots travel too. A choice that finds no free slot is **dropped**: the token does without that
+# expert. The **capacity** is a factor: with 1.0 there are just enough slots if all experts are chosen equally often.
 
 # %%
 import tplab.jax as tj
@@ -175,13 +187,13 @@ for capacity in (1.0, 1.5, 2.0, 4.0):
     print(f"capacity {capacity}: {lost:>2} of 128 choices dropped, {sent:,} B sent")
 
 # %% [markdown]
-# A capacity of 1 is room for exactly equal loads. Real loads are not equal, so either tokens are dropped or empty slots are sent.
-# torch's all-to-all has neither, but every rank must learn the sizes of each exchange before it can start it.
+# **What truly differs.** Real loads are not equal, so in JAX either choices are dropped or empty slots are sent. The all-to-all
+# in torch drops nothing and sends no empty slots, but every rank must know the sizes before the exchange can start.
 #
 # ## Turn the knob
 #
-# DeepSeek-V3 has 256 experts, and a token chooses 8 of them. To how many ranks does a token travel if it chooses at random? How does
-# that change with the number of ranks, and what do nodes of eight ranks save?
+# DeepSeek-V3 has 256 experts, and a token chooses 8 of them. How many rows leave a token's rank, or its node of eight ranks, if it
+# chooses at random? How does this change with the number of ranks?
 
 # %%
 v3 = Routing(256, 8)
@@ -189,30 +201,35 @@ limited = Routing(256, 8, groups=8, top_groups=4)  # 4 of 8 groups of experts
 
 def bars(ranks):
     nodes = ranks // 8
-    rows = {
-        "a row for each choice": 8,
-        "once per rank": expected_copies(v3, ranks),
-        "once per node": expected_copies(v3, nodes),
-        "once per node, 4 groups": expected_copies(limited, nodes),
+    leave = {
+        "to ranks, by choice": 8 * (1 - 1 / ranks),
+        "to ranks, once to each": expected_copies(v3, ranks) * (1 - 1 / ranks),
+        "to nodes, once to each": expected_copies(v3, nodes) * (1 - 1 / nodes),
+        "to nodes, of 4 groups": expected_copies(limited, nodes) * (1 - 1 / nodes),
     }
-    drawn = [Row(name, {"rows": round(n, 2)}) for name, n in rows.items()]
+    drawn = [Row(name, {"leaving": round(n, 2)}) for name, n in leave.items()]
     return Bars(drawn, f"{ranks} ranks in {nodes} nodes; 8 of 256 experts.")
 
 options = {ranks: bars(ranks) for ranks in (16, 32, 64)}
 about = "on average, if a token chooses at random"
-knob("How often a token is sent", "ranks", options, start=16, about=about, unit="rows")
+knob("Rows that a token is sent as", "ranks", options, start=16, about=about, unit="")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# On 64 ranks, sending a token once per rank saves hardly anything: its 8 experts are on 7.7 different ranks. Nodes are another
+# On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks. Nodes are another
 # matter, because there are only eight of them. A row that has crossed the network once can be copied inside the node over
-# NVLink. And DeepSeek-V3 lets a token choose from only 4 of 8 groups, with one group on each node, so that a token never goes to
-# more than four nodes.
+# NVLink. DeepSeek-V3 also lets a token choose from only 4 of 8 groups of experts. On 64 ranks each node has one group, so a token
+# goes to four nodes at most.
 #
 # </details>
 #
-# ## What it costs: decide
+# ## What it costs, and which to choose
+#
+# | | `all_to_all` | `per_rank` | `gather` | `two_levels` |
+# |---|---|---|---|---|
+# | rows of a token | $k$ | one per rank that has any of its experts | one per other rank | one per node, then one per rank inside |
+# | good if | few experts share a rank | many experts share a rank | few ranks, small messages | several nodes |
 #
 # DeepSeek's own kernels, DeepEP, send 8-bit numbers in dispatch and 16-bit numbers in combine. These are the bytes of one layer for 128
 # tokens of one rank, with $D = 7168$ and a row for each choice. In dispatch a row has a scale of 4 B for every 128 numbers:
@@ -221,28 +238,24 @@ knob("How often a token is sent", "ranks", options, start=16, about=about, unit=
 num_rows = 128 * 8
 there, back = num_rows * (7168 + 4 * 7168 // 128), num_rows * 2 * 7168
 for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 195)):
-    print(f"{name}: {total:>10,} B, measured at {total / microseconds / 1e3:.0f} GB/s")
+    rate = total / microseconds / 1e3
+    print(f"{name}: {total:>10,} B in {microseconds} µs (measured): {rate:.0f} GB/s")
 
 # %% [markdown]
-# DeepEP's authors measured 118 µs for that dispatch and 195 µs for that combine, on 16 H800s in two nodes
-# ([DeepEP](https://github.com/deepseek-ai/DeepEP), MIT licence, docs/legacy.md). The bytes are within 2% of the 63 and 74 GB/s that they print.
-# One layer needs both, and the backward pass needs them again. This is why training programs compute one microbatch while
-# another one's tokens are travelling.
-#
-# | | `all_to_all` | `per_rank` | `gather` | `two_levels` |
-# |---|---|---|---|---|
-# | rows of a token | $k$ | the ranks of its experts | all other ranks | nodes, then ranks inside |
-# | good if | few experts share a rank | many experts share a rank | few ranks, small messages | several nodes |
+# These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
+# inference, on 16 H800s in two nodes. Our rates are within 2% of the 63 and 74 GB/s that their authors report. Both exceed the
+# 50 GB/s of a network card, because half of the rows stay inside a node. In training, the backward pass needs both exchanges
+# again, so training programs compute one microbatch while the tokens of another travel.
 #
 # ## A bug to repair
 #
-# The ranks below are data-parallel too: every expert has copies along `dp`. The gradients of the router are averaged over all
-# ranks, and those of the experts over the ranks that hold copies of them. That sounds right, the loss goes down, and the
-# experts learn with steps that are `ep` times too large. Users of torch met
-# [gradients that are twice as large](https://github.com/pytorch/pytorch/issues/160285) with two ranks. Repair it.
+# Here every expert has copies along `dp`. The gradients of the router are averaged over all ranks, and those of the experts over
+# their copies. That sounds right, but the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
+# gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
+# large](https://github.com/pytorch/pytorch/issues/160285). Repair it. (`tt.axis_size("ep")` is the number of ranks along `ep`.)
 
 # %%
-def average(router, experts):  # gradients of this rank's loss, and of its experts
+def average(router, experts):  # gradients, the router's of this rank's own loss
     router = tt.all_reduce(router, ("dp", "ep"), "mean")
     experts = tt.all_reduce(experts, "dp", "mean")
     return router, experts
@@ -256,16 +269,16 @@ check_average(average)
 # <details><summary>Why is it ep times too large?</summary>
 #
 # The loss of the batch is the mean of the losses of all $dp \cdot ep$ ranks. An expert computes tokens of all `ep` ranks that
-# share the experts, so the gradient of all their losses is already in it, added up by the way back. Adding up the copies completes the
-# sum over all ranks, and then it must be divided by $dp \cdot ep$. `tt.average_gradients(model, ("dp", "ep"))` does that.
+# share the experts, so the gradient of all their losses is already in it: the backward pass of the exchanges added it up. Adding up
+# the copies completes the sum over all ranks, and then it must be divided by $dp \cdot ep$. `tt.average_gradients(model, ("dp", "ep"))` does that.
 #
 # </details>
 #
 # ## Your turn: what is sent
 #
-# Write `rows_sent`: how many rows does each rank send to others, if a token is sent once to each rank that has any of its experts?
-# `choices` are those of all tokens. Of T tokens, the first T/ranks are on rank 0, and so on, and the experts are spread
-# in the same way.
+# Write `rows_sent` yourself, without `rows_between`: how many rows does each rank send to others, if a token is sent once to each
+# rank that has any of its experts? `choices` is a NumPy array with the choices of all tokens. Rank 0 has the first T/ranks
+# tokens, rank 1 the next ones, and so on. The experts are placed in the same way.
 
 # %%
 def rows_sent(choices, ranks, experts):  # choices [T, k]   ->   a number for each rank
@@ -285,17 +298,16 @@ check_rows_sent(rows_sent)
 # | `dispatch="all_to_all"` | `all_to_all_single` with split sizes | `--moe-token-dispatcher-type alltoall` | `ragged_all_to_all` |
 # | `dispatch="gather"` | | `--moe-token-dispatcher-type allgather` | all-gather and reduce-scatter |
 # | `capacity` | | `--moe-expert-capacity-factor` | `capacity_factor` |
-# | `tplab.experts.fold` | experts on a mesh of their own | parallel folding | |
 #
 # ## To take away
 #
 # - Experts are spread over ranks, and tokens travel to them and back: two all-to-alls forward, and two backward.
-# - What counts is how often a token crosses the network. With many ranks and few choices, only nodes make that less.
-# - The gradient of an expert is a sum over the tokens of all ranks. Divide it by all of these ranks.
+# - What counts is how often a token crosses the network. With many ranks, only sending it once per node makes that less.
+# - The gradient of an expert is a sum over the tokens of all ranks. Divide it by the number of all these ranks.
 #
 # **Sources.** Shazeer et al. 2017, [Outrageously large neural networks](https://arxiv.org/abs/1701.06538). Lepikhin et al. 2020,
-# [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (groups
-# on nodes). Liu et al. 2025, [MoE parallel folding](https://arxiv.org/abs/2504.14960).
+# [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (671
+# and 37 billion parameters; groups on nodes).
 #
 # Back to the [list of labs](../README.md#labs).
 

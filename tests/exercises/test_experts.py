@@ -38,7 +38,10 @@ def test_averages_that_are_right(fn):
         (lambda r, e: (router(r), tt.all_reduce(e, "dp")), "added up over their copies, and not divided"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size(BOTH)), "once too often"),
         (lambda r, e: (router(r), e / tt.axis_size(BOTH)), "Add up their gradients before you divide"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "ep", "mean")), "those along ep"),
         (lambda r, e: (tt.all_reduce(r, "dp", "mean"), solution(r, e)[1]), "the whole router"),
+        (lambda r, e: (tt.all_reduce(r, BOTH), solution(r, e)[1]), "router's gradients are added up"),
+        (lambda r, e: (r, solution(r, e)[1]), "belongs to all ranks"),
     ],
 )
 def test_averages_that_are_wrong(fn, words):
@@ -82,7 +85,9 @@ def _of(choices, ranks, experts, once, own, arriving=False):
         (lambda c, r, e: _of(c, r, e, False, False), "sent once to a rank that has several"),
         (lambda c, r, e: _of(c, r, e, True, True), "stay where they are"),
         (lambda c, r, e: _of(c, r, e, True, False, True), "arrive at each rank"),
-        (lambda c, r, e: _of(c, r, e, False, True), "also of experts on the token's own rank"),
+        (lambda c, r, e: _of(c, r, e, False, True), "including those of experts on the token's own rank"),
+        (lambda c, r, e: _of(c, r, int(c.max()) + 1, True, False), "is wrong for 6 tokens"),
+        (lambda c, r, e: (x for x in range(r)), "a list, an array or a tensor of 2 numbers"),
         (lambda c, r, e: 3, "one number for each of the 2 ranks"),
         (lambda c, r, e: [c[0, 0].item()] * r, "is wrong for 4 tokens"),
     ],

@@ -16,7 +16,7 @@ from tplab.sharding import P
 
 # --- gradients of experts --------------------------------------------------------------------------------------------
 
-MESHES = (Mesh(dp=2, ep=2), Mesh(dp=1, ep=3), Mesh(dp=2, ep=4), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+MESHES = (Mesh(dp=2, ep=4), Mesh(dp=2, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
 EXPERTS = 2  # of each rank
 
@@ -48,6 +48,12 @@ def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], n
         return np.split(found, seen.mesh.axis_size("ep"))[seen.mesh.index(seen.rank, "ep")]
 
     return wrong
+
+
+def _over_ep(seen: Seen) -> np.ndarray:
+    """The mean over the ranks with the same position along dp."""
+    dp, ep = seen.mesh.shape.values()
+    return seen.tensors["experts"].reshape(dp, ep, EXPERTS, 3, 3)[seen.mesh.index(seen.rank, "dp")].mean(0)
 
 
 def _mixed(seen: Seen) -> np.ndarray:
@@ -89,6 +95,21 @@ AVERAGE = Exercise(
             lambda seen: seen.own["experts"] / seen.mesh.size,
         ),
         Mistake(
+            "experts",
+            "The experts' gradients are averaged over ranks that hold different experts, those along ep.",
+            _over_ep,
+        ),
+        Mistake(
+            "router",
+            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.",
+            lambda seen: _of_ranks(seen.tensors)[0].sum(0),
+        ),
+        Mistake(
+            "router",
+            "This is the gradient of this rank's own loss. The router belongs to all ranks.",
+            lambda seen: seen.own["router"],
+        ),
+        Mistake(
             "router",
             "Every rank holds the whole router, so its gradient is the mean over all ranks.",
             lambda seen: (
@@ -114,7 +135,7 @@ def check_average(fn: Callable[..., Any]) -> Verdict:
 
 CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
     (((0, 1), (2, 3), (2, 0), (3, 2)), 2, 4),
-    (((0, 5, 4), (5, 4, 3), (1, 0, 2), (4, 2, 5), (3, 1, 5), (0, 3, 2)), 3, 6),
+    (((0, 3, 4), (1, 4, 3), (1, 0, 2), (4, 2, 3), (3, 1, 2), (0, 3, 2)), 3, 6),
     (((7, 6, 5, 4), (0, 2, 4, 6), (1, 0, 3, 2), (7, 5, 3, 1)), 4, 8),
     (((0,), (1,), (1,), (1,)), 1, 2),
 )
@@ -136,7 +157,10 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
         table = np.array(choices)
         with on(where):
             got = fn(table.copy(), ranks, experts)
+        try:
             found = np.asarray(got, dtype=float)
+        except TypeError:
+            refuse(f": {where} it returns {got!r}. It returns a list, an array or a tensor of {ranks} numbers.")
         if found.shape != (ranks,):
             refuse(f": {where} it returns {got!r}. It returns one number for each of the {ranks} ranks.")
         if not np.array_equal(found, leave):
@@ -144,7 +168,7 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
                 "It counts a row per choice. A token is sent once to a rank that has several of its experts.": keep,
                 "It also counts rows that stay where they are. They are not sent.": once.sum(1),
                 "It counts the rows that arrive at each rank. How many leave it?": once.sum(0) - once.diagonal(),
-                "It counts every choice, also of experts on the token's own rank.": each.sum(1),
+                "It counts every choice, including those of experts on the token's own rank.": each.sum(1),
             }
             more = hint(found, known)
             text = f" is wrong {where}." + (f"\n{more}" if more else "")
