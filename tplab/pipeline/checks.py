@@ -67,7 +67,7 @@ def outputs_of(stage: int, outputs: Any, kind: type) -> tuple[Any, ...]:
         what = f"a {type(outputs).__name__}"
         if isinstance(outputs, tuple):
             what = f"a tuple of {', '.join(type(x).__name__ for x in outputs) or 'nothing'}"
-        name = kind.__name__.lower()
+        name = _name(kind)
         must = f"{'an' if name == 'array' else 'a'} {name}, or a tuple of {name}s"
         raise ScheduleError(f"stage {stage} returned {what}; it must return {must}")
     return found
@@ -78,8 +78,13 @@ def check_loss(value: Any, kind: type, has_gradient: Callable[[Any], bool], micr
     if not isinstance(value, kind) or len(value.shape) or not has_gradient(value):  # type: ignore[attr-defined]
         what = f"a {type(value).__name__}"
         if isinstance(value, kind):
-            what = f"a {value.dtype} {kind.__name__.lower()} {list(value.shape)}"  # type: ignore[attr-defined]
+            what = f"a {value.dtype} {_name(kind)} {list(value.shape)}"  # type: ignore[attr-defined]
         raise ShapeError(f"the loss of {microbatch} is {what}; it must be one number, as .mean() or .sum() give")
+
+
+def _name(kind: type) -> str:
+    """ "tensor" or "array": JAX says where its class is made, too."""
+    return kind.__name__.rpartition(".")[2].lower()
 
 
 def no_way_back(stage: int) -> ScheduleError:
