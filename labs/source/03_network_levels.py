@@ -157,8 +157,10 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Every doubling halves the time, up to eight cards. Sixteen would save only another tenth: eight cards of 50 GB/s carry
-# 400 GB/s, and an NVLink port carries 450 GB/s. With one card per GPU, as in a DGX, the two levels are nearly balanced.
+# Every doubling halves the time, up to eight cards. In this model, sixteen would save only another tenth: eight cards of
+# 50 GB/s carry 400 GB/s, and an NVLink port carries 450 GB/s. (In each ring, one GPU of eight sends over its card and not over
+# NVLink. The model does not count that; with it, sixteen cards would save a fifth.) With one card per GPU, as in a DGX, the
+# two levels are nearly balanced.
 # On the data sheet, the number of nodes hardly matters.
 #
 # </details>

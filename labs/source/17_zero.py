@@ -290,7 +290,7 @@ timeline(traces[True])
 #
 # ## Turn the knob: how many ranks?
 #
-# Take a model of 30 billion parameters, and GPUs of 80 GB (75 GiB). Guess first: how many ranks does each stage need?
+# Take a model of 30 billion parameters, and H100s, which let a program use 85 GB (79.2 of 80 GiB). Guess first: how many ranks does each stage need?
 
 # %%
 def sizes(ranks):
@@ -298,7 +298,7 @@ def sizes(ranks):
     for name, stage in names.items():
         each = bytes_per_parameter(stage, ranks)._asdict()
         row = {kind: 30e9 * size for kind, size in each.items()}
-        fits = "fits into 80 GB" if sum(row.values()) < 80e9 else ""
+        fits = "fits into 85 GB" if sum(row.values()) < 85e9 else ""
         rows.append(Row(name, row, fits))
     fitting = ", ".join(row.label for row in rows if row.note) or "none"
     return Bars(rows, f"On {ranks} ranks, these fit: {fitting}.")

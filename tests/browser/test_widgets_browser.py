@@ -164,6 +164,7 @@ def test_it_plays_to_the_end_and_can_be_stopped(open_notebook):
     play.click()
     expect(play).to_have_attribute("aria-label", "pause (space)")
     card(book).focus()
+    expect(card(book).locator(".tpl-slider")).not_to_have_value("0")  # it has moved
     book.page.keyboard.press(" ")
     expect(play).to_have_attribute("aria-label", "play (space)")
     position = float(card(book).locator(".tpl-slider").input_value())
