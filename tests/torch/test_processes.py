@@ -209,6 +209,24 @@ def test_awkward_shapes():
     both(program, Mesh(tp=3))
 
 
+@pytest.mark.parametrize("rows", [lambda i, j: (i + j) % 3, lambda i, j: 0, lambda i, j: 2 * (i == 0 and j == 1)])
+def test_pieces_of_different_sizes(rows):
+    """As tokens travel to experts: also none, and from one rank to another alone."""
+
+    def program(rows):
+        i, num_ranks = axis_index("tp"), axis_size("tp")
+        sizes = [rows(i, j) for j in range(num_ranks)]
+        received = all_to_all(torch.tensor(sizes), "tp").tolist()
+        x = (torch.arange(2.0 * sum(sizes)).reshape(-1, 2) + 10 * i).requires_grad_()
+        y = all_to_all(x, "tp", sizes=sizes, received=received)
+        (y * (i + 1)).sum().backward()
+        started = start(all_to_all, x.detach().bfloat16(), "tp", sizes=sizes, received=received)
+        return y.detach(), x.grad, started.wait()
+
+    for ranks in (1, 3):
+        both(program, Mesh(tp=ranks), rows)
+
+
 def test_handles():
     def program(size):
         i = axis_index("tp")

@@ -20,7 +20,18 @@ import torch
 
 from tplab import Mesh, P
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, ReplicationError, ShapeError, SpecError
-from tplab.torch import all_gather, all_reduce, axis_index, barrier, ppermute, receive, ring_shift, run, send
+from tplab.torch import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    barrier,
+    ppermute,
+    receive,
+    ring_shift,
+    run,
+    send,
+)
 from tplab.torch.processes import shut_down
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +190,18 @@ def test_a_message_that_nobody_takes():
     error = fails(by_value(leaves_one_behind), Mesh(tp=3), CollectiveMismatchError, "ranks 0, 2 returned without")
     assert str(error) == str(fails(leaves_one_behind, Mesh(tp=3), CollectiveMismatchError, on="simulated"))
     lives_on(Mesh(tp=3))
+
+
+def takes_fewer_rows_than_come():
+    received = [1, 1 + axis_index("tp")]
+    return all_to_all(torch.arange(4.0), "tp", sizes=[1, 3], received=received)
+
+
+def test_rows_for_which_there_is_no_room():
+    for on in ("simulated", "processes"):
+        program = by_value(takes_fewer_rows_than_come) if on == "processes" else takes_fewer_rows_than_come
+        error = fails(program, Mesh(tp=2), CollectiveMismatchError, "what a rank has room for must be as large", on=on)
+        assert str(error).count("test_processes_faults.py:") == 2
 
 
 def by_value(fn):

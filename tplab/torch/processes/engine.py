@@ -68,7 +68,7 @@ class Engine:
         shapes  those of all inputs, in the order of positions
         """
         op, row, index, (cut_dim, join_dim) = call.op, call.row, call.place.index, call.dims
-        if row.takes and not any(map(prod, shapes)):
+        if row.takes and not any(map(prod, shapes)) and call.splits is None:
             return outcomes.results(call, [x.new_empty(shape) for shape in shapes])[index]
         backend = self._backend(call.place, x.device.type)
         if not row.takes:
@@ -82,6 +82,8 @@ class Engine:
             return outcomes.joined(found, join_dim) if found else _zeros(x, shapes, join_dim)
         elif op == "scatter":
             return _scattered(backend, call, x)
+        elif call.splits is not None and op == "all_to_all":
+            return _dealt(backend, call, x)
         elif op == "all_to_all":
             num_ranks = len(shapes)
             pieces = [piece.contiguous() for piece in x.chunk(num_ranks, cut_dim)]
@@ -136,6 +138,16 @@ class Engine:
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
             x.record_stream(stream)
+
+
+def _dealt(backend: Any, call: Call, x: Tensor) -> Tensor:
+    """An all_to_all of as many rows for each position as the call says."""
+    assert call.splits is not None and call.takes is not None
+    row_bytes, rows = prod(x.shape[1:]) * x.element_size(), sum(call.takes)
+    taken = torch.empty(rows * row_bytes, dtype=torch.uint8, device=x.device)
+    sizes = ([size * row_bytes for size in each] for each in (call.takes, call.splits))
+    backend.alltoall_base(taken, bytes_of(x), *sizes).wait()
+    return taken.view(x.dtype).view(rows, *x.shape[1:])
 
 
 def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) -> list[Tensor]:

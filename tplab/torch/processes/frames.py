@@ -30,6 +30,7 @@ class Side(NamedTuple):
     """A collective as one rank called it: enough to see whether another rank's call is the same, and to name both.
 
     key, dtype, fixed_shape must be the same on every rank of the group; fixed_shape is None where shapes may differ.
+    splits are the sizes of its pieces, where ranks may cut their inputs differently.
     held is what the rank was about to say when it called it, as `texts.while_handling` has it; "" if nothing.
     """
 
@@ -40,6 +41,7 @@ class Side(NamedTuple):
     shape: tuple[int, ...]
     where: str
     held: str = ""
+    splits: tuple[int, ...] = ()
 
     def agrees(self, other: Side) -> bool:
         return self.key[0] in MESSAGES or self._signature == other._signature
@@ -53,7 +55,7 @@ def side_of(call: Call, x: Tensor, rank: int, lines: Lines) -> Side:
     """How `rank` calls the collective on `x`, from the program's present line."""
     where = lines.here()
     key, dtype, fixed_shape = signature(call, x) or (call.key, x.dtype, None)
-    side = Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where)
+    side = Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where, splits=call.splits or ())
     error = sys.exception()
     if error is None or (line := lines.of(error)) is None:
         return side

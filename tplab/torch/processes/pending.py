@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, phase
 from tplab.torch.processes.exchange import Flight
 from tplab.torch.processes.frames import Header, Side, bytes_of
@@ -116,6 +117,18 @@ class ProcessPending(Pending):
         """Raise CollectiveMismatchError where another rank is in another collective."""
         if not header.side.agrees(self.side):
             self.rank.verdict = mismatch(self.group, self.number, [self.side, header.side])
+            raise self.rank.verdict
+        place, other = self.call.place, header.side
+        if self.call.takes is None or not other.splits or other.rank not in place.group:
+            return
+        room, sent = self.call.takes[place.group.index(other.rank)], other.splits[place.index]
+        if room != sent:
+            self.rank.verdict = CollectiveMismatchError(
+                f"{self.call.op} over {place.label!r}: rank {self.side.rank} has room for {room} rows of rank "
+                f"{other.rank}, which sends it {sent}:\n"
+                + "".join(f"  rank {side.rank}: {self.call} at {side.where}\n" for side in (self.side, other))
+                + "what a rank has room for must be as large as what is sent to it"
+            )
             raise self.rank.verdict
 
     def keep(self, x: Tensor) -> Tensor:
