@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def _no_processes_are_left():
     shut_down()
 
 
-def fails(fn, mesh, kind, match=None, on="processes"):
+def fails(fn, mesh, kind, match=None, on="processes") -> Any:
     """Run and give the error, which must come by itself; afterwards ranks run as before."""
     with pytest.raises(kind, match=match) as caught:
         run(fn, mesh, on=on)
