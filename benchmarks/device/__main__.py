@@ -30,7 +30,7 @@ from benchmarks.device.report import Report
 TOGETHER = (
     ("environment",),
     ("clock",),  # alone: nothing else may run while it measures
-    ("jax_programs", "attention", "ranks", "gpu_tests", "scripts", "recording", "suite"),
+    ("jax_programs", "attention", "ranks", "nodes", "gpu_tests", "scripts", "recording", "suite"),
 )
 """The items, in the order in which they start; those of one line run at the same time."""
 SHARE = {"environment": 0.15, "clock": 0.5}

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,10 +55,27 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 def run(command: Sequence[str], limit: float, more: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
     """Run Python with these arguments for at most `limit` seconds."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": cwd}
-    process = start(command, more, **pipes)
+    return together([(command, more)], limit, cwd)[0]
+
+
+def together(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str] | None]], limit: float, cwd: Path = ROOT
+) -> list[Done]:
+    """Run several at the same time, each with more of an environment; at the limit all that still run are stopped."""
+    processes = [start(command, more, stdout=PIPE, stderr=PIPE, cwd=cwd) for command, more in commands]
+    end = time.monotonic() + limit
     try:
-        out, errors = process.communicate(timeout=limit)
+        with ThreadPoolExecutor(len(processes)) as pool:  # one that has filled its pipe would wait for ever
+            return list(pool.map(lambda process: _ended(process, end), processes))
+    except BaseException:
+        for process in processes:
+            stop(process)
+        raise
+
+
+def _ended(process: subprocess.Popen[str], end: float) -> Done:
+    try:
+        out, errors = process.communicate(timeout=max(end - time.monotonic(), 0.1))
         return Done(process.returncode, out, errors)
     except subprocess.TimeoutExpired:
         stop(process)
@@ -63,6 +83,3 @@ def run(command: Sequence[str], limit: float, more: Mapping[str, str] | None = N
         with suppress(subprocess.TimeoutExpired, ValueError):
             out, errors = process.communicate(timeout=5)
         return Done(None, out or "", errors or "")
-    except BaseException:
-        stop(process)
-        raise

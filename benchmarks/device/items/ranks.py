@@ -84,7 +84,8 @@ def same_bits(place: Place, size: int) -> Figures:
         return [
             tt.all_reduce(x, "tp"), tt.all_gather(x, "tp"), tt.reduce_scatter(x, "tp"), tt.all_to_all(x, "tp"),
             tt.broadcast(x, "tp", size - 1), tt.ring_shift(x, "tp"), tt.ring_all_reduce(x, "tp"),
-            tt.start(tt.all_reduce, x, "tp", op="max").wait(),
+            tt.start(tt.all_reduce, x, "tp", op="max").wait(), tt.reduce(x, "tp"), tt.gather(x, "tp"),
+            tt.scatter(x, "tp"), tt.all_to_all(x, "tp", sizes=(2,) * size, received=(2,) * size),
         ]  # fmt: skip
 
     def layers(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:

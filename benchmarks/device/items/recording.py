@@ -1,6 +1,7 @@
 """A real run, recorded: `torchrun -m tplab.record`, with NCCL and gloo on the GPU and gloo on the CPU, merged.
 
-NCCL has no two ranks on one GPU. A group of one sends nothing, and so is not recorded: here it is, to hear NCCL.
+NCCL has no two ranks of a host on one GPU (items/nodes.py gives each a host). A group of one sends nothing, and so is
+not recorded: here it is, to hear NCCL.
 """
 
 from __future__ import annotations
@@ -53,10 +54,14 @@ def tasks(place: Place) -> Iterator[Task]:
 
 
 def recorded(ranks: int, device: str, backend: str, width: int) -> Figures:
-    """Every rank has its collectives, each with a time; those on the GPU begin and end within the run."""
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder), ranks, device, backend, width)
-        merged = merge(Path(folder) / "trace")
+        return judged(Path(folder) / "trace", ranks)
+
+
+def judged(folder: Path, ranks: int) -> Figures:
+    """Every rank has its collectives, each with a time; those on the GPU begin and end within the run."""
+    merged = merge(folder)
     trace = merged.trace
     events = [event for event in trace.events if event.kind == "collective"]
     ops = sorted({str(event.op) for event in events})
@@ -75,9 +80,15 @@ def recorded(ranks: int, device: str, backend: str, width: int) -> Figures:
     return figures
 
 
+def written(device: str, backend: str, width: int) -> str:
+    """The script."""
+    values = {"WHERE": device, "BACKEND": backend, "WIDTH": str(width)}
+    return reduce(lambda text, item: text.replace(*item), values.items(), SCRIPT)
+
+
 def record(folder: Path, ranks: int, device: str, backend: str, width: int) -> None:
-    script, values = folder / "train.py", {"WHERE": device, "BACKEND": backend, "WIDTH": str(width)}
-    script.write_text(reduce(lambda text, item: text.replace(*item), values.items(), SCRIPT), encoding="utf8")
+    script = folder / "train.py"
+    script.write_text(written(device, backend, width), encoding="utf8")
     launcher = [
         "-m",
         "torch.distributed.run",

@@ -14,6 +14,7 @@ ROOMS = {
     "sequence attention": ("layers/test_sequence_attention.py",),
     "collectives": ("comm",),
     "pipelines": ("pipeline/test_pipeline_torch.py", "pipeline/test_split_backward.py", "pipeline/test_pipeline.py"),
+    "experts": ("layers/test_experts.py",),
     "data parallel and ZeRO": ("data",),
     "models and training": ("models", "training/test_train.py", "training/test_gpt_stages.py"),
 }  # fmt: skip
