@@ -70,22 +70,35 @@ def arguments(ranks: int, dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Tens
     return {
         "collectives": (collectives, parts, {"in_specs": (P("tp"), P("tp"))}),
         "overlapped": (overlapped, (drawn(256, 256).detach() / 16,), {}),
+        "in pairs": (in_pairs, (drawn(7, 5).detach(),), {}),
         "layers": (sharded, layers, {"in_specs": (P(), P(None, "tp"), P("tp", None))}),
     }
 
 
-def raises() -> Tensor:
+def in_pairs(x: Tensor) -> list[Tensor]:
+    """Messages round the ring, up and down, several at a time; those of a group of one are waited for in any order."""
+    ranks, index = tt.axis_size("tp"), tt.axis_index("tp")
+    found = [tt.start(tt.all_reduce, x * k, "dp") for k in range(3)]
+    for k in range(3):
+        tt.send((x + k, x.sum(0) * index), "tp", (index + 1) % ranks)
+    got = [tt.start(tt.receive, "tp", (index - 1) % ranks) for _ in range(3)]
+    flights = [tt.start(tt.ring_shift, x * (k + 1), "tp", 1 - 2 * (k % 2)) for k in range(4)]
+    late = [flight.wait() for flight in reversed([*found, *flights])]
+    return late + [part for one in got for part in one.wait()]
+
+
+def raises(x: Tensor) -> Tensor:
     if tt.axis_index("tp") == 1:
         raise ValueError("lost my shard")
-    return tt.all_reduce(torch.ones(3), "tp")
+    return tt.all_reduce(x, "tp")
 
 
-def differs() -> Tensor:
-    return tt.all_reduce(torch.ones(3 + tt.axis_index("tp")), "tp")
+def differs(x: Tensor) -> Tensor:
+    return tt.all_reduce(x[tt.axis_index("tp") :], "tp")
 
 
-def returns_early() -> Tensor | None:
-    return None if tt.axis_index("tp") == 0 else tt.all_reduce(torch.ones(3), "tp")
+def returns_early(x: Tensor) -> Tensor | None:
+    return None if tt.axis_index("tp") == 0 else tt.all_reduce(x, "tp")
 
 
 FAULTS = {"raises": raises, "differs": differs, "returns early": returns_early}
@@ -96,7 +109,7 @@ def results(mesh: Mesh) -> dict[str, Any]:
     """What the programs return on every rank of `mesh`, on the CPU."""
     found: dict[str, Any] = {}
     for dtype in DTYPES:
-        for name, (program, given, about) in arguments(mesh.size, dtype).items():
+        for name, (program, given, about) in arguments(mesh.axis_size("tp"), dtype).items():
             out = tt.run(program, mesh, *given, **about)
             found[f"{name}, {dtype}"] = pytree.tree_map_only(Tensor, lambda x: x.cpu(), out.per_rank)
     return found
@@ -107,16 +120,16 @@ def errors(mesh: Mesh) -> dict[str, str]:
     found = {}
     for name, fault in FAULTS.items():
         try:
-            tt.run(fault, mesh)
+            tt.run(fault, mesh, torch.ones(9))
         except TplabError as error:
             found[name] = f"{type(error).__name__}: {error}"
-        found[f"after {name}"] = str(tt.run(lambda: tt.all_reduce(torch.ones(2), "tp"), mesh).per_rank[0].tolist())
+        found[f"after {name}"] = str(tt.run(lambda x: tt.all_reduce(x, "tp"), mesh, torch.ones(2)).per_rank[0].tolist())
     return found
 
 
 def main(out: Path, size: int) -> None:
-    mesh = Mesh(tp=size)
-    where = tt.run(lambda: str(torch.ones(1).device), mesh).per_rank
+    mesh = Mesh(dp=1, tp=size)
+    where = tt.run(lambda x: str(tt.all_reduce(x, "tp").device), mesh, torch.ones(1)).per_rank
     found = {"where": where, "results": results(mesh), "errors": errors(mesh)}
     torch.save(found, out)
 

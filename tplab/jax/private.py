@@ -110,9 +110,11 @@ def as_written() -> Iterator[None]:
 
         return batched
 
-    rules = (ad.primitive_transposes, "custom_lin", in_backward), (
-        batching.fancy_primitive_batchers, "sharding_constraint", in_vmap
-    )  # fmt: skip
+    is_fancy = all(each.name != "custom_lin" for each in ad.primitive_transposes)  # since 0.11
+    rules = (
+        (ad.fancy_transposes if is_fancy else ad.primitive_transposes, "custom_lin", in_backward),
+        (batching.fancy_primitive_batchers, "sharding_constraint", in_vmap),
+    )
     before = []
     with retracing("as written"):
         for table, name, wrapped in rules:

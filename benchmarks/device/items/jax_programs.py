@@ -122,6 +122,7 @@ def traced(on: str) -> Figures:
 
 
 def same(on: str) -> Figures:
+    """With one device there is nothing to compare, and it says so."""
     import jax
     from jax import numpy as jnp
 
@@ -136,7 +137,7 @@ def same(on: str) -> Figures:
     draws = np.random.default_rng(0)
     params, x = (draws.normal(size=shape).astype(np.float32) for shape in ((16, 16), (8, 16)))
     report = tj.same_model(make, (params, x), mesh=Mesh(dp=1))
-    if report.verdict != "same":
+    if "the mesh has one device" not in str(report):
         raise Wrong(str(report), {})
     return {"said": str(report).splitlines()[:3]}
 

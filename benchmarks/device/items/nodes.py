@@ -36,7 +36,7 @@ def under_torchrun(place: Place, nodes: int) -> Figures:
         files = [Path(folder) / f"{index}.pt" for index in range(nodes)]
         started(nodes, [["-m", "benchmarks.device.node", str(file), str(nodes)] for file in files], 100)
         found = [torch.load(file, weights_only=False) for file in files]
-    want, off = node.results(Mesh(tp=nodes)), dict.fromkeys(CLOSE, 0.0)
+    want, off = node.results(Mesh(dp=1, tp=nodes)), dict.fromkeys(CLOSE, 0.0)
     for one in found:
         for name, each in want.items():
             dtype = name.split(", ")[1]

@@ -67,7 +67,8 @@ class ProcessRank(RecordedRank):
         if len(group) == 1 or call.peers == (self.rank, self.rank):
             kind = Alone
         pending = kind(self, call, side, number, self._tags.of(group, number), now)
-        if kind is Together or x.is_cuda:  # the engine needs them in the same order on every rank
+        between_gpus = kind is Message and x.is_cuda and self.engine.carries(call, x)
+        if kind is Together or between_gpus:  # the engine needs them in the same order on every rank
             pending.before, self._over[group] = self._over.get(group), pending.over
         pending.depart(x)
         self.go_on()
