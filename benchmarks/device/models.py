@@ -1,7 +1,8 @@
-"""A transformer block and a small GPT, as people write them: plain torch, to be measured and modelled."""
+"""What people write in plain torch, to be measured and modelled: a transformer block, a small GPT, experts."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +37,34 @@ class SmallGPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.norm(self.blocks(self.words(ids))) @ self.words.weight.T
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+class Mixture(nn.Module):
+    """Experts as most libraries compute them: rows in the order of their experts, and one product for all of them.
+
+    x [T, D] -> [T, D]; each token's k experts have equal shares, and token t chooses experts t k, t k + 1, .., so that
+    loads are equal
+    """
+
+    offsets: Tensor
+
+    def __init__(self, width: int, hidden: int, experts: int, k: int, tokens: int):
+        super().__init__()
+        for name, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+            setattr(self, name, nn.Parameter(torch.randn(experts, *shape) * shape[0] ** -0.5))
+        choices = torch.arange(tokens * k) % experts
+        self.register_buffer("order", choices.argsort(stable=True))
+        self.register_buffer("offsets", choices.bincount(minlength=experts).cumsum(0).to(torch.int32), persistent=False)
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.order // self.k
+        rows = x[tokens]
+        hidden = F.silu(self._by_expert(rows, self.gate)) * self._by_expert(rows, self.up)
+        return torch.zeros_like(x).index_add(0, tokens, self._by_expert(hidden, self.down) / self.k)
+
+    def _by_expert(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return torch._grouped_mm(rows, weights, offs=self.offsets)
 
 
 def trained(model: nn.Module, x: Tensor) -> Tensor:

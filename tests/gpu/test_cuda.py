@@ -1,5 +1,8 @@
 """Simulated ranks that share one GPU: `run(..., device="cuda")`."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +218,31 @@ def test_errors_are_named_and_the_gpu_lives_on():
     with pytest.raises(DeadlockError, match="rank 0 has returned"):
         on_gpu(early, FOUR, torch.ones(3))
     assert on_gpu(lambda x: all_reduce(x, "tp").sum().item(), FOUR, torch.ones(3)).per_rank == [12.0] * 4
+
+
+BROKEN = """
+import torch
+from tplab import Mesh
+from tplab.errors import RankError
+from tplab.torch import all_reduce, axis_index, run
+
+def program(x):
+    if axis_index("tp") == 1:
+        x = x[torch.tensor([99], device=x.device)]  # no such row: the GPU is lost
+        torch.cuda.synchronize()
+    return all_reduce(x, "tp")
+
+try:
+    run(program, Mesh(tp=2), torch.ones(3), device="cuda")
+except RankError as error:
+    print("said", error)
+print("after", run(lambda: all_reduce(torch.ones(1), "tp"), Mesh(tp=2)).per_rank)
+"""
+
+
+def test_a_rank_that_breaks_the_gpu_is_named_and_the_kernel_lives_on(tmp_path: Path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert "said rank 1 raised" in done.stdout and "broken.py" in done.stdout, done
+    assert "after [tensor([2.]), tensor([2.])]" in done.stdout, done

@@ -84,6 +84,22 @@ def test_a_product_takes_as_long_as_its_arithmetic_or_its_bytes():
     assert (out.trace.unit, out.trace.cluster, out.trace.clock) == ("s", "desk", "modelled")
 
 
+@pytest.mark.parametrize("a, b, size", [
+    ((24, 16), (3, 16, 32), 8), ((3, 8, 16), (16, 96), 32), ((8, 48), (48, 32), 16), ((3, 8, 16), (3, 16, 32), None),
+])  # fmt: skip
+def test_a_product_of_groups_is_that_many_products(a, b, size):
+    """As grouped_mm has them for experts: groups of rows, of columns, of summands."""
+    x, w, both = (torch.ones(shape, dtype=torch.bfloat16) for shape in (a, b, (3, 8, 16)))
+    offs = None if size is None else torch.arange(size, 3 * size + 1, size, dtype=torch.int32)
+    grouped, each = (
+        run(program, Mesh(tp=1), cluster="h100-measured").trace.events[-1]
+        for program in (lambda: torch._grouped_mm(x, w, offs=offs), lambda: both @ torch.ones(3, 16, 32).bfloat16())
+    )
+    assert grouped.op == "_grouped_mm" and each.op == "bmm"
+    assert grouped.flops == each.flops == 2 * 3 * 8 * 16 * 32
+    assert grouped.end - grouped.start == pytest.approx(each.end - each.start)
+
+
 def test_products_count_two_flops_a_term_in_every_form():
     x, w, v = torch.ones(4, 8), torch.ones(8, 6), torch.ones(8)
     batch, q = torch.ones(3, 4, 8), torch.ones(1, 2, 4, 8)

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.device.check import Figures, NotRun, Place, Task, Wrong
 from benchmarks.device.modelled import Clusters, modelled
-from benchmarks.device.models import Block, SmallGPT, trained
+from benchmarks.device.models import Block, Mixture, SmallGPT, trained
 from benchmarks.device.timer import eager_seconds, kernel_seconds
 from tplab import cost
 
@@ -48,6 +48,7 @@ def tasks(place: Place) -> Iterator[Task]:
         "flash attention, forward": (_attention(place, "FLASH_ATTENTION", False), 18),
         "flash attention, backward": (_attention(place, "FLASH_ATTENTION", True), 22),
         "whole models, forward and backward": (_models(place), 40),
+        "experts, forward and backward": (_experts(place), 20),
         "memory and elementwise": (_others(place), 20),
         "launch": (_launches(place), 12),
         "matmul, float8": (_float8(place), 10),
@@ -261,10 +262,24 @@ def _models(place: Place) -> Rows:
         yield partial(_model_row, what, make, place)
 
 
+def _experts(place: Place) -> Rows:
+    """Layers of experts with equal loads: those of Mixtral, Qwen3-30B, and what one of 32 ranks has of DeepSeek-V3."""
+    some = {
+        "Mixtral: 4,096 tokens, 2 of 8 experts": (4096, 14336, 8, 2, 4096),
+        "Qwen3-30B: 4,096 tokens, 8 of 128 experts": (2048, 768, 128, 8, 4096),
+        "Qwen3-30B: 16,384 tokens, 8 of 128 experts": (2048, 768, 128, 8, 16384),
+        "DeepSeek-V3: 8 experts, 4,096 rows": (7168, 2048, 8, 1, 4096),
+        "DeepSeek-V3: 8 experts, 32,768 rows": (7168, 2048, 8, 1, 32768),
+    }
+    for what, sizes in {"experts": (32, 16, 4, 2, 64)}.items() if place.quick else some.items():
+        yield partial(_model_row, what, lambda sizes=sizes: (Mixture(*sizes), (sizes[-1], sizes[0])), place)
+
+
 def _model_row(what: str, make: Callable[[], tuple[torch.nn.Module, tuple[int, ...]]], place: Place) -> Row:
     with torch.device(place.device):
         model, shape = make()
-        x = torch.randint(64, shape) if len(shape) == 2 else torch.randn(shape, dtype=torch.bfloat16)
+        is_ids = isinstance(model, SmallGPT)
+        x = torch.randint(64, shape) if is_ids else torch.randn(shape, dtype=torch.bfloat16)
     model.to(torch.bfloat16)
     work = partial(trained, model, x)
     eager = eager_seconds(work, place.device)

@@ -301,24 +301,23 @@ def _shard_children(
 
 
 def _share_experts(experts: nn.Module, axis: Axis, cut: Cut) -> None:
-    """Leave a module that is called with (x, choices, weights), the same on every rank, its piece of the experts. In
-    transformers a choice of expert `num_experts` is one of another rank; the ranks' outputs are added up."""
+    """Leave a module that is called with x [T, D], choices [T, K] and weights [T, K], the same on every rank, its piece
+    of the experts. It is then called with the rows of x that chose them, one choice each; the outputs are added up."""
     place, layout = this_rank().place(axis), Layout(P(axis))
-    here = experts_in(experts) // len(place.group)
+    here, compute = experts_in(experts) // len(place.group), experts.forward
     for name, whole in list(experts.named_parameters()):
         setattr(experts, name, cut(whole, layout))
     names = [name for name, _ in experts.named_parameters()]
-    experts.num_experts, experts._is_expert_parallel = here, True  # type: ignore[assignment]
-    vars(experts)["layouts"] = lambda: dict.fromkeys(names, layout)
+    experts.num_experts = here  # type: ignore[assignment]
 
-    def enter(_: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x, choices, weights = given
-        is_mine = choices // here == place.index
-        weights = copy_to(weights, axis).masked_fill(~is_mine, 0)
-        return copy_to(x, axis), torch.where(is_mine, choices - here * place.index, here), weights
+    def forward(x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        tokens, slots = (choices // here == place.index).nonzero(as_tuple=True)
+        x, weights = copy_to(x, axis), copy_to(weights, axis)
+        own = choices[tokens, slots] - here * place.index
+        y = compute(x[tokens], own[:, None], weights[tokens, slots][:, None])
+        return all_reduce(torch.zeros_like(x).index_add(0, tokens, y), axis)
 
-    experts.register_forward_pre_hook(enter)  # type: ignore[arg-type]
-    experts.register_forward_hook(lambda module, given, y: all_reduce(y, axis))  # type: ignore[arg-type]
+    vars(experts).update(forward=forward, layouts=lambda: dict.fromkeys(names, layout))
 
 
 def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,10 @@ def generators(device: torch.device | None) -> list[Generator]:
     if device is not None and device.type == "cuda":
         torch.cuda.init()
         gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-        found.append(
-            Generator(gpu.get_state, gpu.set_state, lambda seed: torch.Generator(device).manual_seed(seed).get_state())
-        )
+
+        def put(state: Tensor) -> None:
+            with suppress(RuntimeError):  # an assert in a kernel has broken the GPU: whoever uses it hears of that
+                gpu.set_state(state)
+
+        found.append(Generator(gpu.get_state, put, lambda seed: torch.Generator(device).manual_seed(seed).get_state()))
     return found

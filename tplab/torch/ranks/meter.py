@@ -184,9 +184,12 @@ def _cost(
 ) -> Cost:
     packet = func.overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    attention = _attention(packet, args, kwargs)
+    attention, matmul = _attention(packet, args, kwargs), _matmul(packet, args, outputs)
     if attention is not None:
         flops = attention.flops
+    elif packet.__name__ in _GROUPED:  # each number of one operand meets as many of the other as if there was one group
+        flops = 2 * _GROUPED[packet.__name__] * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+        flops *= args[0].shape[0] if args[0].dim() == args[1].dim() == 3 else 1
     elif count is not None:
         flops = int(count(*args, **kwargs, out_val=result))
     elif packet in _VECTORS:  # a multiplication and an addition for each element of the larger operand
@@ -208,7 +211,7 @@ def _cost(
         flops = touched if is_sum else 0
         read = [min(x.nbytes, touched * x.itemsize) if x is args[_PUTS[packet]] else x.nbytes for x in inputs[:-1]]
         num_bytes = sum(read) + (1 + is_sum) * touched * args[0].itemsize
-    return Cost(packet.__name__, flops, num_bytes, outputs[0], _matmul(packet, args), attention)
+    return Cost(packet.__name__, flops, num_bytes, outputs[0], matmul, attention)
 
 
 def _num_put(packet: Any, args: Any) -> int:
@@ -223,8 +226,14 @@ def _num_put(packet: Any, args: Any) -> int:
     return prod((*torch.broadcast_shapes(*(x.shape for x in indices)), *kept))
 
 
-def _matmul(packet: Any, args: Any) -> tuple[int, int, int, int] | None:
-    """[batch, m, k] @ [batch, k, n] as (m, n, k, batch)."""
+def _matmul(packet: Any, args: Any, outputs: list[Tensor]) -> tuple[int, int, int, int] | None:
+    """[batch, m, k] @ [batch, k, n] as (m, n, k, batch). Of groups, as if all had the same size."""
+    if packet.__name__ in _GROUPED:
+        times, (a, b) = _GROUPED[packet.__name__], args[:2]
+        groups = next((x.shape[0] for x in (a, b, outputs[0]) if x.dim() == 3), 1)
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        shared = {(2, 3): (-(-m // groups), n, k), (3, 2): (m, -(-n // groups), k), (2, 2): (m, n, -(-k // groups))}
+        return (*shared.get((a.dim(), b.dim()), (m, n, k)), groups * times)
     first = _LEFT_OPERAND.get(packet)
     if first is None or len(args) < first + 2:
         return None
@@ -247,6 +256,11 @@ _LEFT_OPERAND = {
     aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
 }  # fmt: skip
 """Matmuls, and where their left operand is among the arguments."""
+_GROUPED = {
+    "_grouped_mm": 1, "_scaled_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2,
+}  # fmt: skip
+"""Products of groups of rows, columns or summands with a matrix each, as those of experts: how many. The last two are
+those of transformers, where torch has none."""
 
 
 _PUTS = {
