@@ -46,6 +46,10 @@ class Mixture(nn.Module):
     loads are equal
     """
 
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+    order: Tensor
     offsets: Tensor
 
     def __init__(self, width: int, hidden: int, experts: int, k: int, tokens: int):
