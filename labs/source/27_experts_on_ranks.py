@@ -244,8 +244,8 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # %% [markdown]
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
 # inference, on 16 H800s in two nodes. Our rates are within 2% of the 63 and 74 GB/s that their authors report. Both exceed the
-# 50 GB/s of a network card, because half of the rows stay inside a node. In training, the backward pass needs both exchanges
-# again, so training programs compute one microbatch while the tokens of another travel.
+# 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training, the backward pass needs both
+# exchanges again. DeepSeek-V3 was trained with a schedule that computes one microbatch while the tokens of another travel.
 #
 # ## A bug to repair
 #

@@ -19,7 +19,6 @@ from tplab.experts import (
     contiguous,
     expected_copies,
     fold,
-    loads,
     rows_between,
     tokens_between,
 )
@@ -49,12 +48,13 @@ def test_the_room_of_an_expert_is_its_equal_share_times_the_capacity():
     assert Routing(8, 2, capacity=100.0).room(20) == Routing(8, 2).room(20) == 20
 
 
-def test_dropped_choices_count_nowhere():
-    assert loads([[0, 2], [2, -1], [2, 3]], 5).tolist() == [1, 0, 3, 1, 0]
+def test_choices_that_are_none():
+    one = contiguous(5, 1)
+    assert rows_between([[0, 2], [2, -1], [-1, -1]], one).tolist() == [[3]]
     with pytest.raises(ShapeError, match="expert 5; there are experts 0 to 4"):
-        loads([[0, 5]], 5)
+        rows_between([[0, 5]], one)
     with pytest.raises(ShapeError, match="whole numbers"):
-        loads([[0.5, 1.0]], 5)
+        rows_between([[0.5, 1.0]], one)
 
 
 # --- placement --------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def contiguous(experts: int, ranks: int) -> Placement:
 def balanced(loads: Any, ranks: int, *, slots: int | None = None, groups: int = 1, nodes: int = 1) -> Placement:
     """A placement in which ranks have nearly equal loads.
 
-    loads    how many tokens choose each of E experts, as measured
+    loads    how many tokens choose each of E experts, as `chosen_counts` counts them
     slots    experts and replicas in total (E if None), the same number on each rank
     groups   groups of neighbouring experts, of which a token visits few: they stay together on one of `nodes`, if nodes
              divide groups

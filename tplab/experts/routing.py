@@ -15,7 +15,6 @@ softmax, then k of them: Shazeer et al. 2017 and Switch (Fedus et al. 2021). sig
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -80,17 +79,6 @@ class Routing:
         if self.capacity is None:
             return tokens
         return min(tokens, math.ceil(self.capacity * tokens * self.top_k / self.experts))
-
-    def check_scores(self, shape: Sequence[int]) -> None:
-        """Raise ShapeError where there is not one score per expert."""
-        if not shape or shape[-1] != self.experts:
-            raise ShapeError(f"the router has {self.experts} experts, and the scores are {list(shape)}")
-
-
-def loads(choices: Any, experts: int) -> np.ndarray:
-    """How many choices fall on each expert. choices [T, k], -1 where one was dropped   ->   [E]."""
-    table = table_of(choices, experts)
-    return np.bincount(table[table >= 0], minlength=experts)
 
 
 def table_of(choices: Any, experts: int) -> np.ndarray:

@@ -26,8 +26,9 @@ def average_gradients(
     find_unused    whether a parameter may have no gradient on some ranks: ranks then first tell each other what they
                    have used. A missing gradient counts as zeros; where no rank has used the parameter, .grad stays None
 
-    A parameter that the modules know to be cut along some of these axes, as experts are, is the same piece only on the
-    ranks of the other ones: its gradients are added up over these, and divided by all R ranks like all others.
+    A parameter that is cut along some of these axes, as experts are, is the same piece only on the ranks of the other
+    ones: its gradients are added up over these, and divided by all R ranks like all others. Modules know how their
+    parameters are cut. Of a list of parameters, all count as copies.
 
     Afterwards the gradients of a bucket are views of its buffer, and the old ones are freed.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.

@@ -76,6 +76,11 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: Tensor, routed: Routed) -> Tensor:
         check_routed(x.shape, routed.choices.shape, self.width)
+        if routed.choices.is_meta:
+            raise ValueError(
+                "experts must know what each token has chosen, and meta tensors have no values; make the layer and its "
+                "input on the CPU"
+            )
         return self._level()(x, routed.choices, routed.weights)
 
     def _level(self) -> Level:

@@ -124,8 +124,8 @@ class ProcessPending(Pending):
         room, sent = self.call.takes[place.group.index(other.rank)], other.splits[place.index]
         if room != sent:
             self.rank.verdict = CollectiveMismatchError(
-                f"{self.call.op} over {place.label!r}: rank {self.side.rank} has room for {room} rows of rank "
-                f"{other.rank}, which sends it {sent}:\n"
+                f"{self.call.op} over {place.label!r}: rank {self.side.rank} has room for a piece of size {room} "
+                f"from rank {other.rank}, which sends one of size {sent}:\n"
                 + "".join(f"  rank {side.rank}: {self.call} at {side.where}\n" for side in (self.side, other))
                 + "what a rank has room for must be as large as what is sent to it"
             )
