@@ -105,3 +105,37 @@ def test_the_librarys_own_count_is_no_answer():
         return table.sum(1) - table.diagonal()
 
     assert "rows_between" in check_rows_sent(lazy).text and not check_rows_sent(lazy).passed
+
+
+def two_experts_per_rank(choices, ranks, experts):
+    return rows_sent(choices // 2, ranks, ranks)
+
+
+def in_place(choices, ranks, experts):
+    choices //= experts // ranks
+    return rows_sent(choices, ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (two_experts_per_rank, "for 4 tokens, 2 ranks and 8 experts"),
+        (in_place, "changes its argument `choices` in place"),
+    ],
+)
+def test_counts_that_are_right_by_accident(fn, words):
+    verdict = check_rows_sent(fn)
+    assert not verdict.passed and words in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / tt.axis_size("ep")), "ranks along ep alone"),
+        (lambda r, e: (router(r), e / tt.axis_size("ep")), "divide by all ranks"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / 8), "of Mesh(dp=3, ep=2)"),
+    ],
+)
+def test_more_averages_that_are_wrong(fn, words):
+    verdict = check_average(fn)
+    assert not verdict.passed and words in verdict.text, verdict

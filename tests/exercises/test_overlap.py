@@ -74,6 +74,23 @@ def test_a_hop_that_brings_nothing_is_remarked_on():
     assert "would do" not in check_product_scatter(scatter_by_hand).text
 
 
+def test_pieces_that_no_rank_needs_are_remarked_on():
+    """Both directions to the end: each piece comes twice, and one of them is not used."""
+
+    def both_ways(x, w):
+        num_ranks, index = axis_size("tp"), axis_index("tp")
+        columns, up, down, y = w.chunk(num_ranks, 1), x, x, 0
+        for k in range(num_ranks):
+            if k < num_ranks - 1:
+                flights = start(ring_shift, up, "tp"), start(ring_shift, down, "tp", -1)
+            y = y + up @ columns[(index - k) % num_ranks].T
+            if k < num_ranks - 1:
+                up, down = (flight.wait() for flight in flights)
+        return y
+
+    assert "sends 14 pieces, and 7 would do: is each of them used?" in check_gather_product(both_ways).text
+
+
 def test_a_tensor_may_be_made_without_naming_its_device():
     def from_zeros(x, w):
         assert torch.zeros(1).device == x.device

@@ -59,12 +59,14 @@ def worker(mistake: str = ""):
 
     def train_split(schedule, stage, microbatches, loss):
         r, last, m = axis_index("pp"), axis_size("pp") - 1, len(microbatches)
-        kept, total = {}, 0.0
+        kept, kept_x, total = {}, {}, 0.0
         for action in schedule.by_rank()[r]:
             k = action.microbatch
             if action.kind == "F":
                 x = microbatches[k][0] if r == 0 else receive("pp", r - 1).requires_grad_()  # type: ignore
                 y = stage(x) if r < last else loss(stage(x), microbatches[k][1])
+                if mistake == "dx again in W":
+                    kept_x[k] = x
                 if r == last:
                     y = y if mistake == "sum, not mean" else y / m
                     total += y.item() * (2 if mistake == "loss" else m if mistake == "loss times m" else 1)
@@ -73,11 +75,15 @@ def worker(mistake: str = ""):
                 kept[k] = x, y
             elif action.kind == "B":
                 x, y = kept.pop(k)
+                kept_x.pop(k, None)
                 y.backward(receive("pp", r + 1) if r < last else None)
                 if r > 0:
                     send(x.grad, "pp", r - 1)
             elif action.kind == "I":
                 x, y = kept[k]
+                if mistake == "W receives on rank 0" and r == 0 and last:
+                    kept[k] = y, None  # rank 0 has no use for the gradient of its input
+                    continue
                 dy = receive("pp", r + 1) if r < last else torch.ones_like(y)
                 if mistake == "backward in I":
                     y.backward(dy, retain_graph=True)
@@ -102,7 +108,9 @@ def worker(mistake: str = ""):
                     weight.grad = grad if weight.grad is None else weight.grad + grad
             elif mistake != "no W":
                 y, dy = kept[k] if mistake == "graph kept" else kept.pop(k)
-                weights = list(stage.parameters())
+                if mistake == "W receives on rank 0" and r == 0 and last:
+                    dy = receive("pp", 1)
+                weights = list(stage.parameters()) + ([kept_x.pop(k)] if mistake == "dx again in W" and r > 0 else [])
                 if mistake == "last only":
                     for weight, grad in zip(weights, torch.autograd.grad(y, weights, dy)):
                         weight.grad = grad
@@ -111,6 +119,10 @@ def worker(mistake: str = ""):
         return None if mistake == "no loss" else total
 
     return train_split
+
+
+def test_on_rank_0_w_may_receive():
+    assert check_train_split(worker("W receives on rank 0")).passed
 
 
 def test_train_split_solved():
@@ -128,6 +140,7 @@ def test_train_split_solved():
         ("sign", "It is off by up to"),
         ("all in I", "rank 1 has 13% of\nthe weights' gradients left after its last I"),
         ("W in I on rank 0", "rank 0 has 3"),
+        ("dx again in W", "18% more FLOPs with I and W than with B"),
         ("graph kept", "A microbatch that has gone forward and back should leave nothing behind"),
         ("keeps dx", "DeadlockError of Mesh(pp=2)"),
         ("no graph", "RuntimeError on rank 1 of Mesh(pp=2)"),

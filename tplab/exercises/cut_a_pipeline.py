@@ -134,7 +134,7 @@ def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
                 text += "The largest stage sets the pace. How full may a stage be, and how full must it be?"
             raise Refused(Drawn(False, text, *drawn))
         text = f" is right: no cut of {len(FILLED)} models for 2, 3 and 4 ranks has a smaller largest stage.\n"
-        shown = shown or Drawn(True, f"{text}This is {trial.name}:", *drawn)
+        shown = shown or Drawn(True, f"{text}Here are {trial.name}:", *drawn)
     assert shown is not None
     return shown
 

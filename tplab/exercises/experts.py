@@ -16,7 +16,7 @@ from tplab.sharding import P
 
 # --- gradients of experts --------------------------------------------------------------------------------------------
 
-MESHES = (Mesh(dp=2, ep=4), Mesh(dp=2, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+MESHES = (Mesh(dp=2, ep=4), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
 EXPERTS = 2  # of each rank
 
@@ -91,8 +91,18 @@ AVERAGE = Exercise(
         ),
         Mistake(
             "experts",
+            "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in it.",
+            _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
+        ),
+        Mistake(
+            "experts",
             "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you divide.",
             lambda seen: seen.own["experts"] / seen.mesh.size,
+        ),
+        Mistake(
+            "experts",
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all ranks.",
+            lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
         ),
         Mistake(
             "experts",
@@ -137,6 +147,7 @@ CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
     (((0, 1), (2, 3), (2, 0), (3, 2)), 2, 4),
     (((0, 3, 4), (1, 4, 3), (1, 0, 2), (4, 2, 3), (3, 1, 2), (0, 3, 2)), 3, 6),
     (((7, 6, 5, 4), (0, 2, 4, 6), (1, 0, 3, 2), (7, 5, 3, 1)), 4, 8),
+    (((7, 1, 2), (3, 6, 0), (4, 5, 1), (2, 3, 0)), 2, 8),
     (((0,), (1,), (1,), (1,)), 1, 2),
 )
 """(choices of all tokens, ranks, experts)."""
@@ -156,7 +167,10 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
         leave, keep = once.sum(1) - once.diagonal(), each.sum(1) - each.diagonal()
         table = np.array(choices)
         with on(where):
-            got = fn(table.copy(), ranks, experts)
+            given = table.copy()
+            got = fn(given, ranks, experts)
+        if not np.array_equal(given, table):
+            refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
         try:
             found = np.asarray(got, dtype=float)
         except TypeError:

@@ -123,14 +123,24 @@ def check_gather_product(fn: Callable[..., Any]) -> Verdict:
 
 
 def _way(trace: Trace) -> str:
-    """A remark on pieces that pass over some ranks, or that all travel in one direction."""
+    """A remark on pieces that pass over some ranks, that all travel in one direction, or that no rank needs."""
     peers = {event.peer for event in trace.events if event.rank == 0 and event.kind == "send"}
-    return FAR if not peers <= {1, NUM_RANKS - 1} else ONE_WAY if len(peers) < 2 else ""
+    way = FAR if not peers <= {1, NUM_RANKS - 1} else ONE_WAY if len(peers) < 2 else ""
+    if (pieces := _pieces(trace)) > (NUM_RANKS if len(peers) == 2 else NUM_RANKS - 1):  # the two ways may meet
+        way += (
+            f"\nEach of {NUM_RANKS} ranks sends {pieces:g} pieces, and {NUM_RANKS - 1} would do: is each of them used?"
+        )
+    return way.lstrip()
+
+
+def _pieces(trace: Trace) -> float:
+    """How many pieces a rank sends, of x or of the sum, in bfloat16."""
+    return trace.bytes_sent(rank=0) / (2 * TOKENS * WIDTH // NUM_RANKS)
 
 
 ONE_WAY = (
-    "All pieces now travel in one direction, in twice as many hops. Where a rank has a link to each neighbour, as\n"
-    "on a TPU, that takes longer: can you keep both directions?"
+    "All pieces now travel in one direction, in nearly twice as many hops. Where a rank has a link to each neighbour,\n"
+    "as on a TPU, that takes longer: can you keep both directions?"
 )
 
 
@@ -150,7 +160,7 @@ def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
 
 
 def _needless_hop(trace: Trace) -> str:
-    pieces = trace.bytes_sent(rank=0) / (2 * TOKENS * WIDTH // NUM_RANKS)  # bytes of a piece, in bfloat16
+    pieces = _pieces(trace)
     text = f"Each of {NUM_RANKS} ranks sends {pieces:g} pieces of the sum, and {NUM_RANKS - 1} would do."
     return f"{text} Does the first one hold anything?" if pieces > NUM_RANKS - 1 else ""
 
@@ -165,7 +175,7 @@ def _graded(fn: Callable[..., Any], exercise: Exercise, remark: Callable[[Trace]
         if hidden < ENOUGH:
             wrong = (
                 f"it hides {hidden:.0%} of the communication that it could hide.\nBelow is your layer with {TOKENS:,} "
-                "tokens on a modelled H100 node. What is there to compute between\n`start` and `wait`?"
+                "tokens on a modelled H100 node. What is computed while a\nmessage travels, and is each one needed?"
             )
         elif times > MOST_WORK:
             wrong = f"a rank computes {times:.1f} times as much as in one matmul.\n"

@@ -135,7 +135,8 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
     if shape != (puzzle.ranks, puzzle.microbatches, puzzle.ranks):
         limit = None
         text = (
-            f": your schedule has {shape[0]} ranks, {_count(shape[1])} and {shape[2]} stages. It should have "
+            f": your schedule has {shape[0]} rank{'s' * (shape[0] > 1)}, {_count(shape[1])} and {shape[2]} "
+            f"stage{'s' * (shape[2] > 1)}. It should have "
             f"{puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank."
         )
     elif wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
@@ -146,7 +147,8 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
     elif puzzle.ranks > 3 and schedule.by_rank() == auto_schedule(*shape[:2], memory_limit=puzzle.slots).by_rank():
         text = ": this is, action for action, the schedule that `auto_schedule` finds. Now write one of your own."
     else:
-        best = " No schedule can be shorter." if run.gap < 1e-9 else ""
+        whole = " that keeps B whole" if any(a.kind == "B" for row in schedule.by_rank() for a in row) else ""
+        best = f" No schedule{whole} can be shorter." if run.gap < 1e-9 else ""
         held = _count(run.peak_activations.max())
         return Drawn(True, f" is solved: {run.makespan:g} steps, {held} held.{best}", schedule, limit=limit)
     return Drawn(False, text, schedule, limit=limit)
