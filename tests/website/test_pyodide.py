@@ -58,6 +58,7 @@ def like_a_browser(folder: Path, questions: list[dict], first: dict = FIRST, roo
 def test_all_rules_answer_as_the_widget_does(unpacked: Path):
     settings = [{**FIRST, "rule": rule, **more} for rule in (*RULES, AUTO) for more in ({}, UNEQUAL)]
     settings += [{**FIRST, "rule": rule, **LARGE} for rule in ("one_f_one_b", "chimera", "v_half", AUTO)]
+    settings += [{**FIRST, "rule": rule, "task": "same-memory"} for rule in ("one_f_one_b", "zb_v")]
     settings += [{**FIRST, "rule": "dualpipe", "ranks": 3}]  # which does not fit
     questions = [{"settings": one, "message": {"settings": True}, "colour": "kind"} for one in settings]
     found = like_a_browser(unpacked, questions)["answers"]
@@ -65,7 +66,7 @@ def test_all_rules_answer_as_the_widget_does(unpacked: Path):
     for one, (said, board) in zip(settings, found, strict=True):
         lab.settings = one
         notices.append(lab.notice)
-        traits = {name: getattr(lab, name) for name in ("settings", "notice", "is_stale", "num_edits")}
+        traits = {name: getattr(lab, name) for name in ("settings", "notice", "is_stale", "num_edits", "verdict")}
         assert said == {"traits": traits, "answer": {"answered": True}}
         assert not board or base64.b64decode(board) == lab.board
     assert "" in notices and "dualpipe needs an even number of ranks" in notices[-1]

@@ -311,9 +311,10 @@ def test_the_pipeline_of_the_chosen_plan_is_the_simulated_one_with_unequal_ends(
     header, of = board_of(lab)
     run, shown = lab.forecast.pipeline(16), header["pipeline"]
     assert (shown["plan"], shown["runs"][0]["ranks"], shown["lane"]) == (lab.chosen, 4, "pp")
-    np.testing.assert_array_equal(of["start0"], run.start)
+    np.testing.assert_array_equal(of["pipeline.start0"], run.start)
     assert shown["about"].startswith("16 of 128 microbatches are drawn")
-    takes = [of["end0"][at] - of["start0"][at] for at in range(len(run.schedule)) if of["kind0"][at] == 0]
+    ends, starts, kinds = (of[f"pipeline.{name}0"] for name in ("end", "start", "kind"))
+    takes = (ends - starts)[kinds == 0]
     assert max(takes) > 1.1 * min(takes)  # the head is in the last stage
     whole = lab.forecast.pipeline(10_000)
     assert whole.schedule.num_microbatches == 128
@@ -323,6 +324,14 @@ def test_the_pipeline_of_the_chosen_plan_is_the_simulated_one_with_unequal_ends(
     alone = [at for at, one in enumerate(lab.shown) if one.pp == 1]
     lab.chosen = alone[0]
     assert board_of(lab)[0]["pipeline"] is None and count == plan.microbatches(256)
+
+
+def test_the_picture_of_all_plans_is_whole_where_the_chosen_one_has_a_pipeline():
+    """A scene's columns and a chart's are sent together, and both have an "end" of the first picture."""
+    lab = layout_lab("llama3-8b", **SMALL, plan=Plan(dp=2, tp=2, pp=4, zero=1))
+    _, of = board_of(lab)
+    ends = [part.when.end for part in plan_map(lab._bench).parts]
+    assert of["end0"] == pytest.approx(np.array(ends, "f4"))
 
 
 @pytest.mark.parametrize("pp", [2, 16, 32])

@@ -14,7 +14,7 @@ from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
 
-SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "gantt", "pipeline")
+SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "gantt", "tasks", "pipeline")
 
 
 class Gantt(Card):

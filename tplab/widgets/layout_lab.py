@@ -27,9 +27,12 @@ class LayoutLab(Card):
                "nodes": where its ranks are
     notice     what is wrong: no plan is possible with these settings
     is_stale   whether the settings are impossible, so that the last possible ones are still shown
+    verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
     """
 
-    _esm = script("shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "layouts")
+    _esm = script(
+        "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "tasks", "layouts"
+    )
     _css = style()
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
@@ -38,6 +41,7 @@ class LayoutLab(Card):
     view = traitlets.Enum(("plans", "pipeline", "nodes"), "plans").tag(sync=True)
     notice = traitlets.Unicode("").tag(sync=True)
     is_stale = traitlets.Bool(False).tag(sync=True)
+    verdict = traitlets.Dict().tag(sync=True)
 
     def __init__(self, bench: Workbench):
         self._bench, self._board = bench, Board(bench)
@@ -125,6 +129,7 @@ def layout_lab(
     plan: Plan | None = None,
     measured: Sequence[tuple[Plan, float, float | None]] = (),
     by: str = "",
+    task: str = "",
 ) -> LayoutLab:
     """Show the plans that train a model on a cluster: seconds per step against the memory of the rank that holds most.
 
@@ -137,6 +142,7 @@ def layout_lab(
     plan             the plan to choose at first; the best if None
     measured         what others have measured with these settings: (plan, seconds of a step, GiB of the rank that holds
                      most, or None), and `by`, who has measured it
+    task             the task under the picture, by its name in the list there; the forecast says when it is solved
     About a hundred plans are shown: the fastest, the best of each layout of ranks, and those for which no other is both
     faster and smaller. At first all of them are forecast, so that to choose one needs no kernel. After a change of the
     settings, the chosen one and the best are; the others have the search's estimates, most within 1 %.
@@ -145,7 +151,7 @@ def layout_lab(
     models = {} if isinstance(model, str) else {model.name or "yours": replace(model, name=model.name or "yours")}
     clusters = {} if isinstance(cluster, str) else {find(cluster).name: cluster}
     settings = {"model": next(iter(models), model), "cluster": next(iter(clusters), cluster), "gpus": gpus}
-    settings |= {"batch": batch, "sequence": sequence, "stack": stack}
+    settings |= {"batch": batch, "sequence": sequence, "stack": stack, "task": task}
     bench = Workbench(settings, models, clusters, [Measured(*row) for row in measured], by)
     if plan is not None:
         bench.choose(plan)

@@ -22,6 +22,7 @@ class PipelineLab(Gantt):
     notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     num_edits  how many changes by hand can be undone
+    verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
     """
 
     _esm = script(*SCRIPTS)
@@ -31,6 +32,7 @@ class PipelineLab(Gantt):
     notice = traitlets.Unicode("").tag(sync=True)
     is_stale = traitlets.Bool(False).tag(sync=True)
     num_edits = traitlets.Int(0).tag(sync=True)
+    verdict = traitlets.Dict().tag(sync=True)
 
     def __init__(self, settings: dict[str, Any]):
         _check(settings)
@@ -116,6 +118,7 @@ def pipeline_lab(
     stage_costs: str | Sequence[float] = "",
     overlap: float = 0.0,
     memory_limit: float | None = None,
+    task: str = "",
 ) -> PipelineLab:
     """Choose a schedule and its numbers, and see at once what they do.
 
@@ -127,6 +130,7 @@ def pipeline_lab(
                     overlap=0.5 hides half of a forward behind the backward that it is paired with, as DualPipe can
                     do for the messages within a stage
     memory_limit    the most microbatches whose activations a rank may hold; None: any number
+    task            the task under the picture, by its name in the list there; the simulator says when it is solved
     Raises ScheduleError if the rule does not fit the numbers, and traitlets.TraitError for values outside the sliders.
     """
     settings: dict[str, Any] = dict(locals())

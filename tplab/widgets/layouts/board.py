@@ -40,4 +40,5 @@ class Board:
             "node": node_size or best.plan.ranks,
             "pipeline": pipeline,
         }  # fmt: skip
-        return pack(header, {**columns, "seconds": found["seconds"], "gib": found["gib"], **of_pipeline})
+        chart = {f"pipeline.{name}": column for name, column in of_pipeline.items()}  # a scene has an "end0", too
+        return pack(header, {**columns, "seconds": found["seconds"], "gib": found["gib"], **chart})

@@ -20,6 +20,7 @@ from tplab.forecast.stacks import STACKS
 from tplab.units import plain, range_text
 from tplab.widgets.layouts import own, words
 from tplab.widgets.layouts.survey import exactly, survey
+from tplab.widgets.layouts.tasks import TASKS
 from tplab.widgets.layouts.words import GIB
 from tplab.widgets.paper.measured import check_measured
 
@@ -42,7 +43,8 @@ class Measured(NamedTuple):
 class Workbench:
     """Plans to train a model, of which one is chosen.
 
-    settings   the state of the controls: model (a name, or the sizes of `own`), cluster, gpus, batch, sequence, stack
+    settings   the state of the controls: model (a name, or the sizes of `own`), cluster, gpus, batch, sequence, stack;
+               and the task that the reader works on, "" for none
     survey     what was found for them
     shown      the plans in the picture, the fastest first; those that were asked for besides come last. Each has an
                estimate, or its forecast: the best, the chosen one, and what was measured always have that
@@ -61,7 +63,8 @@ class Workbench:
     ):
         self.models, self.clusters = {**MODELS, **(models or {})}, {**NAMED, **(clusters or {})}
         self.check(settings)
-        self._measured, self.by, self._of_measured = tuple(measured), by, dict(settings)
+        self._measured, self.by = tuple(measured), by
+        self._of_measured = {name: settings[name] for name in settings if name != "task"}
         for plan, seconds, gib in measured:
             check_measured(str(plan), seconds, by)
             check_measured(str(plan), gib or 0, by)
@@ -77,7 +80,7 @@ class Workbench:
     @property
     def measured(self) -> tuple[Measured, ...]:
         """What was measured with these settings."""
-        return self._measured if self.settings == self._of_measured else ()
+        return self._measured if self._of_measured.items() <= self.settings.items() else ()
 
     def forecast(self, index: int) -> Forecast:
         """The forecast of a plan in the picture; it is made when it is first asked for."""
@@ -103,8 +106,9 @@ class Workbench:
         """Raise ValueError for settings that the controls do not have."""
         known = {"model": [*self.models], "cluster": [*self.clusters], "stack": [*STACKS]}
         names = {*known, *SIZES}
-        if settings.keys() != names:
+        if settings.keys() - {"task"} != names:
             raise ValueError(f"settings are {', '.join(sorted(settings))}; there must be {', '.join(sorted(names))}")
+        TASKS.check(settings.get("task", ""))
         if own.is_own(str(settings["model"])):
             own.sizes_of(settings["model"])
             del known["model"]
@@ -120,17 +124,18 @@ class Workbench:
         """Show the plans for these settings. Raises ValueError for settings that no control can make; `notice` has the
         rest."""
         self.check(settings)
+        settings = {"task": "", **settings}
         if settings == self.settings and not self.is_stale:
             return
         try:
             self._show(settings)
         except TplabError as error:
-            self.settings, self.notice, self.is_stale = dict(settings), str(error), True
+            self.settings, self.notice, self.is_stale = settings, str(error), True
 
     def _show(self, settings: Mapping[str, Any]) -> None:
         model, cluster = self._model(settings["model"]), self.clusters[settings["cluster"]]
         self.survey = survey(model, cluster, *(settings[name] for name in ("gpus", "batch", "sequence", "stack")))
-        self.settings, self.notice, self.is_stale = dict(settings), "", False
+        self.settings, self.notice, self.is_stale = {"task": "", **settings}, "", False
         self.shown, self.forecasts = list(self.survey.shown), {self.survey.best.plan: self.survey.best}
         self.best = self.chosen = self.place(self.survey.best.plan)
         for one in self.measured:
@@ -213,15 +218,18 @@ class Workbench:
 
     def traits(self) -> dict[str, Any]:
         """What the card shows besides the board."""
+        one = self.forecast(self.chosen)  # which may be faster than what seemed the best
         return {
             "settings": dict(self.settings),
             "chosen": self.chosen,
             "notice": self.notice,
             "is_stale": self.is_stale,
+            "verdict": TASKS.verdict(self.settings, self.is_stale, one, self.forecast(self.best)),
         }
 
     def choices(self) -> dict[str, list[Any]]:
         """What the controls offer."""
         given = {name: sorted({*sizes, self.settings[name]}) for name, sizes in SIZES.items()}
         offered = {"model": [*self.models], "cluster": [*self.clusters], **given, "stack": [*STACKS]}
-        return offered | {"own": [[name, *about] for name, about in own.SIZES.items()]}
+        own_sizes = [[name, *about] for name, about in own.SIZES.items()]
+        return offered | {"own": own_sizes, "tasks": TASKS.shown()}

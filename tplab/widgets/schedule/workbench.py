@@ -18,6 +18,7 @@ from tplab.trace.perfetto import chrome_trace
 from tplab.widgets.paper.svg import SvgPen
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule.tasks import TASKS
 
 LIMITS: dict[str, tuple[float, float, float]] = {
     "ranks": (1, 16, 1),
@@ -44,7 +45,8 @@ class Workbench:
     """A schedule, the numbers it is simulated with, and what was changed by hand.
 
     settings   the state of the controls. `memory_limit` and `compare` may be None; `stage_costs` is text, see
-               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too
+               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too; `task` names the
+               task that the reader works on, "" for none
     runs       what is shown: the simulated schedule, and the one beside it
     notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings are impossible, so that the last possible schedule is still shown
@@ -54,7 +56,7 @@ class Workbench:
         check_settings(settings)
         self._rule = settings["rule"]  # what is shown without changes by hand
         self._edited: Schedule | None = None
-        self.settings = dict(settings)
+        self.settings = {"task": "", **settings}
         self._past: list[tuple[Schedule | None, dict[str, Any]]] = []  # what was shown before each change by hand
         self.notice, self.is_stale = "", False
         self._answer()
@@ -81,14 +83,14 @@ class Workbench:
     def ask(self, settings: Mapping[str, Any]) -> None:
         """Apply these settings. Raises ValueError for settings that no control can make; `notice` has the rest."""
         check_settings(settings)
-        if settings == self.settings:
+        before, self.settings = self.settings, {"task": "", **settings}
+        changed = {name for name in before if before[name] != self.settings[name]} - {"task"}
+        if not changed:
             return
-        shape = ("rule", *SHAPE, "virtual_stages")
         if settings["rule"] != EDITED:
             self._rule = settings["rule"]
-            if any(settings[name] != self.settings[name] for name in shape):
+            if changed & {"rule", *SHAPE, "virtual_stages"}:
                 self._edited, self._past = None, []
-        self.settings = dict(settings)
         self._update()
 
     def _answer(self) -> None:
@@ -220,6 +222,7 @@ class Workbench:
             "notice": self.notice,
             "is_stale": self.is_stale,
             "num_edits": self.num_edits,
+            "verdict": TASKS.verdict(self.settings, self.is_stale, self.run),
         }
 
 
@@ -234,6 +237,7 @@ def choices() -> dict[str, Any]:
         "virtual": [name for name in RULES if _is_virtual(name)],
         "pairs": [name for name in RULES if RULES[name](ranks=2, microbatches=4).joined.any()],
         "limits": {name: list(limit) for name, limit in LIMITS.items()},
+        "tasks": TASKS.shown(),
     }
 
 
@@ -246,9 +250,10 @@ def to_svg(runs: Sequence[Simulation], limit: float | None = None, colour: str =
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that the controls do not have."""
-    names = {"rule", "compare", "memory_limit", "stage_costs", "own", *LIMITS}
+    names = {"rule", "compare", "memory_limit", "stage_costs", "own", "task", *LIMITS}
     if spare := sorted(settings.keys() - names):
         raise ValueError(f"there is no setting {spare[0]!r}; there are {', '.join(sorted(names))}")
+    TASKS.check(settings.get("task", ""))
     own = settings["own"]
     if not isinstance(own, Mapping) or not all(isinstance(text, str) for pair in own.items() for text in pair):
         raise ValueError(f"own is {own!r}; it must have schedules as CSV, by name")

@@ -6,6 +6,7 @@ import { GanttChart, legendOf } from "./gantt.js";
 import { NodesView, nodesLegend } from "./nodes.js";
 import { OwnModel, isOwn } from "./ownmodel.js";
 import { Scene, drawLegend } from "./scene.js";
+import { Tasks } from "./tasks.js";
 
 const SILENT_AFTER = 8000; // milliseconds
 const NO_KERNEL = "No kernel answers, so nothing changes here. Run this cell to use its controls; plans can be chosen all the same.";
@@ -23,9 +24,9 @@ const CONTROLS = [["model", "model"], ["cluster", "cluster"], ["gpus", "GPUs"], 
 async function render({ model, el: host }) {
   let board = await unpack(model.get("board"));
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: board.title });
-  const own = new OwnModel(model.get("choices").own, { ask: (sizes) => ask("model", sizes), fail: (words) => { [failure, isAsking] = [words, false]; tell(); } });
+  const own = new OwnModel(model.get("choices").own, { ask: (sizes) => ask({ model: sizes }), fail: (words) => { [failure, isAsking] = [words, false]; tell(); } });
   const boxes = CONTROLS.map(([name, words]) => {
-    const node = el("select.tpl-select", { "aria-label": words, onchange: () => ask(name, node.value === own.option.value ? own.text : node.value) },
+    const node = el("select.tpl-select", { "aria-label": words, onchange: () => ask({ [name]: node.value === own.option.value ? own.text : typeof model.get("choices")[name][0] === "number" ? Number(node.value) : node.value }) },
       ...model.get("choices")[name].map((value) => el("option", { value }, typeof value === "number" ? value.toLocaleString("en") : value)));
     node.addEventListener("keydown", (event) => event.stopPropagation()); // its keys choose no plans
     node.disabled = Boolean(model.isStill);
@@ -42,7 +43,8 @@ async function render({ model, el: host }) {
   root.append(el("div.tpl-tools", {}, el("span.tpl-choice", { role: "group", "aria-label": "picture" }, ...tools), aboutView), legend, plans, schedule, mesh);
   const says = el("p.tpl-say", { "aria-live": "polite" }), note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });
   const where = el("p.tpl-layouthead");
-  root.append(says, where, note, bar);
+  const tasks = new Tasks(model, (changes) => ask(changes));
+  root.append(says, where, note, bar, tasks.box);
   const tip = hint(root), chart = new GanttChart(root, schedule, { hint: tip, seek: () => {}, pick: () => {} });
   chart.head.hidden = true; // nothing plays here
   const gpus = new NodesView(mesh, tip);
@@ -57,7 +59,11 @@ async function render({ model, el: host }) {
     model.set("chosen", Math.min(Math.max(index, 0), board.plans.length - 1));
     model.save_changes();
     draw();
-    if (!model.isStill && !hasAll(chosenOf())) send({ choose: chosenOf() });
+    askOf();
+  }
+  // Python is asked for what is not there, and whether the chosen plan solves the task.
+  function askOf() {
+    if (!model.isStill && (model.get("settings").task || !hasAll(chosenOf()))) send({ choose: chosenOf() });
   }
 
   // Left and right go by seconds, up and down by memory.
@@ -82,18 +88,18 @@ async function render({ model, el: host }) {
     choose(to);
   });
 
-  let silence = null, failure = "", isAsking = false, coming = null;
-  function ask(name, value) {
-    model.set("settings", { ...model.get("settings"), [name]: typeof model.get("choices")[name][0] === "number" ? Number(value) : value });
+  let silence = null, failure = "", isAsking = false, isWaiting = false, coming = null;
+  function ask(changes) {
+    model.set("settings", { ...model.get("settings"), ...changes });
     isAsking = true;
     send({ settings: true });
   }
   function send(content) {
-    failure = "";
+    [failure, isWaiting] = ["", true];
     tell();
     clearTimeout(silence);
     silence = setTimeout(() => {
-      [failure, isAsking] = [NO_KERNEL, false];
+      [failure, isAsking, isWaiting] = [NO_KERNEL, false, false];
       tell();
     }, SILENT_AFTER);
     try {
@@ -104,7 +110,7 @@ async function render({ model, el: host }) {
   // On a page, Python may still have to come: it says how far it is, or why it does not come.
   function onAnswer(content) {
     clearTimeout(silence);
-    [failure, coming, isAsking] = [content?.failed ?? "", content?.progress ?? null, false];
+    [failure, coming, isAsking, isWaiting] = [content?.failed ?? "", content?.progress ?? null, false, Boolean(content?.progress)];
     tell();
   }
 
@@ -120,6 +126,7 @@ async function render({ model, el: host }) {
       if (![...node.options].some((option) => option.value === value)) node.append(el("option", { value }, value));
       node.value = value;
     }
+    tasks.show(model.get("settings"), isWaiting);
   }
 
   const chosenOf = () => Math.min(model.get("chosen"), board.plans.length - 1);
@@ -149,18 +156,19 @@ async function render({ model, el: host }) {
   }
   // A pipeline is simulated by Python: where none is, only the one that came with the page is there.
   function drawPipeline(chosen) {
-    const run = board.pipeline?.plan === chosen ? board.pipeline : null;
+    const run = board.pipeline?.plan === chosen ? { ...board.pipeline } : null, prefix = "pipeline.";
+    if (run) for (const name of Object.keys(board.columns)) if (name.startsWith(prefix)) run[name.slice(prefix.length)] = board[name];
     chart.box.hidden = !run;
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
-    legend.replaceChildren(el("div.tpl-legend", {}, ...(run ? legendOf({ ...board, ...run }, "kind") : [])));
-    if (run) chart.set({ ...board, ...run, tall: VIEW_TALL });
+    legend.replaceChildren(el("div.tpl-legend", {}, ...(run ? legendOf(run, "kind") : [])));
+    if (run) chart.set({ ...run, tall: VIEW_TALL });
   }
   function see(view) {
     model.set("view", view);
     model.save_changes();
     onView();
-    if (!model.isStill && !hasAll(chosenOf())) send({ choose: chosenOf() });
+    askOf();
   }
   function onView() {
     const view = model.get("view");
@@ -192,7 +200,7 @@ async function render({ model, el: host }) {
     tell();
   };
   onView();
-  const events = [["change:board", onBoard], ["change:view", onView], ["change:chosen", draw], ["change:settings", tell], ["change:notice", tell], ["change:is_stale", tell], ["msg:custom", onAnswer]];
+  const events = [["change:board", onBoard], ["change:view", onView], ["change:chosen", draw], ["change:settings", tell], ["change:notice", tell], ["change:is_stale", tell], ["change:verdict", tell], ["msg:custom", onAnswer]];
   for (const [event, act] of events) model.on(event, act);
   const unfollow = followTheme(root, draw);
   const resizer = new ResizeObserver(draw);

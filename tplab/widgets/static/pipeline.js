@@ -4,6 +4,7 @@ import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
 import { GanttChart, inWords, legendOf } from "./gantt.js";
+import { Tasks } from "./tasks.js";
 
 const PATIENCE = 3000; // milliseconds
 const PAUSE = 400; // after the last key, until what is typed is asked
@@ -147,7 +148,11 @@ async function render({ model, el: host }) {
     if (wanted) ask({});
     else show(drawn);
   }
-  const show = isLab ? controls(root, model, ask) : () => {};
+  const tasks = isLab ? new Tasks(model, ask) : null, draws = isLab ? controls(root, model, ask) : null;
+  const show = (settings) => {
+    draws?.(settings);
+    tasks?.show(settings);
+  };
 
   const button = (text, label, act, more = {}) =>
     el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
@@ -274,6 +279,7 @@ async function render({ model, el: host }) {
     show: (position) => chart.moveTo(timeAt(position)),
     say: (position) => [`t = ${timeText(timeAt(position), board.unit, chart.end)}`, chart.say(timeAt(position)), ""],
   });
+  if (isLab) root.append(tasks.box);
   const onBoard = async () => {
     board = await unpack(model.get("board"));
     draw();
@@ -290,6 +296,7 @@ async function render({ model, el: host }) {
     model.on("change:num_edits", showEdits);
     model.on("change:is_stale", onNotice);
     model.on("change:settings", onSettings);
+    model.on("change:verdict", onSettings);
     model.on("change:notice", onNotice);
     model.on("msg:custom", onAnswer);
   }
@@ -299,6 +306,7 @@ async function render({ model, el: host }) {
     model.off("change:board", onBoard);
     model.off("change:colour", onColour);
     model.off("change:settings", onSettings);
+    model.off("change:verdict", onSettings);
     model.off("change:num_edits", showEdits);
     model.off("change:is_stale", onNotice);
     model.off("change:notice", onNotice);

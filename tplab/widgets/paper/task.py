@@ -1,0 +1,113 @@
+"""A task of a lab: something to reach with its controls. Whether it is reached, the lab's own simulator says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tplab.units import plain
+
+
+class Claim(NamedTuple):
+    """One thing that a task counts: whether it is as the task wants it, and the numbers in words."""
+
+    holds: bool
+    words: str
+
+
+def at_most(says: str, value: float, most: float, wants: str = "it may be {} at most") -> Claim:
+    """`says` and `wants` are texts with a place for their number: "the bubble is {}%", "it may be {}% at most"."""
+    return _compared(says, value, value <= most or math.isclose(value, most), wants, most)
+
+
+def at_least(says: str, value: float, least: float, wants: str = "it must be {} at least") -> Claim:
+    return _compared(says, value, value >= least or math.isclose(value, least), wants, least)
+
+
+def below(says: str, value: float, bound: float, wants: str = "it must be below {}") -> Claim:
+    return _compared(says, value, value < bound and not math.isclose(value, bound), wants, bound)
+
+
+def _compared(says: str, value: float, holds: bool, wants: str, bound: float) -> Claim:
+    text = said(value)
+    if text == said(bound) and not math.isclose(value, bound):
+        text = f"{value:.6g}"  # with fewer digits, the two would look equal
+    return Claim(holds, says.format(text) if holds else f"{says.format(text)}, and {wants.format(said(bound))}")
+
+
+def said(value: Any) -> str:
+    """A setting or a figure as text: "1,024", "0.25", "none"."""
+    if isinstance(value, float) and value != int(value):
+        return plain(value)
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value or "none")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a reader is asked to reach.
+
+    name     in settings and links     lab   the number of the lab that it belongs to
+    text     what is asked for, and what counts
+    start    the settings that the task begins with
+    keeps    the settings that must stay as they are in `start`: name -> what the control is called
+    counts   what was computed for the present settings -> what of it counts, most important first. For a pipeline that
+             is its Simulation; for a layout, the Forecasts of the chosen plan and of the best one
+    hints    each says more than the one before
+    """
+
+    name: str
+    lab: int
+    title: str
+    text: str
+    start: Mapping[str, Any]
+    keeps: Mapping[str, str]
+    counts: Callable[..., Iterable[Claim]]
+    hints: Sequence[str]
+
+    def claims(self, settings: Mapping[str, Any], *computed: Any) -> list[Claim]:
+        """What decides: settings that must not change, or else all that the task counts."""
+        changed = [
+            Claim(False, f"{words} is set to {said(settings[name])}, and this task is about {said(self.start[name])}")
+            for name, words in self.keeps.items()
+            if settings[name] != self.start[name]
+        ]
+        return changed or list(self.counts(*computed))
+
+    def verdict(self, settings: Mapping[str, Any], *computed: Any) -> dict[str, Any]:
+        """Whether the task is solved, and in words why, for `computed` under these settings."""
+        claims = self.claims(settings, *computed)
+        missing = [claim.words for claim in claims if not claim.holds]
+        text = f"Not yet: {'; '.join(missing)}." if missing else f"Solved: {'; '.join(one.words for one in claims)}."
+        return {"task": self.name, "is_solved": not missing, "text": text}
+
+    def shown(self) -> dict[str, Any]:
+        """What the browser needs of it: it has no answer."""
+        names = ("name", "lab", "title", "text")
+        return {**{name: getattr(self, name) for name in names}, "start": {**self.start}, "hints": [*self.hints]}
+
+
+class Tasks:
+    """The tasks of a lab. Its settings name the one that the reader works on as `task`; "" is none."""
+
+    def __init__(self, *tasks: Task):
+        self.by_name = {task.name: task for task in tasks}
+
+    def check(self, name: Any) -> None:
+        """Raise ValueError for a task that is not there."""
+        if name != "" and name not in self.by_name:
+            raise ValueError(f"task is {name!r}; it must be one of {', '.join(self.by_name)}, or empty for none")
+
+    def verdict(self, settings: Mapping[str, Any], is_stale: bool, *computed: Any) -> dict[str, Any]:
+        """Of the task in the settings; {} if there is none. `is_stale`: `computed` is not of these settings, since
+        they are impossible."""
+        task = self.by_name.get(settings["task"])
+        if task is None:
+            return {}
+        if is_stale:
+            return {"task": task.name, "is_solved": False, "text": "Not yet: these settings are impossible."}
+        return task.verdict(settings, *computed)
+
+    def shown(self) -> list[dict[str, Any]]:
+        return [task.shown() for task in self.by_name.values()]

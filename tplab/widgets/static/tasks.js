@@ -1,0 +1,70 @@
+// The tasks of a lab: one of them, its hints one at a time, and whether it is solved. Python writes the words and decides;
+// what was solved is kept in this browser.
+import { el } from "./shell.js";
+
+const KEPT = "tplab.solved"; // names of tasks, in the browser's storage
+
+// A page in a frame of another site may have no storage; then it is forgotten with the page.
+function solvedTasks() {
+  try {
+    return new Set(JSON.parse(localStorage.getItem(KEPT) ?? "[]"));
+  } catch {
+    return new Set();
+  }
+}
+
+function keepSolved(names) {
+  try {
+    localStorage.setItem(KEPT, JSON.stringify([...names]));
+  } catch { /* see above */ }
+}
+
+export class Tasks {
+  // ask(settings): what to ask of Python, when a task is chosen or begun again.
+  constructor(model, ask) {
+    Object.assign(this, { model, tasks: model.get("choices").tasks, solved: new Set(), hinted: new Map() });
+    this.options = this.tasks.map(({ name }) => el("option", { value: name }));
+    this.select = el("select.tpl-select", { "aria-label": "task", onchange: () => begin(this.select.value) }, el("option", { value: "" }, "choose a task"), ...this.options);
+    this.count = el("span.tpl-key");
+    const button = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
+    this.again = button("start again", "set the controls as the task begins", () => begin(this.task.name));
+    this.hint = button("hint", "show one more hint", () => {
+      this.hinted.set(this.task.name, this.shown + 1);
+      this.show(this.settings);
+    });
+    const [text, says, hints] = [el("p.tpl-asked"), el("p.tpl-verdict", { role: "status" }), el("ol.tpl-hints", { "aria-live": "polite" })];
+    Object.assign(this, { text, says, hints });
+    this.box = el("div.tpl-tasks", { role: "group", "aria-label": "tasks" },
+      el("div.tpl-tools", {}, el("label.tpl-key", {}, "task", this.select), this.count, el("span.tpl-space"), this.hint, this.again), text, says, hints);
+    this.box.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the picture
+    this.box.hidden = Boolean(model.isStill); // what is never computed is never solved
+    const begin = (name) => ask({ task: name, ...this.tasks.find((task) => task.name === name)?.start });
+  }
+
+  get task() { return this.tasks.find(({ name }) => name === this.settings.task); }
+  get shown() { return this.hinted.get(this.task.name) ?? 0; } // how many hints
+
+  // settings: those that are asked for; isWaiting: the verdict on what is shown now still has to come
+  show(settings, isWaiting = false) {
+    this.settings = settings;
+    const { task } = this, verdict = this.model.get("verdict");
+    const isOf = Boolean(task) && verdict.task === task.name, before = solvedTasks();
+    this.solved = new Set([...this.solved, ...before]);
+    if (isOf && verdict.is_solved && !before.has(task.name)) keepSolved(this.solved.add(task.name));
+    this.tasks.forEach(({ name, lab, title }, place) => { this.options[place].textContent = `lab ${lab} · ${title}${this.solved.has(name) ? " ✓" : ""}`; });
+    this.select.value = task?.name ?? "";
+    this.count.textContent = `${this.tasks.filter(({ name }) => this.solved.has(name)).length} of ${this.tasks.length} solved`;
+    for (const node of [this.hint, this.again, this.text, this.says, this.hints]) node.hidden = !task;
+    const words = isOf ? verdict.text : "";
+    if (this.says.textContent !== words) this.says.textContent = words;
+    this.says.classList.toggle("tpl-waits", isWaiting);
+    this.says.dataset.solved = isOf && verdict.is_solved;
+    this.text.textContent = task?.text ?? "";
+    const hints = task ? task.hints.slice(0, this.shown) : [];
+    if (hints.length !== this.hints.children.length || hints[0] !== this.hints.firstChild?.textContent) this.hints.replaceChildren(...hints.map((words) => el("li", {}, words)));
+    if (task) {
+      this.hint.disabled = this.shown === task.hints.length;
+      this.hint.textContent = this.shown ? `hint ${Math.min(this.shown + 1, task.hints.length)} of ${task.hints.length}` : "hint";
+    }
+  }
+}
