@@ -90,6 +90,12 @@ def test_actions_are_moved_by_hand(open_notebook):
     expect(root.locator(".tpl-notice")).to_have_text("chosen: F4 of stage 0, rank 0")
     root.get_by_role("button", name="move the chosen action one place earlier").click()
     expect(root.get_by_label("schedule")).to_have_value("edited")
+    expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after F3 of stage 0")
+    root.evaluate("node => node.focus({ preventScroll: true })")
+    book.page.keyboard.press("Shift+ArrowRight")
+    expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after B0 of stage 0")
+    book.page.keyboard.press("Shift+ArrowLeft")
+    expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after F3 of stage 0")
     assert book.run("print([str(a) for a in lab.schedule.by_rank()[0][3:6]])") == "['0F3', '0F4', '0B0']\n"
     book.page.mouse.move(box["x"] + 58 + 0.5 * unit, middle)  # F0 is dragged behind everything
     book.page.mouse.down()

@@ -272,6 +272,20 @@ def test_what_the_browser_asks_for():
         lab.export("gif")
 
 
+def test_a_move_is_answered_with_what_it_did():
+    lab = pipeline_lab("one_f_one_b", ranks=2, microbatches=4, transfer=1.0)
+    sent: list = []
+    lab.send = sent.append  # type: ignore[method-assign]
+    for move in ([0, 3, 2], [0, 5, 4], [0, 0, 7]):
+        lab._on_message(lab, {"move": move}, [])
+    assert [answer.get("did") for answer in sent] == [
+        "Rank 0 now runs F2 of stage 0 after F1 of stage 0. The makespan stays 19.",
+        "Rank 0 now runs F3 of stage 0 after B0 of stage 0. The makespan goes from 19 to 17.",
+        None,
+    ]
+    assert lab.notice.startswith("not legal") and lab.run.makespan == 17
+
+
 def test_gantt_of_two():
     card = gantt(simulate(one_f_one_b(4, 8)), zb_v(4, 8), memory_limit=4, step=3)
     assert card.step == 3 and "beside it zb_v" in repr(card)

@@ -14,7 +14,9 @@ from typing import Any
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, faults, simulate, to_csv
+from tplab.schedules.action import in_words
 from tplab.trace.perfetto import chrome_trace
+from tplab.units import plain
 from tplab.widgets.paper.svg import SvgPen
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.papers import PAPERS
@@ -200,9 +202,12 @@ class Workbench:
 
     def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
         """Answer the browser, which asks for a change by hand, for a file, or whether its settings have arrived. Every
-        message gets an answer, so the browser knows that Python is running."""
+        message gets an answer, so the browser knows that Python is running; that to a move says what it did."""
         if "move" in message:
-            self.move(*map(int, message["move"]))
+            rank, index, to = map(int, message["move"])
+            before = self.run.makespan
+            if self.move(rank, index, to):
+                return {"answered": True, "did": self._moved(rank, to, before)}
         elif "paste" in message:
             self.paste(str(message["paste"]))
         elif "undo" in message:
@@ -214,6 +219,13 @@ class Workbench:
             text = self.export(kind, colour)
             return {"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": text}
         return {"answered": True}
+
+    def _moved(self, rank: int, to: int, before: float) -> str:
+        """What a move has done: where the action is now, and what became of the makespan."""
+        row, makespan = self.schedule.by_rank()[rank], plain(self.run.makespan)
+        where = f"after {in_words(row[to - 1])}" if to else "first"
+        change = f"stays {makespan}" if before == self.run.makespan else f"goes from {plain(before)} to {makespan}"
+        return f"Rank {rank} now runs {in_words(row[to])} {where}. The makespan {change}."
 
     def traits(self) -> dict[str, Any]:
         """What the card shows besides the board; `settings` is also the state of its controls."""

@@ -109,7 +109,7 @@ async function render({ model, el: host }) {
   let board = await unpack(model.get("board"));
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
-  let waiting = false, wanted = null, silence = null, failure = "", drawn = model.get("settings");
+  let waiting = false, wanted = null, silence = null, failure = "", did = "", drawn = model.get("settings");
 
   // One question at a time: while Python works on one, only the last of the next is kept.
   function ask(changes) {
@@ -139,7 +139,7 @@ async function render({ model, el: host }) {
   // On a page, Python may still have to come: it says how far it is, or why it does not come.
   function onAnswer(content) {
     clearTimeout(silence);
-    failure = "";
+    [failure, did] = ["", content.did ?? ""];
     if (content.failed) return giveUp(content.failed);
     tellNotice(content.progress);
     if (content.progress) return;
@@ -256,6 +256,7 @@ async function render({ model, el: host }) {
     root.setAttribute("aria-label", `pipeline schedule ${board.title}`);
     chart.set(board);
     if (chart.editing) chart.keepChosen();
+    if (did) tellNotice();
     legend.replaceChildren(...legendOf(board, chart.by));
     if (chart.critical) chart.showCritical(true);
     figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
@@ -266,9 +267,9 @@ async function render({ model, el: host }) {
   }
   const tellNotice = (progress) => {
     root.dataset.stale = Boolean(model.get("is_stale"));
-    const text = progress ? progress.text : failure || (model.get("notice") || (model.isStill ? STILL : ""));
+    const text = progress ? progress.text : failure || (model.get("notice") || did || (model.isStill ? STILL : ""));
     if (note.textContent !== text) note.textContent = text;
-    note.classList.toggle("tpl-wrong", Boolean(text) && text !== STILL && !progress);
+    note.classList.toggle("tpl-wrong", Boolean(text) && text !== STILL && text !== did && !progress);
     bar.hidden = progress?.share === undefined;
     if (!bar.hidden) bar.value = progress.share;
   };

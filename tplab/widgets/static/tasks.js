@@ -25,7 +25,7 @@ export class Tasks {
     Object.assign(this, { model, tasks: model.get("choices").tasks, solved: new Set(), hinted: new Map() });
     this.options = this.tasks.map(({ name }) => el("option", { value: name }));
     this.select = el("select.tpl-select", { "aria-label": "task", onchange: () => begin(this.select.value) }, el("option", { value: "" }, "choose a task"), ...this.options);
-    this.count = el("span.tpl-key");
+    this.count = el("span");
     const button = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
     this.again = button("start again", "set the controls as the task begins", () => begin(this.task.name));
     this.hint = button("hint", "show one more hint", () => {
@@ -35,7 +35,7 @@ export class Tasks {
     const [text, says, hints] = [el("p.tpl-asked"), el("p.tpl-verdict", { role: "status" }), el("ol.tpl-hints", { "aria-live": "polite" })];
     Object.assign(this, { text, says, hints });
     this.box = el("div.tpl-tasks", { role: "group", "aria-label": "tasks" },
-      el("div.tpl-tools", {}, el("label.tpl-key", {}, "task", this.select), this.count, el("span.tpl-space"), this.hint, this.again), text, says, hints);
+      el("div.tpl-tools", {}, el("label", {}, "task ", this.select), this.count, el("span.tpl-space"), this.hint, this.again), text, says, hints);
     this.box.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the picture
     this.box.hidden = Boolean(model.isStill); // what is never computed is never solved
     const begin = (name) => ask({ task: name, ...this.tasks.find((task) => task.name === name)?.start });
