@@ -113,12 +113,12 @@ class ProcessPending(Pending):
         self.note(result, arrival)
         return result
 
-    def check(self, header: Header) -> None:
-        """Raise CollectiveMismatchError where another rank is in another collective."""
-        if not header.side.agrees(self.side):
-            self.rank.verdict = mismatch(self.group, self.number, [self.side, header.side])
+    def check(self, other: Side) -> None:
+        """Raise CollectiveMismatchError where another rank is in another collective, or sends what has no room here."""
+        if not other.agrees(self.side):
+            self.rank.verdict = mismatch(self.group, self.number, [self.side, other])
             raise self.rank.verdict
-        place, other = self.call.place, header.side
+        place = self.call.place
         if self.call.takes is None or not other.splits or other.rank not in place.group:
             return
         room, sent = self.call.takes[place.group.index(other.rank)], other.splits[place.index]
@@ -126,7 +126,9 @@ class ProcessPending(Pending):
             self.rank.verdict = CollectiveMismatchError(
                 f"{self.call.op} over {place.label!r}: rank {self.side.rank} has room for a piece of size {room} "
                 f"from rank {other.rank}, which sends one of size {sent}:\n"
-                + "".join(f"  rank {side.rank}: {self.call} at {side.where}\n" for side in (self.side, other))
+                + "".join(
+                    f"  rank {one.rank}: {self.call} at {one.where}\n" for one in dict.fromkeys((self.side, other))
+                )
                 + "what a rank has room for must be as large as what is sent to it"
             )
             raise self.rank.verdict
@@ -145,6 +147,7 @@ class Alone(ProcessPending):
 
     def depart(self, x: Tensor) -> None:
         if self.call.peers is None:
+            self.check(self.side)
             self._kept = outcomes.results(self.call, [outcomes.own(x)])[0]
         else:
             self._kept = outcomes.own(x)
@@ -255,6 +258,7 @@ class Together(ProcessPending):
 
     def arrive(self) -> Tensor:
         assert self.flight is not None
+        self.check(self.side)
         headers = {self.rank.rank: self.header, **self.flight.finish(self.check)}
         self.headers = [headers[rank] for rank in self.group]
         self.hop = max(header.hops for header in self.headers)
