@@ -123,8 +123,8 @@ class ProcessPending(Pending):
         """Raise CollectiveMismatchError where the ranks, in the order of positions, send what has no room here."""
         if not self.call.takes:
             return
-        index, said = self.call.place.index, [side.text for side in sides]
-        error = texts.no_room(self.call, index, [side.splits[index] for side in sides], said)
+        index = self.call.place.index
+        error = texts.no_room(self.call, index, [side.splits[index] for side in sides], lambda at: sides[at].text)
         if error is not None:
             self.rank.verdict = error
             raise error

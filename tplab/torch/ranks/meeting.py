@@ -168,14 +168,11 @@ class Meeting:
 
 def unfit(meeting: Meeting) -> CollectiveMismatchError | None:
     """The error if a member has room for pieces of other sizes than it gets; None if everything fits."""
-    sites, inputs = meeting.sites, meeting.inputs
-    said = {index: str(site) for index, site in sorted(sites.items())}
+    sites, given = meeting.sites, sorted(meeting.inputs.items())
     for index, site in sites.items():
-        if site.call.takes:
-            splits = {other: sites[other].call.splits for other in said}
-            sent = [inputs[other].numel() if sizes is None else sizes[index] for other, sizes in splits.items()]
-            if (error := no_room(site.call, index, sent, [*said.values()])) is not None:
-                return error
+        sent = [x.numel() if (splits := sites[at].call.splits) is None else splits[index] for at, x in given]
+        if (error := no_room(site.call, index, sent, lambda at: str(sites[at]))) is not None:
+            return error
     return None
 
 

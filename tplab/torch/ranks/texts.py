@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
@@ -92,16 +92,14 @@ def unmet(
     )
 
 
-def no_room(call: Call, index: int, sent: Sequence[int], said: Sequence[str]) -> CollectiveMismatchError | None:
-    """The error where the rank at `index` has room for pieces of other sizes than the ranks send it.
-
-    sent   from each position; said: its `side_text`
-    """
-    takes, place = call.takes, call.place
-    if takes is None or list(takes) == [*sent]:
+def no_room(call: Call, index: int, sent: Sequence[int], said: Callable[[int], str]) -> CollectiveMismatchError | None:
+    """The error where the rank at `index` has room for pieces of other sizes than are `sent` to it, one from each
+    position. `said` gives a position's `side_text`."""
+    takes, place = call.takes or (), call.place
+    wrong = [at for at, sizes in enumerate(zip(takes, sent, strict=False)) if len({*sizes}) > 1]
+    if not wrong:
         return None
-    other = next(at for at, (room, size) in enumerate(zip(takes, sent, strict=True)) if room != size)
-    sides = "\n".join(f"  rank {place.group[at]}: {said[at]}" for at in sorted({index, other}))
+    sides = "\n".join(f"  rank {place.group[at]}: {said(at)}" for at in sorted({index, wrong[0]}))
     return CollectiveMismatchError(
         f"{call.op} over {place.label!r}: the outputs of rank {place.group[index]} have sizes {list(takes)}, one for "
         f"each rank, but the ranks send it {[*sent]}:\n{sides}\n"
