@@ -113,11 +113,11 @@ def test_products_count_two_flops_a_term_in_every_form():
         "addmv": (lambda: torch.addmv(torch.ones(4), x, v), 2 * 4 * 8),
         "dot": (lambda: v @ v, 2 * 8),
         "convolution": (lambda: nn.functional.conv1d(torch.ones(2, 3, 9), torch.ones(5, 3, 2)), 2 * 2 * 5 * 8 * 3 * 2),
-        "_scaled_dot_product_flash_attention": (
+        "_scaled_dot_product_flash_attention_for_cpu": (
             lambda: nn.functional.scaled_dot_product_attention(q, q, q),
             2 * 2 * (2 * 4 * 4 * 8),
         ),
-        "_scaled_dot_product_flash_attention, causal": (
+        "_scaled_dot_product_flash_attention_for_cpu, causal": (
             lambda: nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True),
             2 * 2 * (2 * (1 + 2 + 3 + 4) * 8),
         ),

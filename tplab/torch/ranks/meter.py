@@ -211,8 +211,7 @@ def _cost(
         flops = touched if is_sum else 0
         read = [min(x.nbytes, touched * x.itemsize) if x is args[_PUTS[packet]] else x.nbytes for x in inputs[:-1]]
         num_bytes = sum(read) + (1 + is_sum) * touched * args[0].itemsize
-    name = packet.__name__.replace("_for_cpu", "")  # a kernel of a modelled GPU is no kernel of the CPU
-    return Cost(name, flops, num_bytes, outputs[0], matmul, attention)
+    return Cost(packet.__name__, flops, num_bytes, outputs[0], matmul, attention)
 
 
 def _num_put(packet: Any, args: Any) -> int:
