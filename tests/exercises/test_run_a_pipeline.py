@@ -122,7 +122,8 @@ def worker(mistake: str = ""):
                     for weight, grad in zip(weights, torch.autograd.grad(y, weights, dy)):
                         weight.grad = grad
                 else:
-                    y.backward(-dy if mistake == "sign" else dy, inputs=weights, retain_graph=mistake == "graph kept")
+                    factor = -1 if mistake == "sign" else 1
+                    y.backward(factor * dy, inputs=weights, retain_graph=mistake == "graph kept")  # type: ignore
         return None if mistake == "no loss" else total
 
     return train_split
