@@ -144,7 +144,9 @@ def test_a_link_brings_settings_and_then_the_step_or_else_says_why_not(page: Pag
     expect(page).to_have_url(re.compile("step=80"))
     page.goto(f'{site}?{name}.settings.rule="renamed"')
     note = page.locator(".tpl-notice.tpl-wrong")
-    expect(note).to_contain_text("The link asks for what this lab cannot show, so the lab is as it was", timeout=120_000)
+    expect(note).to_contain_text(
+        "The link asks for what this lab cannot show, so the lab is as it was", timeout=120_000
+    )
     expect(note).to_contain_text("rule is 'renamed'; it must be one of")
     expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_h1")
     expect(page).to_have_url(site)
