@@ -29,13 +29,14 @@ def data_of(output: Output, python: str) -> dict[str, Any]:
     return {"values": state.values, "bytes": state.packed, "kept": KEPT[state.kind], "python": python}
 
 
-def _kinds(kind: type[Card]) -> list[type[Card]]:
-    return [kind, *(one for below in kind.__subclasses__() for one in _kinds(below))]
+def kinds(kind: type[Card]) -> list[type[Card]]:
+    """This kind of widget and all that are made of it."""
+    return [kind, *(one for below in kind.__subclasses__() for one in kinds(below))]
 
 
 KEPT = {
     kind.__name__: {trait: getattr(getattr(kind, trait), "values", None) for trait in kind.kept}
-    for kind in _kinds(Card)
+    for kind in kinds(Card)
 }
 """Of each kind of widget, which traits a link keeps, and which values each of them may have, if these are few."""
 

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from labs.source import build, course
+from tplab.widgets.paper.card import Card
 from website import front, opening
-from website.cards import Cards
+from website.cards import KEPT, Cards, kinds
 from website.opening import Opening
 from website.pages import Pages, StaleLabError, address, launch
 from website.states import Output, State
@@ -139,3 +140,10 @@ def test_what_widgets_share_is_one_file(tmp_path: Path):
     assert re.sub(' id="(\\w+)-2"', r' id="\1"', second) == first != second  # links tell them apart
     assert len(list(tmp_path.rglob("*.js"))) == 1
     assert len(list(tmp_path.rglob("*.png"))) == 2  # for light and for dark paper
+
+
+def test_what_readers_change_in_a_widget_is_kept_by_links():
+    changed = {"settings", "chosen", "view", "colour", "step", "index", "rank"}
+    traits = {kind.__name__: changed & {*kind.class_trait_names(sync=True)} for kind in kinds(Card)}
+    assert traits == {name: {*kept} for name, kept in KEPT.items()}
+    assert len([kept for kept in KEPT.values() if kept]) >= 10
