@@ -35,8 +35,7 @@ def kinds(kind: type[Card]) -> list[type[Card]]:
 
 
 KEPT = {
-    kind.__name__: {trait: getattr(getattr(kind, trait), "values", None) for trait in kind.kept}
-    for kind in kinds(Card)
+    kind.__name__: {trait: getattr(getattr(kind, trait), "values", None) for trait in kind.kept} for kind in kinds(Card)
 }
 """Of each kind of widget, which traits a link keeps, and which values each of them may have, if these are few."""
 
