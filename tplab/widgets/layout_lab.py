@@ -34,6 +34,7 @@ class LayoutLab(Card):
         "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "tasks", "layouts"
     )
     _css = style()
+    kept = ("settings", "chosen", "view")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     board = traitlets.Bytes().tag(sync=True)
