@@ -100,7 +100,7 @@ ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-20, 
 def bits(result):
     """A result as something that compares to the last bit."""
     if isinstance(result, torch.Tensor):
-        flat = result.detach().resolve_conj().contiguous().reshape(-1)
+        flat = result.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1)
         return result.dtype, tuple(result.shape), flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
     if isinstance(result, dict):
         return {key: bits(value) for key, value in result.items()}
