@@ -114,7 +114,7 @@ def hint_over(card: Locator, trace: Trace, step: float, **what: int) -> Locator:
     if "flight" in what:
         sheet, key, number = ranks.draw(piece), ranks.key_of_bar(piece, what["flight"]), 0
     else:
-        sheet, key, number = table.draw(piece), ranks.key_of_cell(piece, what["rank"], what["item"]), 1
+        sheet, key, number = table.draw(piece), table.key_of_cell(piece, what["rank"], what["item"]), 1
     assert sheet
     part = next(part for part in sheet.parts if part.mark >= 0 and sheet.marks[part.mark].key == key)
     x, y, width, height = part.place

@@ -8,11 +8,11 @@ import numpy as np
 
 from tplab.widgets.paper.palette import ACCENT, DIM, LINE, PAPER, SOFT, WHITE, WORK, mix
 from tplab.widgets.paper.scene import Curve, Scene, before
-from tplab.widgets.score.held import Cell, Stretch, coming, held, joined
 from tplab.widgets.score.holds import PASSED
-from tplab.widgets.score.layout import DOT, SLOT, layout
+from tplab.widgets.score.layout import DOT, SLOT, Layout, layout
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
-from tplab.widgets.score.table import draw_cell, draw_coming, share
+from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined
+from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell, share
 
 _MOST_LINKS = 300
 _LEVELS = 40  # that the share of all items can have
@@ -20,55 +20,41 @@ _LEVELS = 40  # that the share of all items can have
 
 def draw(score: Score) -> Scene:
     """The keys of its slots, ranks and chunks are those of `key_of_cell`, `key_of_rank` and `key_of_bar`."""
-    place, ranks = layout(score), score.trace.mesh.size
+    place, ranks, there, arriving = layout(score), score.trace.mesh.size, held(score), coming(score)
     sheet = Scene(math.ceil(place.width), math.ceil(place.height), f"{ranks} ranks and the links between them")
     for curve in place.links.values() if len(place.links) <= _MOST_LINKS else ():
         _link(sheet, curve, place.boxes)
     for x, y, text in place.labels:
         sheet.text(x, y, text, size=10.5, fill=DIM)
     _bands(sheet, score, place.centres)
-    there, arriving = held(score), coming(score)
     for rank, slots in enumerate(place.slots):
-        x, y = place.centres[rank].tolist()
-        (width, height), line = place.size, 1.2
-        corner, radius = (x - width / 2, y - height / 2), 10 if place.boxes else DOT / 2
+        (x, y), (width, height) = place.centres[rank].tolist(), place.size
+        box, radius = (x - width / 2, y - height / 2, width, height), 10 if place.boxes else DOT / 2
         with sheet.about((), key=key_of_rank(score, rank)):
-            sheet.box(*corner, width, height, fill=SOFT, edge=LINE, radius=radius, line=line)
+            sheet.box(*box, fill=SOFT, edge=LINE, radius=radius, line=1.2)
         for begin, end in joined(_spans(score, rank, COMPUTE) + _spans(score, rank, COLLECTIVE)):
             with sheet.during(begin, before(end)):
-                sheet.box(*corner, width, height, edge=ACCENT, radius=radius, line=1.8)
-        shares = [] if slots or not score.items else _shares(score, rank, there)
+                sheet.box(*box, edge=ACCENT, radius=radius, line=1.8)
+        if place.boxes:
+            _name(sheet, score, rank, x, box[1] + 14 if slots else y - 3, width)
+        if score.items and not slots:
+            _share(sheet, _shares(score, rank, there), x, y, place)
         if not place.boxes:
-            for degrees, begin, end in shares:
-                with sheet.during(begin, end):
-                    sheet.arc(x, y, width / 2 - 1.5, 360 * degrees, WORK, 3)
             sheet.text(x, y, str(rank), size=9.5)
-            continue
-        _name(sheet, score, rank, x, corner[1] + 14 if slots else y - 3, width)
-        if shares:
-            sheet.box(corner[0] + 9, y + height / 2 - 9.5, width - 18, 3, fill=LINE)
-        for part, begin, end in shares:
-            with sheet.during(begin, end):
-                sheet.box(corner[0] + 9, y + height / 2 - 9.5, part * (width - 18), 3, fill=WORK)
         for index, item in enumerate(slots):
-            box = (*place.slot(rank, index), place.wide, SLOT)
+            slot, stretches = (*place.slot(rank, index), place.wide, SLOT), there.get((rank, item), [])
             with sheet.about((), key=key_of_cell(score, rank, item)):
-                sheet.dashed(*box, LINE)
-            stretches = there.get((rank, item), [])
-            for stretch in stretches:
-                with sheet.during(stretch.begin, stretch.end):
-                    draw_cell(sheet, score, box, stretch.hold, _on_slot(score, stretch.hold))
-            draw_coming(sheet, score, box, item, arriving.get((rank, item), []), stretches)
-    _chunks(sheet, score, place.links, place.boxes, there)
+                sheet.dashed(*slot, LINE)
+            for hold, begin, end in stretches:
+                with sheet.during(begin, end):
+                    draw_cell(sheet, score, slot, hold, _on_slot(score, hold))
+            draw_coming(sheet, score, slot, item, arriving.get((rank, item), []), stretches)
+    _chunks(sheet, score, place, there)
     return sheet
 
 
-def key_of_cell(score: Score, rank: int, item: int) -> int:
-    """What static/animate.js knows a slot or a cell of the table by."""
-    return rank * len(score.items) + item
-
-
 def key_of_rank(score: Score, rank: int) -> int:
+    """What static/animate.js knows a rank by; the keys of its cells are below it, and those of bars above."""
     return score.trace.mesh.size * len(score.items) + rank
 
 
@@ -95,8 +81,8 @@ def _bands(sheet: Scene, score: Score, centres: np.ndarray) -> None:
         points += points[:1] if len(group) > 2 else []
         for begin, end in joined(zip(bars["start"][rows].tolist(), bars["end"][rows].tolist())) if group[1:] else ():
             with sheet.during(begin, before(end)):
-                sheet.line(points, mix(ACCENT, 0.16), 13)
-                sheet.line(points, mix(ACCENT, 0.55), 5, grows=True)
+                sheet.line(points, mix(ACCENT, 0.22), 13)
+                sheet.line(points, mix(ACCENT, 0.7), 5, grows=True)
 
 
 def _spans(score: Score, rank: int, kind: int) -> list[tuple[float, float]]:
@@ -129,6 +115,20 @@ def _on_slot(score: Score, hold: int) -> str:
     return score.number(hold) if score.shows_numbers else score.name(hold)
 
 
+def _share(sheet: Scene, shares: list[tuple[float, float, float]], x: float, y: float, place: Layout) -> None:
+    """Where there are too many items for slots: a bar in a rank's box, or an arc in its dot, of how much it holds."""
+    (width, height), room = place.size, place.size[0] - 18
+    bar = x - room / 2, y + height / 2 - 9.5
+    if place.boxes:
+        sheet.box(*bar, room, 3, fill=LINE)
+    for part, begin, end in shares:
+        with sheet.during(begin, end):
+            if place.boxes:
+                sheet.box(*bar, part * room, 3, fill=WORK)
+            else:
+                sheet.arc(x, y, width / 2 - 1.5, 360 * part, WORK, 3)
+
+
 def _shares(score: Score, rank: int, there: dict[Cell, list[Stretch]]) -> list[tuple[float, float, float]]:
     """(the share of all items that a rank holds, from when, to when)."""
     steps: dict[float, float] = {}
@@ -150,13 +150,11 @@ def _shares(score: Score, rank: int, there: dict[Cell, list[Stretch]]) -> list[t
     return [one for one in found if one[0]]
 
 
-def _chunks(
-    sheet: Scene, score: Score, links: dict[tuple[int, int], Curve], boxes: bool, there: dict[Cell, list[Stretch]]
-) -> None:
+def _chunks(sheet: Scene, score: Score, place: Layout, there: dict[Cell, list[Stretch]]) -> None:
     bars = score.bars
     for row in np.flatnonzero((bars["kind"] == SEND) & (bars["end"] > bars["start"])).tolist():
         rank, item, start = int(bars["rank"][row]), int(bars["item"][row]), float(bars["start"][row])
-        curve, colour = links.get((rank, int(bars["peer"][row]))), score.bar_colour(row)
+        curve, colour = place.links.get((rank, int(bars["peer"][row]))), score.bar_colour(row)
         if curve is None:
             continue
         with (
@@ -164,7 +162,7 @@ def _chunks(
             sheet.along(curve),
             sheet.about((), key=key_of_bar(score, row)),
         ):
-            if not boxes:
+            if not place.boxes:
                 sheet.box(-4.5, -4.5, 9, 9, fill=colour, edge=PAPER, radius=4.5, line=1.2)
                 continue
             text = score.items[item].name if item >= 0 else ""

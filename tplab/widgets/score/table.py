@@ -10,10 +10,10 @@ from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, mix
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score.frame import contributors
-from tplab.widgets.score.held import Stretch, coming, held, without
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.layout import SLOT, Columns, columns
 from tplab.widgets.score.score import Score
+from tplab.widgets.score.stretches import Stretch, coming, held, without
 
 Box = tuple[float, float, float, float]
 _MOST_ROWS = 64
@@ -21,7 +21,7 @@ _MOST_ROWS = 64
 
 def draw(score: Score) -> Scene | None:
     """One row per rank, one column per item (or one item of each group): a cell where there is room for letters, else a
-    small square. Its keys are those of `ranks.key_of_cell`. None where nothing travels."""
+    small square. Its keys are those of `key_of_cell`. None where nothing travels."""
     if not score.items:
         return None
     of = columns(score)
@@ -55,28 +55,32 @@ def draw(score: Score) -> Scene | None:
             for column in shown[::every]:
                 sheet.text(box(0, column - first)[0] + width / 2, top - 9, of.names[column], size=10.5, fill=DIM)
         items = [[item for item, at in enumerate(of.of_item) if at == column] for column in shown]
-        for rank in range(rows):
-            for index, of_column in enumerate(items):
-                place = box(rank, index)
-                named = next((item for item in of_column if (rank, item) in there), of_column[0])
-                with sheet.during(begin, end), sheet.about((), key=rank * len(score.items) + named):
+        cells = [(rank, box(rank, index), those) for rank in range(rows) for index, those in enumerate(items)]
+        for rank, place, those in cells:
+            named = next((item for item in those if (rank, item) in there), those[0])
+            with sheet.during(begin, end), sheet.about((), key=key_of_cell(score, rank, named)):
+                if small:
+                    sheet.box(*place, fill=SOFT)
+                else:
+                    sheet.dashed(*place, LINE)
+        for rank, place, item in ((rank, place, item) for rank, place, those in cells for item in those):
+            stretches = [Stretch(hold, max(a, begin), min(b, end))
+                         for hold, a, b in there.get((rank, item), []) if a < end and begin < b]  # fmt: skip
+            for hold, a, b in stretches:
+                with sheet.during(a, b):
                     if small:
-                        sheet.box(*place, fill=SOFT)
+                        sheet.box(*place, fill=_square(score, hold))
                     else:
-                        sheet.dashed(*place, LINE)
-                for item in of_column:
-                    stretches = [Stretch(hold, max(a, begin), min(b, end))
-                                 for hold, a, b in there.get((rank, item), []) if a < end and begin < b]  # fmt: skip
-                    for hold, a, b in stretches:
-                        with sheet.during(a, b):
-                            if small:
-                                sheet.box(*place, fill=_square(score, hold))
-                            else:
-                                draw_cell(sheet, score, place, hold, *cell_text(score, item, hold, letters))
-                    spans = [(max(a, begin), min(b, end)) for a, b in arriving.get((rank, item), [])]
-                    if not small:
-                        draw_coming(sheet, score, place, item, [one for one in spans if one[0] < one[1]], stretches)
+                        draw_cell(sheet, score, place, hold, *cell_text(score, item, hold, letters))
+            spans = [(max(a, begin), min(b, end)) for a, b in arriving.get((rank, item), []) if a < end and begin < b]
+            if not small:
+                draw_coming(sheet, score, place, item, spans, stretches)
     return sheet
+
+
+def key_of_cell(score: Score, rank: int, item: int) -> int:
+    """What static/animate.js knows a cell by, and a slot of a rank."""
+    return rank * len(score.items) + item
 
 
 def _pages(score: Score, of: Columns) -> list[tuple[int, float, float]]:
@@ -107,14 +111,14 @@ def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value
     members, pool = (score.members(hold), score.pool(hold)) if is_sure else ((), ())
     radius, whole = 5 if height <= 20 else 7, len(members) == len(pool)
     if not passed:
-        tint = 0.1 if is_slot else 0.24 if whole else 0.11
+        tint = 0.26 if whole and not is_slot else 0.13
         sheet.box(x, y, width, height, fill=mix(colour, tint), edge=colour, radius=radius)
         if is_slot:  # filled from below as far as it is complete
             full = share(score, hold) * (height - 2)
-            sheet.box(x + 1, y + height - 1 - full, width - 2, full, fill=mix(colour, 0.28), radius=4)
+            sheet.box(x + 1, y + height - 1 - full, width - 2, full, fill=mix(colour, 0.26), radius=4)
         elif part := score.part(hold):  # which part of the whole it is
             index, wide = part[0], (width - 2) / part[1]
-            sheet.box(x + 1 + index * wide, y + 1, wide, height - 2, fill=mix(colour, 0.52))
+            sheet.box(x + 1 + index * wide, y + 1, wide, height - 2, fill=mix(colour, 0.55))
     elif not is_slot:
         sheet.box(x, y, width, height, edge=LINE, radius=radius)
     strip = not is_slot and 1 < len(pool) <= 16
