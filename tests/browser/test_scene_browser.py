@@ -100,6 +100,14 @@ def test_only_what_is_there_can_be_pointed_at(page: Page):
         assert drawn.hint_at(box["x"] + x + 8, box["y"] + y + 4) == ("a chunk" if position <= 2 else "")
 
 
+_AS_LARGE_AS_A_STILL = """() => {
+  for (const box of document.querySelectorAll(".tpl-scene")) {
+    const [width] = box.querySelector("canvas").style.aspectRatio.split("/");
+    box.style.cssText = `flex:none;width:${width}px`;
+  }
+}"""
+
+
 @pytest.mark.parametrize("name", ["gather 4", "reduce-scatter 4", "all-reduce 8", "mlp 2x3", "pipeline 4", "64"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_animation_paints_what_its_still_paints(page: Page, name: str, ahead: bool):
@@ -107,18 +115,10 @@ def test_an_animation_paints_what_its_still_paints(page: Page, name: str, ahead:
     trace = ring_all_reduce(Mesh(tp=64), "tp") if name == "64" else ALL[name]()
     card = animate(trace)
     scenes = [scene for scene in (ranks.draw(card.of), table.draw(card.of)) if scene]
-    draw(page, card)
-    page.evaluate(
-        """() => {
-      CanvasRenderingContext2D.prototype.fillText = () => {};
-      for (const box of document.querySelectorAll(".tpl-scene")) {
-        const canvas = box.querySelector("canvas"), [width] = canvas.style.aspectRatio.split("/").map(Number);
-        box.style.cssText = `flex:none;width:${width}px`;
-      }
-    }"""
-    )
+    draw(page, card, more="CanvasRenderingContext2D.prototype.fillText = () => {};")
+    page.evaluate(_AS_LARGE_AS_A_STILL)
     differ = 0
-    for step in (0, 0.6, card.num_steps / 2 + 0.1, card.num_steps - 0.3, card.num_steps):
+    for step in (0.6, 0, card.num_steps / 2 + 0.1, card.num_steps - 0.3, card.num_steps):
         page.evaluate("step => { window.model.set('step', step); window.model.tell('change:step'); }", step)
         for number, scene in enumerate(scenes):
             url = page.locator(".tpl-two canvas").nth(number).evaluate("canvas => canvas.toDataURL()")
@@ -131,7 +131,7 @@ def test_an_animation_paints_what_its_still_paints(page: Page, name: str, ahead:
             there = there.astype(int)[: want.shape[0], : want.shape[1]]
             around = np.stack([np.roll(want, (x, y), (0, 1)) for x in (-1, 0, 1) for y in (-1, 0, 1)])
             is_inside = np.ptp(around, axis=0).max(2) < 8
-            assert is_inside.mean() > 0.4
+            assert is_inside.mean() > 0.25
             differ += int((np.abs(there - want).max(2)[is_inside] > 12).sum())
     assert (differ > 100) == ahead, differ
     assert ahead or differ <= 20, differ

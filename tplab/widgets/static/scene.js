@@ -29,6 +29,7 @@ export class Scene {
     const table = (place) => {
       const found = { ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) };
       for (const name of ["begin", "end"]) found[name] = Float64Array.from(found[name], (at) => found.moments[at]);
+      found.moves = found.path.some((path, part) => path >= 0 && found.looks[found.look[part]].is !== "curve") || found.looks.some((look) => look.grows);
       return found;
     };
     Object.assign(this, { root, host, over, largest, hints: data.hints });
@@ -118,6 +119,10 @@ export class Scene {
     this.position = position;
     if (!full) return;
     const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
+    // Between two moments nothing changes but what moves.
+    const state = [table.width, ratio, this.root.dataset.theme, table.moments.findIndex((moment) => moment >= position)].join();
+    if (!table.moves && state === this.painted) return;
+    this.painted = state;
     canvas.width = Math.round(table.width * ratio);
     canvas.height = Math.round(table.height * ratio);
     pen.textBaseline = "middle";
@@ -177,6 +182,8 @@ export class Scene {
     } else if (is === "box") {
       if (width <= 0 || !(fill || edge)) return;
       const inset = edge ? line / 2 : 0; // the outline is inside of the box
+      pen.fillStyle = fill;
+      if (!radius && !edge) return pen.fillRect(x, y, width, height);
       shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, radius);
       fillAndStroke(pen, fill, edge);
     } else if (is === "dashed") {
