@@ -140,7 +140,7 @@ STRIDED = """
 import warnings
 from torch.distributed.nn.functional import all_gather
 
-warnings.simplefilter("ignore", FutureWarning)  # another function is to be used since torch 2.13
+warnings.simplefilter("ignore")
 
 hidden = model(x[0].chunk(world)[rank])
 scores = hidden @ torch.cat([part.T for part in all_gather(hidden)], 1)  # here
