@@ -22,8 +22,8 @@ _FINE = 20  # lengths are sent in twentieths of a pixel
 _LARGER = 1.05  # letters in the browser, most of whose fonts are narrower, than in a still picture
 
 
-Curve = tuple[float, ...]
-"""(x0, y0, cx, cy, x1, y1): a quadratic curve from one point to another, and its control point."""
+Curve = Sequence[float]
+"""The x and y of each point of a Bezier curve: its beginning, one or two control points, and its end."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Scene:
     @contextmanager
     def along(self, curve: Curve) -> Iterator[None]:
         """What is drawn around (0, 0) travels along a curve, from the beginning of `during` to its end."""
-        before, self._path = self._path, self.paths(curve)
+        before, self._path = self._path, self.paths(_cubic(curve))
         yield
         self._path = before
 
@@ -190,11 +190,21 @@ class Scene:
                 draw(left + part.place[0], top + part.place[1], *part.place[2:], *text, **look)
 
 
-def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:
+def on_curve(curve: Curve, u: float) -> tuple[float, float]:
     """The point of a `Curve` at `u` between 0 and 1."""
+    points = np.reshape(curve, (-1, 2))
+    while len(points) > 1:
+        points = (1 - u) * points[:-1] + u * points[1:]
+    return float(points[0, 0]), float(points[0, 1])
+
+
+def _cubic(curve: Curve) -> tuple[float, ...]:
+    """The same curve with two control points."""
+    if len(curve) == 8:
+        return tuple(curve)
     x0, y0, cx, cy, x1, y1 = curve
-    a, b, c = (1 - u) ** 2, 2 * u * (1 - u), u**2
-    return a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1
+    third = [(end + 2 * middle) / 3 for end, middle in zip((x0, y0, x1, y1), (cx, cy, cx, cy))]
+    return (x0, y0, *third, x1, y1)
 
 
 def _arc(x: float, y: float, radius: float, degrees: float) -> list[tuple[float, float]]:

@@ -158,13 +158,13 @@ export class Scene {
 
   curveOf(part) {
     const { curves, path } = this.table;
-    return Array.from(curves.subarray(6 * path[part], 6 * path[part] + 6), (length) => length / FINE);
+    return Array.from(curves.subarray(8 * path[part], 8 * path[part] + 8), (length) => length / FINE);
   }
 
   // Where on its curve something is that travels.
   onCurve(part) {
-    const [x0, y0, cx, cy, x1, y1] = this.curveOf(part), u = this.shareOf(part), [a, b, c] = [(1 - u) ** 2, 2 * u * (1 - u), u * u];
-    return [a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1];
+    const curve = this.curveOf(part), u = this.shareOf(part), weights = [(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u * u * (1 - u), u ** 3];
+    return [0, 1].map((axis) => weights.reduce((sum, weight, point) => sum + weight * curve[2 * point + axis], 0));
   }
 
   paint(pen, part, { is, fill, edge, colour, radius = 0, line = 1, font, anchor, grows }) {
@@ -197,7 +197,7 @@ export class Scene {
       else if (is === "curve") {
         const [x0, y0, ...to] = this.curveOf(part);
         pen.moveTo(x0, y0);
-        pen.quadraticCurveTo(...to);
+        pen.bezierCurveTo(...to);
       }
       let far = 0;
       for (let at = pointing[part]; at < pointing[part + 1]; at++) {
