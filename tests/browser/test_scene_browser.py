@@ -103,7 +103,7 @@ def test_only_what_is_there_can_be_pointed_at(page: Page):
 _AS_LARGE_AS_A_STILL = """() => {
   for (const box of document.querySelectorAll(".tpl-scene")) {
     const [width] = box.querySelector("canvas").style.aspectRatio.split("/");
-    box.style.cssText = `flex:none;width:${width}px`;
+    box.style.cssText = `flex:none;width:${Number(width)}px`;
   }
 }"""
 
