@@ -19,6 +19,7 @@ class Animation(Card):
 
     _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "animate")
     _css = style()
+    kept = ("step",)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 
