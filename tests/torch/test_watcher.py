@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab import Mesh
-from tplab.torch import LiveBytes, all_reduce, ring_shift, run
+from tplab.torch import LiveBytes, all_reduce, ring_shift, run, start
 from tplab.torch.private import dispatch_modes, num_modes
 from tplab.torch.ranks.watcher import Listener, Watcher, listening, watcher
 
@@ -147,9 +147,9 @@ def test_collectives_are_told_with_what_was_noted_as_they_began():
     def program(x: Tensor) -> tuple[list[str], int]:
         with Names() as names:
             y = all_reduce(x, "tp")
-            ring_shift(y * 2, "tp")
+            start(ring_shift, y * 2, "tp").wait()
         return names.heard, num_modes()
 
     heard = run(program, Mesh(tp=2), torch.ones(2)).per_rank
-    assert heard[0][0] == ["all_reduce None", "mul", "ring_shift None"]
+    assert heard[0][0] == ["all_reduce None", "mul", "ring_shift begun"]
     assert heard[0] == heard[1]

@@ -134,9 +134,10 @@ class _Drawing:
                 if first < last:
                     with sheet.during(first, last):
                         sheet.area(ribbon, mix(colour, share))
-            for first, way in ((there, edge), (back, edge[::-1])):
-                stops = [(first + at, x, down) for at, (x, down) in zip(_SAMPLES.tolist(), way)]
-                with sheet.during(first, first + 1 - 1e-4), sheet.moving(stops):
+            third = (right - left - _BLOCK) / 3
+            flow = [(left + _BLOCK, y), (left + _BLOCK + third, y), (right - third, to), (right, to)]
+            for first, way in ((there, flow), (back, flow[::-1])):
+                with sheet.during(first, first + 1 - 1e-4), sheet.along([length for point in way for length in point]):
                     sheet.box(-4, 0, 8, max(size, 1.5), fill=colour, radius=2)
             with sheet.during(begin, end), sheet.about(self._about_rows(level, int(source), int(target))):
                 sheet.box(left, y, _BLOCK, max(size, 1), fill=colour, edge=PAPER, line=0.5)
