@@ -37,6 +37,10 @@ class Parts:
     layout: LayoutName = "zigzag"
     scheme: SequenceScheme = "ring"
 
+    def __post_init__(self) -> None:
+        if self.config.experts is not None:
+            raise ValueError("a GPT has experts in torch alone; in JAX build it of `MixtureOfExperts`")
+
     def _drops(self, key: Any) -> Drops:
         return Drops(self.config.dropout, key, self._varies_along)
 
