@@ -89,7 +89,7 @@ def test_the_loss_is_cross_entropy_and_the_balance_of_every_sequence():
     ids, targets = map(torch.tensor, TEXT.batch(0, 3, CONFIG.context))
 
     def program():
-        model = tplab.torch.GPT(CONFIG)
+        model: Any = tplab.torch.GPT(CONFIG)
         x, balance = model.embedding(ids) + model.positions.weight, 0.0
         for block in model.blocks:
             x = x + block.attention(block.norm_1(x))
@@ -205,7 +205,7 @@ def test_a_pipeline_averages_experts_over_their_copies():
         return mean.item(), {name: held[0].grad.numpy() for name, held in held_of(stages, CONFIG).items()}
 
     def whole():
-        model = lab.GPT(CONFIG)
+        model: Any = lab.GPT(CONFIG)
         model.load_state_dict({name: torch.tensor(x) for name, x in gpt_state(CONFIG).items()})
         model.loss(*(torch.tensor(x[:, : CONFIG.context]) for x in (X, Y))).backward()
         return {name: p.grad.numpy() for name, p in model.named_parameters()}

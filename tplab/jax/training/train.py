@@ -61,7 +61,7 @@ def train(
     Ctrl-C: the current step is finished, and what was trained until then is returned. The first step compiles.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
-    recipe.check_mesh(mesh)
+    recipe.check_mesh(mesh, config)
     first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
     stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
