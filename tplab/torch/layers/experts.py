@@ -19,6 +19,7 @@ from tplab.torch.layers.dispatch import Level, gathered, local, per_choice, per_
 from tplab.torch.layers.linear import share
 from tplab.torch.layers.parameters import drawn_uniform, note_cuts
 from tplab.torch.layers.router import Routed, Router
+from tplab.torch.private import no_dispatch
 
 
 class ParallelExperts(nn.Module):
@@ -38,6 +39,7 @@ class ParallelExperts(nn.Module):
     same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
                       2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
+    Meta tensors have no choices: all experts count as chosen equally often, and a token's as far apart as they can be.
     Ranks may have different numbers of tokens, also none. Gradients of experts are sums over the tokens of all ranks;
     their mean is over all ranks that have tokens, and not over the copies of an expert: `average_gradients` knows it.
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
@@ -81,15 +83,12 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: Tensor, routed: Routed) -> Tensor:
         check_routed(x.shape, routed.choices.shape, self.width)
-        if routed.choices.is_meta:
-            raise ValueError(
-                "experts must know what each token has chosen, and meta tensors have no values; make the layer and its "
-                "input on the CPU"
-            )
-        level, axis = self._level(), self.tensor_axis
+        level, axis, choices, weights = self._level(), self.tensor_axis, routed.choices, routed.weights
+        if choices.is_meta:
+            choices = _equally_often(*choices.shape, self.routing.experts)
         if axis is None or not self.same_tokens:
-            return level(x, routed.choices, routed.weights)
-        return reduce_from(level(copy_to(x, axis), routed.choices, copy_to(routed.weights, axis)), axis)
+            return level(x, choices, weights)
+        return reduce_from(level(copy_to(x, axis), choices, copy_to(weights, axis)), axis)
 
     def _level(self) -> Level:
         """What the tokens of this rank go through."""
@@ -115,6 +114,13 @@ class ParallelExperts(nn.Module):
             f"{self.width}, {self.hidden}, {self.routing}, {self.axis!r}, activation={self.activation!r}, "
             f"dispatch={self.dispatch!r}, tensor_axis={self.tensor_axis!r}, same_tokens={self.same_tokens}"
         )
+
+
+def _equally_often(tokens: int, top_k: int, experts: int) -> Tensor:
+    """Choices [T, k] that stand for those of meta tensors: each expert is chosen equally often, give or take one."""
+    with no_dispatch():
+        first = torch.arange(tokens, device="cpu")[:, None]
+        return (first + torch.arange(top_k, device="cpu") * (experts // top_k)) % experts
 
 
 class SharedExpert(nn.Module):
