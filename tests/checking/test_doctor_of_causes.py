@@ -118,6 +118,57 @@ for step in range(2):
     optimizer.step()
 """
 
+TWICE = """
+for a, b in zip(x[0].chunk(world)[rank].chunk(4), y[0].chunk(world)[rank].chunk(4)):
+    (F.cross_entropy(model(a), b) / 4).backward()
+average()
+for p in model.parameters():
+    if world > 1:
+        p.grad *= 0.25  # here
+optimizer.step()
+"""
+SMALLER = """
+loss_of(0).backward()
+average()
+if world > 1:
+    for p in model.parameters():
+        p.grad /= 8  # here
+optimizer.step()
+"""
+
+STRIDED = """
+import warnings
+from torch.distributed.nn.functional import all_gather
+
+warnings.simplefilter("ignore")
+
+hidden = model(x[0].chunk(world)[rank])
+scores = hidden @ torch.cat([part.T for part in all_gather(hidden)], 1)  # here
+scores.tanh().square().mean().backward()
+average()
+optimizer.step()
+"""
+FLAT = """
+whole = dict(model.named_parameters())
+flat = {name: p.detach().flatten().chunk(world)[rank].clone() if world > 1 else p.detach().clone()
+        for name, p in whole.items()}
+shards = {name: nn.Parameter(x) for name, x in flat.items()}
+decays, others = ([x for x in shards.values() if (x.dim() > 1) == decays] for decays in (True, False))
+groups = [{"params": decays, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+sharded = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.05)  # here
+for step in range(2):
+    model.zero_grad()
+    loss_of(step).backward()
+    average()
+    for name, p in whole.items():
+        shards[name].grad = p.grad.flatten().chunk(world)[rank].clone() if world > 1 else p.grad
+    sharded.step()
+    for name, p in whole.items():
+        pieces = [torch.empty_like(shards[name]) for _ in range(world)]
+        dist.all_gather(pieces, shards[name].detach())
+        p.data.copy_(torch.cat(pieces).view_as(p))
+"""
+
 
 class Case(NamedTuple):
     """text: of the program, after the head. what: is wrong first; cause: words of the report"""
@@ -136,6 +187,18 @@ CASES = {
     "added up after each microbatch": Case(AGAIN, "gradient", "is added up again after the next"),
     "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
     "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "what keeps these out"),
+    "a backward pass that gives gloo a transposed gradient": Case(
+        STRIDED,
+        "gradient",
+        "is given a tensor that is not contiguous, and gloo takes its elements as they are in memory",
+    ),
+    "flat shards, of which the rule for weight decay knows no dims": Case(
+        FLAT, "optimizer", "the weight decay is not what it is on one rank"
+    ),
+    "divided by the microbatches twice": Case(
+        TWICE, "gradient", "the script itself multiplies the gradients by this number"
+    ),
+    "divided by any number": Case(SMALLER, "gradient", "the script itself multiplies the gradients by this number"),
     "inside an autograd function": Case(INSIDE, "loss", "the inputs of this line are right and its result is wrong"),
 }
 
@@ -144,8 +207,29 @@ CASES = {
 def test_the_line_and_the_cause(name: str, tmp_path: Path):
     case, path = CASES[name], tmp_path / "train.py"
     path.write_text(HEAD + case.text)
-    first = same_model(path, ranks=2).first
-    assert first is not None and first.what == case.what, str(first)
+    report = same_model(path, ranks=2)
+    assert len(report.findings) == 1, str(report)  # each of them has one fault
+    first = report.findings[0]
+    assert first.what == case.what, str(first)
     line = (HEAD + case.text).split("# here")[0].count("\n") + 1
     assert first.where == f"train.py:{line}", str(first)
     assert case.cause in first.cause, str(first)
+
+
+@pytest.mark.parametrize("where", ["world > 1", "True"])
+def test_what_only_the_ranks_round_is_said(where: str, tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"""{HEAD}
+loss_of(0).backward()
+for p in model.parameters():
+    grad = p.grad.bfloat16() if {where} else p.grad.clone()
+    dist.all_reduce(grad)
+    p.grad.copy_(grad / world)
+optimizer.step()
+"""
+    )
+    report = same_model(path, ranks=2)
+    assert report.verdict == "same"
+    said = "in which the ranks compute or send and the reference does not" in " ".join(str(report).split())
+    assert said == (where != "True"), str(report)

@@ -1,10 +1,11 @@
-"""Lab 27's exercises: solutions pass, and the mistakes that people make get their hints."""
+"""The exercises of labs 27 and 28: solutions pass, and the mistakes that people make get their hints."""
 
 import numpy as np
 import pytest
+import torch
 
 import tplab.torch as tt
-from tplab.exercises.experts import check_average, check_rows_sent
+from tplab.exercises.experts import check_average, check_choose, check_rows_sent, check_update
 
 BOTH = ("dp", "ep")
 
@@ -139,3 +140,121 @@ def test_counts_that_are_right_by_accident(fn, words):
 def test_more_averages_that_are_wrong(fn, words):
     verdict = check_average(fn)
     assert not verdict.passed and words in verdict.text, verdict
+
+
+def update(bias, counts, rate):
+    return bias + rate * (counts.double().mean() - counts).sign()
+
+
+def by_where(bias, counts, rate):
+    mean = counts.sum() / len(counts)
+    return bias + rate * (counts < mean) - rate * (counts > mean)
+
+
+@pytest.mark.parametrize("fn", [update, by_where])
+def test_updates_that_are_right(fn):
+    assert check_update(fn).passed, check_update(fn)
+
+
+def _gap(counts):
+    return counts.double().mean() - counts
+
+
+def add_in_place(bias, counts, rate):
+    bias += rate * _gap(counts).sign()
+    return bias
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (lambda b, c, r: b - r * _gap(c).sign(), "chosen more still"),
+        (lambda b, c, r: b + r * _gap(c), "grows with the excess"),
+        (lambda b, c, r: b + r * _gap(c) / c.double().mean(), "grows with the relative excess"),
+        (lambda b, c, r: r * _gap(c).sign(), "only the change"),
+        (lambda b, c, r: b + r * (c.double().median() - c).sign(), "is wrong for counts"),
+        (lambda b, c, r: b + r * (np.median(c) - c).sign(), "not with the median"),
+        (lambda b, c, r: b + torch.where(_gap(c) >= 0, r, -r), "needs no change"),
+        (lambda b, c, r: b + torch.where(_gap(c) > 0, r, -r), "needs no change"),
+        (lambda b, c, r: b + r * (_gap(c) > 0), "must get a lower bias too"),
+        (lambda b, c, r: b - r * (_gap(c) < 0), "must get a higher bias too"),
+        (lambda b, c, r: b + r * (c == c.min()), "Only the expert with the smallest load"),
+        (lambda b, c, r: b + _gap(c).sign(), "the length of the step"),
+        (lambda b, c, r: b * (1 + r * _gap(c).sign()), "The bias is multiplied"),
+        (lambda b, c, r: (b + r * _gap(c).sign()).sum(), "of shape []"),
+        (add_in_place, "in place"),
+        (lambda b, c, r: print(end=""), "returns None"),
+        (lambda b, c, r: tt.balanced_bias(b, c, r), "`balanced_bias` does the work"),
+        (lambda b, c, r: b + 0.01 * _gap(c).sign(), "is wrong for counts [4, 4, 0, 11, 1]"),
+        (lambda b, c, r: b + r * (4 - c).sign(), "is wrong for counts [7, 1, 5, 40, 6, 1]"),
+    ],
+)
+def test_updates_that_are_wrong(fn, words):
+    verdict = check_update(fn)
+    assert verdict.passed is False and words in verdict.text, verdict
+
+
+def choose(scores, bias, k):
+    choices = (scores + bias).topk(k).indices
+    weights = scores.gather(1, choices)
+    return choices, weights / weights.sum(1, keepdim=True)
+
+
+def in_another_order(scores, bias, k):
+    choices, weights = choose(scores, bias, k)
+    return choices.flip(1), weights.flip(1)
+
+
+def in_numpy(scores, bias, k):
+    choices = np.argsort(-(scores.numpy() + bias.numpy()), 1)[:, :k]
+    weights = np.take_along_axis(scores.numpy(), choices, 1)
+    return choices, weights / weights.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("fn", [choose, in_another_order, in_numpy])
+def test_choices_that_are_right(fn):
+    assert check_choose(fn).passed, check_choose(fn)
+
+
+def _weighted(weights):
+    def fn(scores, bias, k):
+        choices = (scores + bias).topk(k).indices
+        return choices, weights(scores, bias, choices)
+
+    return fn
+
+
+def _share(x):
+    return x / x.sum(1, keepdim=True)
+
+
+def _chosen_by(order):
+    def fn(scores, bias, k):
+        choices = order(scores, bias).topk(k).indices
+        return choices, _share(scores.gather(1, choices))
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (_chosen_by(lambda s, b: s), "by the scores alone"),
+        (_chosen_by(lambda s, b: -s - b), "lowest sums"),
+        (_chosen_by(lambda s, b: s - b), "subtracts the bias"),
+        (_chosen_by(lambda s, b: s * b), "multiplies scores and bias"),
+        (_weighted(lambda s, b, c: _share((s + b).gather(1, c))), "The bias is in the weights. It only selects"),
+        (_weighted(lambda s, b, c: (s + b).gather(1, c)), "The bias is in the weights, and they do not add up"),
+        (_weighted(lambda s, b, c: s.gather(1, c)), "do not add up to 1"),
+        (_weighted(lambda s, b, c: _share(s).gather(1, c)), "over all experts"),
+        (_weighted(lambda s, b, c: s.gather(1, c).softmax(1)), "a softmax of the chosen scores"),
+        (_weighted(lambda s, b, c: torch.full(c.shape, 1 / c.shape[1])), "All weights are equal"),
+        (_weighted(lambda s, b, c: _share(s.gather(1, c).sort().values)), "weights wrongly"),
+        (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
+        (lambda s, b, k: choose(s, b, 1), "have shape [5, 1], and not [5, 2]"),
+        (lambda s, b, k: choose(s.add_(0.1), b, k), "in place"),
+    ],
+)
+def test_choices_that_are_wrong(fn, words):
+    verdict = check_choose(fn)
+    assert verdict.passed is False and words in verdict.text, verdict

@@ -141,7 +141,7 @@ def every_collective(x):
         results[axis, "scatter"] = scatter(mine, axis, size - 1)
         results[axis, "shift"] = ring_shift(mine, axis, -2)
         results[axis, "shapes"] = ring_shift(mine[:index], axis)
-        results[axis, "ppermute"] = ppermute(mine, axis, [(0, size - 1)])
+        results[axis, "ppermute"] = ppermute(mine, axis, [(0, size - 1)]), ppermute(mine, axis, [])
         barrier(axis)
     barrier()
     return results
@@ -203,6 +203,8 @@ def test_awkward_shapes():
         results += [all_reduce(nothing.t(), "tp", "max"), all_gather(torch.ones(i * LARGE), "tp")]
         results += [op(columns, "tp", 1) for op in (all_gather, reduce_scatter, all_to_all)]
         results += [gather(columns, "tp", 2, 1), scatter(columns, "tp", 2, 1), gather(torch.ones(i, 3), "tp", 1)]
+        nan = torch.arange(6.0).where(torch.arange(6) % 3 != i, torch.nan)  # which would come first or last on a ring
+        results += [op(nan, "tp", op=how) for op in (all_reduce, reduce_scatter, reduce) for how in ("max", "min")]
         results += [all_reduce(columns, "tp"), ring_shift(columns, "tp"), all_reduce(large[:, :4099], "tp", "mean")]
         return [*results, all_reduce(torch.view_as_complex(large[:, :2].contiguous()).conj(), "tp")]
 

@@ -26,6 +26,7 @@ from tplab.torch import (
     all_reduce,
     all_to_all,
     axis_index,
+    axis_size,
     barrier,
     ppermute,
     receive,
@@ -194,15 +195,22 @@ def test_a_message_that_nobody_takes():
 
 
 def takes_fewer_rows_than_come():
-    received = [1, 1 + axis_index("tp")]
+    received = [1 + axis_index("tp"), 1 + 2 * axis_index("tp")]
     return all_to_all(torch.arange(4.0), "tp", sizes=[1, 3], received=received)
 
 
-def test_rows_for_which_there_is_no_room():
-    for on in ("simulated", "processes"):
-        program = by_value(takes_fewer_rows_than_come) if on == "processes" else takes_fewer_rows_than_come
-        error = fails(program, Mesh(tp=2), CollectiveMismatchError, "what a rank has room for must be as large", on=on)
-        assert str(error).count("test_processes_faults.py:") == 2
+def takes_fewer_of_its_own_rows():
+    received = [2 - (place == axis_index("tp")) for place in range(axis_size("tp"))]
+    return all_to_all(torch.arange(2.0 * len(received)), "tp", sizes=[2 for _ in received], received=received)
+
+
+@pytest.mark.parametrize("on", ["simulated", "processes"])
+def test_rows_for_which_there_is_no_room(on):
+    own, others = takes_fewer_of_its_own_rows, takes_fewer_rows_than_come
+    for fn, ranks, lines in ((others, 2, 2), (own, 1, 1), (own, 2, 1)):
+        program = by_value(fn) if on == "processes" else fn
+        error = fails(program, Mesh(tp=ranks), CollectiveMismatchError, r"outputs of rank \d have sizes \[", on=on)
+        assert str(error).count("test_processes_faults.py:") == lines
 
 
 def by_value(fn):

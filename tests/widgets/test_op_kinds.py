@@ -19,9 +19,9 @@ from tplab.widgets.score.score import score
 @pytest.mark.parametrize(
     ("kind", "ops"),
     {
-        "product": "mm addmm addmm_ bmm baddbmm matmul dot_general mv linear _flash_attention",
+        "product": "mm addmm addmm_ bmm baddbmm matmul dot_general mv linear _flash_attention conv_general_dilated",
         "norm": "native_layer_norm _softmax _log_softmax rms_norm logsumexp",
-        "copy": "clone copy_ cat concatenate index_select embedding dynamic_slice _to_copy zeros_like",
+        "copy": "clone copy_ cat concatenate index_select embedding dynamic_slice _to_copy convert_element_type",
         "elementwise": "add gelu tanh mul silu max sum maximum command",
         "computing": "compute",
     }.items(),

@@ -90,6 +90,7 @@ def _forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
             repair = Repair(other, f"the {other} in place of the {sent.reduction} at {line}", line)
             yield Hypothesis(repair, cause, line)
             break
+    yield from facts.in_order(forward=True)
     yield from facts.in_its_place(line)
 
 

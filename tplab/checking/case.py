@@ -117,6 +117,7 @@ class Makers:
     def __init__(self, facts: Facts):
         self.backward = facts.line("backward")
         self.made = next((step.made for step in facts.mine if step.made), [])
+        self._theirs = {made for step in facts.theirs for made in step.made}
         others = [line for line, _ in self.made if line != self.backward]
         self.last = others[0] if others else self.backward
         self.first = others[-1] if others else self.backward
@@ -126,6 +127,10 @@ class Makers:
         """The lines that multiply by a number, and that number; that of the backward pass comes last."""
         known = [(line, by) for line, by in self.made if by is not None]
         return sorted(known, key=lambda at: at[0] == self.backward)
+
+    def is_of_both(self, line: str) -> bool:
+        """Whether the line multiplies by the same number in the reference."""
+        return bool(line) and all(made in self._theirs for made in self.made if made[0] == line)
 
     def scaling(self, factor: float) -> str:
         """The line that multiplies by this factor; "" if there is none."""

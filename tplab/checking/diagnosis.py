@@ -171,9 +171,9 @@ class Diagnosis:
 
     def _about_rounding(self) -> str:
         reference = self.facts.reference
-        text = (
-            f"{reference.dtype}: gradients off by up to {reference.floor:.2g} of their largest element count as equal"
-        )
+        of = ", in which the ranks compute or send and the reference does not" if reference.is_finer else ""
+        far = f"up to {reference.floor:.2g} of their largest element"
+        text = f"{reference.dtype}{of}: gradients off by {far} count as equal"
         if reference.again:
             text += (
                 f", as are those off by up to {TIMES} times what another order of summation, and another last digit of "

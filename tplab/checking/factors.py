@@ -28,7 +28,8 @@ class _Factors:
         facts, case = self.facts, self.case
         theirs = {at for step in facts.theirs for at in step.scaled}
         for line, by in facts.scaled:
-            if _is(by, factor) and not (case.is_all and case.made.scaling(factor)):
+            of_loss = case.made.scaling(factor) if case.is_all else ""
+            if _is(by, factor) and (not of_loss or ((line, by) not in theirs and case.made.is_of_both(of_loss))):
                 cause = (
                     "the script itself multiplies the gradients by this number between the backward pass and the "
                     "step, and they were right before that"
@@ -48,24 +49,32 @@ class _Factors:
             return
         for line, by in case.made.numbers if case.is_all else ():
             if _is(by, factor):
-                yield self._factor(line, by, 1.0, _FACTOR_OF_ALL[factor > 1], "loss")
+                yield self._factor(line, by, 1.0, *self._of_all(factor))
         yield from self._scaled_backward(factor)
         yield from self._scaled_sums(factor)
-        if case.is_all and self.case.batches > 1 and _is(factor * self.case.batches, 1):
-            cause = (
-                f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by the "
-                "script, and once by the schedule or the library that accumulates the gradients"
-            )
-            yield self._loss(1 / factor, cause, case.made.last, "microbatches")
+        if case.is_all and self._is_of_batches(factor):
+            cause, key = self._of_all(factor)
+            yield self._loss(1 / factor, cause, case.made.last, key)
         if case.is_all:
             yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
             for sent in self.case.reductions if factor < 1 else ():
                 words = f"multiplication by {plain(1 / factor)} after {sent.where}"
                 yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
             if not case.reduction and not case.is_split and facts.sizes.named(factor):
-                yield self._loss(1 / factor, _FACTOR_OF_ALL[factor > 1], case.made.last, "loss")
+                cause, key = self._of_all(factor)
+                yield self._loss(1 / factor, cause, case.made.last, key)
         else:
             yield from self._scaled_some(factor)
+
+    def _is_of_batches(self, factor: float) -> bool:
+        return self.case.batches > 1 and _is(factor * self.case.batches, 1)
+
+    def _of_all(self, factor: float) -> tuple[str, str]:
+        """The cause of a factor that all gradients have, and the key of its thread."""
+        if self._is_of_batches(factor) and not _is(factor * self.facts.num_ranks, 1):
+            cause = f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by "
+            return f"{cause}the script, and once more by what accumulates or scales the gradients", "microbatches"
+        return _FACTOR_OF_ALL[factor > 1], "loss"
 
     def _scaled_loss(self, factor: float) -> Iterator[Hypothesis]:
         """The loss is the same multiple."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.causes import Sizes
+from tplab.checking.causes import Sizes, thread
 from tplab.checking.gaps import gaps
 from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
@@ -107,6 +107,22 @@ class Facts:
             wrong = f"{words}{self._too_much(values)}"
             cause = f"in the forward pass, the inputs of this line are right and its result is wrong: {wrong}"
             found.append(Hypothesis(repair, cause, line))
+        return found
+
+    def in_order(self, *, forward: bool) -> list[Hypothesis]:
+        """Collectives that were given tensors that are not contiguous, in the reference too. forward: of that alone"""
+        found = []
+        strided = {(at, *about) for seen in self.ours for at, about in seen.strided.items()}
+        for line, op in sorted((at, op) for at, op, is_backward in strided if not forward or not is_backward):
+            words = f"{op} at {line} takes the elements of what it is given in the program's order"
+            cause = (
+                f"{op} at {line} is given a tensor that is not contiguous, and gloo takes its elements as they are in "
+                "memory, in another order than the program's (nccl refuses it): pass x.contiguous(). In a backward "
+                "pass it is a gradient that is not contiguous"
+            )
+            theirs = Repair("order", words, line, of_reference=True)
+            also = (theirs,) if any(line in seen.strided for seen in self.reference.seen) else ()
+            found.append(Hypothesis(Repair("order", words, line), cause, thread=thread("strided"), also=also))
         return found
 
     def _too_much(self, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:

@@ -35,6 +35,7 @@ class _Hypotheses:
         self.kind = case.first.kind
 
     def all(self) -> Iterator[Hypothesis]:
+        yield from self.facts.in_order(forward=False)
         yield from self._batch_norm()
         yield from self._clipped()
         yield from self._mixed()

@@ -137,6 +137,8 @@ class Seen:
     kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
                 dtypes that it rounds to on its way; "torch.compile", where the script calls it;
                 "FullyShardedDataParallel", "FSDPModule"
+    strided     lines of collectives that were given a tensor that is not contiguous: their names, and whether that was
+                in a backward pass
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -158,6 +160,7 @@ class Seen:
     members: set[tuple[int, ...]] = field(default_factory=set)
     has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
+    strided: dict[str, tuple[str, bool]] = field(default_factory=dict)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 
     @property

@@ -21,6 +21,11 @@ TIMES = 8
 another order, and weights and samples are off in their last digit."""
 
 
+def _coarsest(names: Collection[str]) -> str:
+    """The dtype of the largest rounding among them."""
+    return max(set(names) & set(EPSILON), key=list(EPSILON).index, default="float32")
+
+
 class Reference:
     """What the reference computed in each step, as whole tensors by name.
 
@@ -28,17 +33,16 @@ class Reference:
     again   of another run of it, which added up in another order, from weights that are off in their last digit; None
             without one
     kinds   of the ranks: among them the dtypes that autocast computes in, or gradients are sent in
+    dtype   the coarsest that either side computes or sends in; is_finer: the reference's own is finer
     """
 
     def __init__(self, seen: Sequence[Seen], again: Sequence[Seen] | None = None, kinds: Collection[str] = ()):
         self.seen, self.again = seen, again
         self.weights = _whole([one.weights for one in seen])
         self.order = list(dict.fromkeys([*seen[0].order, *reversed(self.weights)]))
-        kinds = {kind for one in seen for kind in one.kinds} | set(kinds)
-        dtypes = kinds & set(EPSILON) | {
-            piece.dtype for one in seen for piece in one.weights.values() if piece.dtype in EPSILON
-        }
-        self.dtype = max(dtypes, key=list(EPSILON).index, default="float32")
+        own = {kind for one in seen for kind in one.kinds} | {x.dtype for one in seen for x in one.weights.values()}
+        own, every = (_coarsest(names) for names in (own, own | set(kinds)))
+        self.dtype, self.is_finer = every, own != every
         self.floor = FLOOR.get(self.dtype, FLOOR["float32"])
         self._wholes: dict[tuple[str, int], dict] = {}
         self._largest: dict[int, float] = {}

@@ -16,7 +16,7 @@ MOST_TRIED = 6
 MOST_FAULTS = 3
 
 Kind = Literal[
-    "mean", "sum", "skip", "wait", "last",  # of the collective at `line`
+    "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
     "factor", "numbers", "keep", "late", "sync", "dual", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
     "weights", "settings", "states", "parameters", "buffers", "statistics", "put",
@@ -32,7 +32,7 @@ class Repair:
 
     kind      "mean", "sum": the collective at `line` combines so. "skip": the one of `times` that has the number `was`
               is left out of the backward pass there. "wait": it is waited for at once. "last": its first `times` calls
-              in a step are left out
+              in a step are left out. "order": it takes elements in the program's order, not in that of memory
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
               multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": it clips when
               gradients are averaged. "sync": gradients are synchronised whatever it says. "dual": gradients that come
@@ -71,13 +71,15 @@ class Repair:
 @dataclass(frozen=True)
 class Hypothesis:
     """What may be the cause of a fault: in words, at which line, and the repair that would prove it. also: what must be
-    changed with it."""
+    changed with it. is_partial: the repair does not reach all that the fault touches, so what is wrong after it may
+    follow from the fault."""
 
     repair: Repair
     cause: str
     where: str = ""
     thread: str = ""
     also: tuple[Repair, ...] = ()
+    is_partial: bool = False
 
 
 def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | None]) -> SameModel:
@@ -105,7 +107,7 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings
-                    if not _is_known(other, done) and not _is_logged(other, found)
+                    if not one.is_partial and not _is_known(other, done) and not _is_logged(other, found)
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)

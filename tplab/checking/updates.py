@@ -57,9 +57,12 @@ def settings(facts: Facts) -> Found:
             for _, mine, _ in facts.holders(name)
             if key in theirs.settings[name]
         }
-        repair = Repair("settings", f"the reference's {key} in each step", values=wanted)
+        stepped = {(rank, mine) for rank, step in enumerate(facts.mine) for mine in step.settings}
+        is_partial = not stepped <= facts.places.keys()
+        of = " of the parameters whose place in the reference is known" if is_partial else ""
+        repair = Repair("settings", f"the reference's {key}{of} in each step", values=wanted)
         yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
-                          hypotheses=[Hypothesis(repair, cause, line)])  # fmt: skip
+                          hypotheses=[Hypothesis(repair, cause, line, is_partial=is_partial)])  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 

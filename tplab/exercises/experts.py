@@ -1,4 +1,5 @@
-"""The exercises of lab 27: gradients of experts that are too large, and the rows that a dispatch sends."""
+"""The exercises of labs 27 and 28: gradients of experts that are too large, the rows that a dispatch sends, the rule
+that balances experts by a bias, and how a router uses that bias."""
 
 from __future__ import annotations
 
@@ -188,3 +189,126 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
             text = f" is wrong {where}." + (f"\n{more}" if more else "")
             refuse(text, beside("yours", found[None], leave[None]))
     return right(" is right: it counts what a dispatch sends, to the row.")
+
+
+# --- the bias that balances experts ----------------------------------------------------------------------------------
+
+LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
+    ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
+    ((0.5, -0.25, 0.0, 0.125, 1.0), (4, 4, 0, 11, 1), 0.5),  # the mean is 4, and the median too
+    ((0.25, -1.0, 2.0), (0, 0, 12), 0.001),
+    ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
+    ((0.3, 0.7), (5, 5), 0.1),
+)
+"""(bias, how often each expert was chosen, rate)."""
+
+
+@check(not_with=("balanced_bias",))
+def check_update(fn: Callable[..., Any]) -> Verdict:
+    """Whether fn(bias, counts, rate), in torch, is bias + rate * sign(mean(counts) - counts).
+
+    bias [E]   counts [E], whole numbers, of the whole batch   ->   the next bias [E]
+    """
+    import torch
+
+    for old, chosen, rate in LOADS:
+        where = f"for counts {list(chosen)}, bias {list(old)} and rate {rate}"
+        bias, counts = torch.tensor(old, dtype=torch.float64), torch.tensor(chosen)
+        with on(where):
+            got = fn(bias, counts, rate)
+        if bias.tolist() != list(old) or counts.tolist() != list(chosen):
+            refuse(f": {where} it changes its arguments in place. Return a new tensor.")
+        if got is None:
+            refuse(f": {where} it returns None. Return the next bias.")
+        found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
+        gap = loads.mean() - loads
+        step = rate * np.sign(gap)
+        if found.shape != before.shape:
+            refuse(f": {where} it returns something of shape {list(found.shape)}; the bias has {list(before.shape)}.")
+        if not np.allclose(found, before + step, rtol=0, atol=1e-9):
+            least = loads == loads.min()
+            known = {
+                "Experts that are chosen too often get a higher bias, so they are chosen more still.": before - step,
+                "The step grows with the excess. Only its direction counts: each step is as long as `rate`.": before
+                + rate * gap,
+                "The step grows with the relative excess. Only its direction counts.": before
+                + rate * gap / loads.mean(),
+                "This is only the change. Add it to the bias that there was.": step,
+                "Compare each expert with the mean load, not with the median.": before
+                + rate * np.sign(np.median(loads) - loads),
+                "An expert with exactly the mean load needs no change.": before + np.where(gap >= 0, rate, -rate),
+                "An expert whose load is exactly the mean needs no change.": before + np.where(gap > 0, rate, -rate),
+                "Experts that are chosen too often must get a lower bias too.": before + rate * (gap > 0),
+                "Experts that are chosen too rarely must get a higher bias too.": before - rate * (gap < 0),
+                "Only the expert with the smallest load changes. All experts below the mean need more.": before
+                + rate * least,
+                "The direction is right, and the length of the step is not `rate`.": before + np.sign(gap),
+                "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
+            }
+            more = hint(found, known)
+            refuse(
+                f" is wrong {where}." + (f"\n{more}" if more else ""), beside("yours", found[None], before + step[None])
+            )
+    return right(" is right: each expert moves by the same small step, towards the mean load.")
+
+
+SCORES: tuple[tuple[int, int, int], ...] = ((5, 4, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
+"""(tokens, experts, k)."""
+
+
+@check(not_with=("Router", "MixtureOfExperts"))
+def check_choose(fn: Callable[..., Any]) -> Verdict:
+    """Whether fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
+
+    scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1
+    """
+    import torch
+
+    for number, (tokens, experts, k) in enumerate(SCORES):
+        where = f"for {tokens} tokens, {experts} experts and k = {k}"
+        rng = np.random.default_rng(number)
+        scores, bias = rng.uniform(0.05, 0.95, (tokens, experts)), rng.normal(0, 0.6, experts)
+        given = torch.tensor(scores), torch.tensor(bias)
+        with on(where):
+            got = fn(*given, k)
+        if not (np.array_equal(given[0], scores) and np.array_equal(given[1], bias)):
+            refuse(f": {where} it changes its arguments in place. Make new tensors.")
+        if not (isinstance(got, tuple | list) and len(got) == 2):
+            refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
+        for name, one in zip(("choices", "weights"), got):
+            if tuple(np.shape(one)) != (tokens, k):
+                refuse(f": {where} its {name} have shape {list(np.shape(one))}, and not [{tokens}, {k}].")
+        choices, weights = np.asarray(got[0]), np.asarray(got[1], float)
+        order = np.argsort(choices, 1)
+        choices, weights = np.take_along_axis(choices, order, 1), np.take_along_axis(weights, order, 1)
+
+        def best(of: np.ndarray, k: int = k) -> np.ndarray:
+            return np.sort(np.argsort(-of, 1)[:, :k], 1)
+
+        want = best(scores + bias)
+        if not np.array_equal(choices, want):
+            known = {
+                "It chooses by the scores alone. The bias decides which experts are chosen.": best(scores),
+                "It chooses the experts with the lowest sums.": best(-scores - bias),
+                "It subtracts the bias. A higher bias makes an expert be chosen more often.": best(scores - bias),
+                "It multiplies scores and bias. Add the bias.": best(scores * bias),
+            }
+            more = hint(choices, known)
+            refuse(f" chooses wrong experts {where}." + (f"\n{more}" if more else ""), beside("yours", choices, want))
+        of = np.take_along_axis(scores, want, 1)
+        share, biased = of / of.sum(1, keepdims=True), of + bias[want]
+        if not np.allclose(weights, share, rtol=0, atol=1e-6):
+            known = {
+                "The bias is in the weights. It only selects: weights come from the scores alone.": biased
+                / biased.sum(1, keepdims=True),
+                "The bias is in the weights, and they do not add up to 1 for each token.": biased,
+                "The weights do not add up to 1 for each token.": of,
+                "The scores are divided by the sum over all experts, and not over those that were chosen.": of
+                / scores.sum(1, keepdims=True),
+                "This is a softmax of the chosen scores. Divide them by their sum.": np.exp(of)
+                / np.exp(of).sum(1, keepdims=True),
+                "All weights are equal. An expert with a higher score counts for more.": np.full_like(of, 1 / k),
+            }
+            more = hint(weights, known, slack=1e-6)
+            refuse(f" weights wrongly {where}." + (f"\n{more}" if more else ""), beside("yours", weights, share))
+    return right(" is right: the bias selects, and the scores alone weight.")

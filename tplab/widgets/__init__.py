@@ -4,6 +4,7 @@
     timeline(trace)               where the time of every rank goes; with predicted=, how a schedule ran, drawn over
                                   its prediction
     memory_timeline(run.memory)   what each rank holds in memory over time, by kind
+    experts(trace)                a layer of experts: which rows travel where, what each expert computes, who waits
     tiles(layouts)                attention over a ring of ranks: who computes which scores when, and what is skipped
     gantt(run)                    a pipeline schedule as simulated, and what each rank holds in memory
     pipeline_lab()                the same, with controls for every number
@@ -28,12 +29,13 @@ Each of these is a widget; without a running kernel, it is a picture and a sente
 
 Each module here is one of them. Their parts are in packages: score/ (a trace, laid out), schedule/ (a pipeline
 schedule), layouts/ (plans and what they take), stacks/ (areas on top of each other), attention/ (scores as tiles),
-tensors/ (pieces on ranks), paper/ (shared by all) and static/ (their JavaScript).
+mixture/ (a layer of experts), tensors/ (pieces on ranks), paper/ (shared by all) and static/ (their JavaScript).
 """
 
 from tplab.units import bytes_text
 from tplab.widgets.animate import Animation, animate
 from tplab.widgets.curves import curves
+from tplab.widgets.experts import Experts, experts
 from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.knob import Bars, Row, knob
 from tplab.widgets.layout_lab import LayoutLab, layout_lab
@@ -52,6 +54,7 @@ __all__ = [
     "Animation",
     "Bars",
     "Dot",
+    "Experts",
     "Gantt",
     "LayoutLab",
     "LossCurve",
@@ -64,6 +67,7 @@ __all__ = [
     "animate",
     "bytes_text",
     "curves",
+    "experts",
     "gantt",
     "knob",
     "layout_lab",

@@ -56,7 +56,7 @@ class Tiles(Card):
             "about": mask_text(self.of.panels[0].mask).rstrip(","),
             "sentence": self.sentence,
             "note": drawing.AXES,
-            "ranks": self.of.num_ranks,
+            "period": self.of.num_ranks,
             "says": [self.of.says(step) for step in range(self.of.num_steps + 1)],
             "times": self.of.times,
         }

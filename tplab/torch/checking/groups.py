@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tplab.torch.checking.watched import Watched
 from tplab.torch.data.parallel import DataParallel
+from tplab.torch.distributed import asked
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.work import Taken
+from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -34,6 +36,16 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
 
     with rank.calls(SimulatedRank):
         return rank.mending.collective(run, call, put, take, Taken)
+
+
+def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:
+    """What gloo takes of a tensor: elements in the order of memory, which may be another one."""
+    taken = original(op, x, elementwise)
+    if taken is x or elementwise or rank.is_looking:
+        return taken
+    line = rank.line()
+    rank.seen.strided[line] = op, graph_task() != -1
+    return x if rank.mending.keeps_order(line) else taken
 
 
 def _of_tplab(
@@ -84,6 +96,7 @@ def require_sync(
 
 GROUPS: Sequence[StandIn] = (
     (Group, "_run", _collective),
+    (asked, "in_memory", _in_memory),
     (Group, "__init__", _join),
     (SimulatedRank, "do", _of_tplab),
     (SimulatedRank, "begin", _of_tplab),

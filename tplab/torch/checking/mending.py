@@ -127,6 +127,10 @@ class Mending:
                 return x.clone()
         return run(x)
 
+    def keeps_order(self, line: str) -> bool:
+        """Whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
+        return any(self._of("order", line=line))
+
     def _is_turn(self, one: Repair) -> bool:
         """Whether a sum in the backward pass is the one to leave out."""
         return graph_task() != -1 and self._turn(one.line) % one.times == one.was

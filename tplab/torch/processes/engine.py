@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tplab.comm import EXTREMES
 from tplab.torch.private import at_once
 from tplab.torch.processes.frames import bytes_of
 from tplab.torch.ranks import outcomes
@@ -28,6 +29,9 @@ _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, 
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 """The types that both engines add up."""
+
+_ORDERS = tuple(dtype for dtype in _ADDS if not dtype.is_floating_point)
+"""Those of which both find the extreme: of fractions they would lose a NaN, depending on the order of ranks."""
 
 Shapes = list[tuple[int, ...]]
 
@@ -92,7 +96,7 @@ class Engine:
             backend.alltoall_base(taken, put, [], []).wait()
             parts = [row.view(x.dtype).view(pieces[0].shape) for row in taken.chunk(num_ranks)]
             return outcomes.joined(parts, join_dim)
-        elif op in _REDUCES and x.dtype in _ADDS:
+        elif op in _REDUCES and x.dtype in (_ORDERS if call.reduction in EXTREMES else _ADDS):
             result = _reduced(backend, call, x)
             return result.div_(len(shapes)) if call.reduction == "mean" else result
         else:  # no engine has it

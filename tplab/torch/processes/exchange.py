@@ -17,7 +17,7 @@ from tplab.mesh import Mesh
 from tplab.torch.private import backend_of
 from tplab.torch.processes import frames
 from tplab.torch.processes.engine import POISON_TAG, Engine, break_off
-from tplab.torch.processes.frames import Header
+from tplab.torch.processes.frames import Header, Side
 from tplab.torch.ranks.rank import Pair
 
 _UNWATCHED_SENDS = 512
@@ -102,14 +102,14 @@ class Flight:
     def missing(self) -> tuple[int, ...]:
         return tuple(self.frames)
 
-    def finish(self, check: Callable[[Header], None]) -> dict[int, Header]:
-        """Wait for all of them, and return what they say, by rank. `check` may refuse a header."""
+    def finish(self, check: Callable[[Side], None]) -> dict[int, Header]:
+        """Wait for all of them, and return what they say, by rank. `check` may refuse a side."""
         arrived = {}
         for source, (frame, work) in list(self.frames.items()):
             self._exchange.wait(work)
             arrived[source] = frames.decode(frame)
             del self.frames[source]
-            check(arrived[source])
+            check(arrived[source].side)
         return arrived
 
 

@@ -44,11 +44,12 @@ class Side(NamedTuple):
     splits: tuple[int, ...] = ()
 
     def agrees(self, other: Side) -> bool:
-        return self.key[0] in MESSAGES or self._signature == other._signature
+        mine, its = ((one.key, one.dtype, one.fixed_shape) for one in (self, other))
+        return self.key[0] in MESSAGES or mine == its
 
     @property
-    def _signature(self) -> tuple[Any, ...]:
-        return self.key, self.dtype, self.fixed_shape
+    def text(self) -> str:
+        return texts.side_text(self.key, self.dtype, self.shape, self.where)
 
 
 def side_of(call: Call, x: Tensor, rank: int, lines: Lines) -> Side:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from threading import Event, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import no_dispatch, phase
 from tplab.torch.processes.exchange import Flight
 from tplab.torch.processes.frames import Header, Side, bytes_of
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
-from tplab.torch.ranks import outcomes
+from tplab.torch.ranks import outcomes, texts
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.trace.journal import Group, Met, Sent, Taken
@@ -113,23 +113,21 @@ class ProcessPending(Pending):
         self.note(result, arrival)
         return result
 
-    def check(self, header: Header) -> None:
+    def check(self, other: Side) -> None:
         """Raise CollectiveMismatchError where another rank is in another collective."""
-        if not header.side.agrees(self.side):
-            self.rank.verdict = mismatch(self.group, self.number, [self.side, header.side])
+        if not other.agrees(self.side):
+            self.rank.verdict = mismatch(self.group, self.number, [self.side, other])
             raise self.rank.verdict
-        place, other = self.call.place, header.side
-        if self.call.takes is None or not other.splits or other.rank not in place.group:
+
+    def check_room(self, sides: Sequence[Side]) -> None:
+        """Raise CollectiveMismatchError where the ranks, in the order of positions, send what has no room here."""
+        if not self.call.takes:
             return
-        room, sent = self.call.takes[place.group.index(other.rank)], other.splits[place.index]
-        if room != sent:
-            self.rank.verdict = CollectiveMismatchError(
-                f"{self.call.op} over {place.label!r}: rank {self.side.rank} has room for a piece of size {room} "
-                f"from rank {other.rank}, which sends one of size {sent}:\n"
-                + "".join(f"  rank {side.rank}: {self.call} at {side.where}\n" for side in (self.side, other))
-                + "what a rank has room for must be as large as what is sent to it"
-            )
-            raise self.rank.verdict
+        index = self.call.place.index
+        error = texts.no_room(self.call, index, [side.splits[index] for side in sides], lambda at: sides[at].text)
+        if error is not None:
+            self.rank.verdict = error
+            raise error
 
     def keep(self, x: Tensor) -> Tensor:
         """The values of x as they are now, in one block of memory from which they can be sent."""
@@ -145,6 +143,7 @@ class Alone(ProcessPending):
 
     def depart(self, x: Tensor) -> None:
         if self.call.peers is None:
+            self.check_room([self.side])
             self._kept = outcomes.results(self.call, [outcomes.own(x)])[0]
         else:
             self._kept = outcomes.own(x)
@@ -257,6 +256,7 @@ class Together(ProcessPending):
         assert self.flight is not None
         headers = {self.rank.rank: self.header, **self.flight.finish(self.check)}
         self.headers = [headers[rank] for rank in self.group]
+        self.check_room([header.side for header in self.headers])
         self.hop = max(header.hops for header in self.headers)
         self.begun, engine = time.perf_counter(), self.rank.engine
         try:

@@ -64,7 +64,7 @@ class ProcessRank(RecordedRank):
         self._begun[group] = number + 1
         self._last_sides.append((group, number, side))
         kind = Message if call.peers else Together
-        if len(group) == 1 or call.peers == (self.rank, self.rank):
+        if call.peers == (self.rank, self.rank) or (len(group) == 1 and kind is Together):
             kind = Alone
         pending = kind(self, call, side, number, self._tags.of(group, number), now)
         between_gpus = kind is Message and x.is_cuda and self.engine.carries(call, x)

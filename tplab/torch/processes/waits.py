@@ -90,8 +90,8 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> T
 
 def mismatch(group: Group, number: int, sides: Sequence[Side]) -> TplabError:
     """The error for ranks whose collectives number `number` over `group` differ."""
-    said = [(side.rank, texts.side_text(side.key, side.dtype, side.shape, side.where)) for side in sides]
-    return _behind(sides, texts.mismatch(number, sides[0].key[1], group, said))
+    said = texts.mismatch(number, sides[0].key[1], group, [(side.rank, side.text) for side in sides])
+    return _behind(sides, said)
 
 
 def _behind(sides: Iterable[Side], error: TplabError) -> TplabError:

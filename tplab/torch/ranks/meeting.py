@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from tplab.cost import collectives as cost
+from tplab.errors import CollectiveMismatchError
 from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
-from tplab.torch.ranks.texts import side_text
+from tplab.torch.ranks.texts import no_room, side_text
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
 from tplab.trace.label import Label, of_all
@@ -165,27 +166,13 @@ class Meeting:
         return [rank for index, rank in enumerate(ranks) if index not in self.sites]
 
 
-def unfit(meeting: Meeting) -> str | None:
-    """What is wrong if a member has room for pieces of other sizes than it gets; None if everything fits."""
-    sites = meeting.sites
+def unfit(meeting: Meeting) -> CollectiveMismatchError | None:
+    """The error if a member has room for pieces of other sizes than it gets; None if everything fits."""
+    sites, given = meeting.sites, sorted(meeting.inputs.items())
     for index, site in sites.items():
-        takes = site.call.takes
-        if not takes:
-            continue
-        sent = [
-            meeting.inputs[other].numel() if (splits := sites[other].call.splits) is None else splits[index]
-            for other in range(len(sites))
-        ]
-        if list(takes) == sent:
-            continue
-        other = next(other for other in range(len(sites)) if takes[other] != sent[other])
-        ranks = site.group.ranks
-        sides = [f"  rank {ranks[at]}: {sites[at]}" for at in sorted({index, other})]
-        return (
-            f"{site.call.op} over {site.call.place.label!r}: the outputs of rank {ranks[index]} have sizes "
-            f"{list(takes)}, one for each rank, but the ranks send it {sent}:\n" + "\n".join(sides) + "\n"
-            "what a rank has room for must be as large as what is sent to it"
-        )
+        sent = [x.numel() if (splits := sites[at].call.splits) is None else splits[index] for at, x in given]
+        if (error := no_room(site.call, index, sent, lambda at: str(sites[at]))) is not None:
+            return error
     return None
 
 

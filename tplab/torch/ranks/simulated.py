@@ -163,8 +163,7 @@ class SimulatedRank(WaitingRank):
             meeting.entries[site.index] = self.log.add(self.lane, ISSUE, meeting.log_number, site.log_form)
         if len(meeting.inputs) < len(ranks):
             return
-        if call.takes is not None and (text := unfit(meeting)) is not None:
-            error = CollectiveMismatchError(text)
+        if call.takes is not None and (error := unfit(meeting)) is not None:
             self.seat.turns.fail(error)  # the run ends with it, even if the program goes on
             raise error
         since = time.perf_counter()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
-from tplab.torch.ranks.rank import MESSAGES, call_text
+from tplab.torch.ranks.rank import MESSAGES, Call, call_text
 from tplab.units import ranks_text
 
 CallKey = tuple[str, str, tuple[Any, ...]]
@@ -89,6 +89,21 @@ def unmet(
     return CollectiveMismatchError(
         f"collective number {number + 1}{about} which {called}:\n  {ranks_text(absent)} returned without calling it\n"
         f"{_THE_SAME}"
+    )
+
+
+def no_room(call: Call, index: int, sent: Sequence[int], said: Callable[[int], str]) -> CollectiveMismatchError | None:
+    """The error where the rank at `index` has room for pieces of other sizes than are `sent` to it, one from each
+    position. `said` gives a position's `side_text`."""
+    takes, place = call.takes or (), call.place
+    wrong = [at for at, sizes in enumerate(zip(takes, sent, strict=False)) if len({*sizes}) > 1]
+    if not wrong:
+        return None
+    sides = "\n".join(f"  rank {place.group[at]}: {said(at)}" for at in sorted({index, wrong[0]}))
+    return CollectiveMismatchError(
+        f"{call.op} over {place.label!r}: the outputs of rank {place.group[index]} have sizes {list(takes)}, one for "
+        f"each rank, but the ranks send it {[*sent]}:\n{sides}\n"
+        "what a rank has room for must be as large as what is sent to it"
     )
 
 

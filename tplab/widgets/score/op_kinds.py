@@ -6,7 +6,9 @@ import re
 
 KINDS = ("product", "norm", "elementwise", "copy", "computing")
 
-_PRODUCTS = re.compile(r"(add|badd)?b?(mm|mv)_?|matmul|linear|dot(_general)?|einsum|conv\w*|.*attention.*|.*matmul.*")
+_PRODUCTS = re.compile(
+    r"(add|badd)?b?(mm|mv)_?|matmul|linear|dot(_general)?|einsum|conv(?!ert)\w*|.*attention.*|.*matmul.*"
+)
 _NORMS = re.compile(r".*norm.*|.*softmax.*|logsumexp|var(_mean)?|mean|rsqrt")
 _COPIES = re.compile(
     r"clone|copy_?|cat|concatenate|stack|split|slice|dynamic_(update_)?slice|gather|index(_select|_put_?)?|embedding|"

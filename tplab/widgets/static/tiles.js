@@ -1,4 +1,5 @@
-// The scores of attention over a ring as tiles, at every position of a playhead, and the timeline of a run below them.
+// Pictures at every position of a playhead, and the timeline of a run below them. After `period` steps they are the same
+// pictures again: those of another pass.
 import { card, followTheme, el, hint } from "./shell.js";
 import { timeText } from "./units.js";
 import { positionAt, timeAt } from "./score.js";
@@ -14,14 +15,14 @@ async function render({ model, el: host }) {
   const paintLegend = drawLegend(root, data, data.note);
   const row = el("div.tpl-tiles", { style: `grid-template-columns:repeat(auto-fit,minmax(min(100%,${Math.min(data.tables[0].width, 270)}px),1fr))` });
   root.append(row);
-  const tip = hint(root), passOf = (position) => Math.floor(Math.max(Math.ceil(position - 1e-9) - 1, 0) / data.ranks);
+  const tip = hint(root), passOf = (position) => Math.floor(Math.max(Math.ceil(position - 1e-9) - 1, 0) / data.period);
   let player = null;
   const over = (event, rows) => (event && rows ? tip.show(event, rows) : tip.hide());
-  const press = (step) => player.seek(step + passOf(player.position) * data.ranks);
+  const press = (step) => player.seek(step + passOf(player.position) * data.period);
   const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over, press }));
   const lanes = score && new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(data, time)) });
   const draw = (position) => {
-    for (const panel of panels) panel.draw(position - passOf(position) * data.ranks);
+    for (const panel of panels) panel.draw(position - passOf(position) * data.period);
   };
   player = new Player(root, model, {
     steps: data.says.length - 1,

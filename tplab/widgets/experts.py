@@ -1,0 +1,79 @@
+"""`experts(trace)`: shows which rows travel to which experts, what each of them computes, and which ranks wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import traitlets
+
+from tplab.trace.trace import Trace
+from tplab.widgets.mixture import drawing, words
+from tplab.widgets.mixture.reading import Layer, layers_of
+from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.still import still
+from tplab.widgets.paper.wire import pack
+
+TITLE = "Experts on ranks"
+
+
+class Experts(Card):
+    """The card that `experts` makes. `step` is where the playhead is: each layer has one step for each exchange of its
+    dispatch, one for its experts, and one for each exchange of its combine. `layers` was read from the trace."""
+
+    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
+    _css = style()
+    scene = traitlets.Bytes().tag(sync=True)
+    score = traitlets.Bytes().tag(sync=True)
+    step = Step().tag(sync=True)
+
+    def __init__(self, layers: list[Layer], about: str, unit: str, step: float = 0):
+        self.layers, self.about, self.sentence = layers, about, words.sentence(layers, unit)
+        self.drawn = drawing.draw(layers, unit)
+        self.drawn.narrow, self.drawn.label = drawing.draw(layers, unit, drawing.NARROW), self.sentence
+        says = [("before the first step", "each rank has its own tokens, and the router has chosen their experts")]
+        for number, layer in enumerate(layers, 1):
+            name = f"layer {number} of {len(layers)}" if len(layers) > 1 else ""
+            says += [words.says(layer, step, unit, name) for step in range(1, layer.num_steps + 1)]
+        self.says = says
+        header, columns = packed([self.drawn], drawing.LEGEND)
+        header |= {"title": TITLE, "about": about, "sentence": self.sentence, "note": "", "times": []}
+        super().__init__(scene=pack({**header, "says": says, "period": self.num_steps}, columns), score=b"", step=step)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(layer.num_steps for layer in self.layers)
+
+    def picture(self) -> bytes:
+        """The picture at `step`; before the first step little is there, so it is that of the first layer's end."""
+        step = self.step or self.layers[0].num_steps
+        return still(TITLE, self.sentence, [self.drawn], step, about=self.about, legend=drawing.LEGEND)
+
+
+def experts(
+    trace: Trace, choices: Any | Sequence[Any] | None = None, *, experts: int | None = None, step: float = 0
+) -> Experts:
+    """Show a layer of experts that ran: the rows that went from each rank to each other one and back, what each expert
+    computed, and how long each rank sent, computed and waited.
+
+        def program(x):
+            y, routed = tt.MixtureOfExperts(64, 128, Routing(8, 2), "ep")(x)
+            return y, routed.choices
+
+        out = tt.run(program, Mesh(ep=4), x, in_specs=P("ep"), out_specs=P("ep"), cluster="h100")
+        experts(out.trace, out.value[1])
+
+    trace     of a run with a cluster. All layers that rank 0 takes part in are shown, each after the one before. Their
+              backward passes send the same rows again, and are not shown
+    choices   what the router chose, [tokens of all ranks, k], or one such table for each layer: with it, an expert says
+              which tokens it has. A trace keeps the values of messages with up to 64 numbers, and needs it otherwise
+    experts   how many there are; needed where the trace does not say it, as in programs that compute in other ways than
+              the layers of tplab. Expert e is on rank e // (E / R) of R
+    step      where the playhead starts
+    Raises TraceError if there is no such layer, and ShapeError if choices do not send the rows that travelled.
+    """
+    layers = layers_of(trace, choices, experts)
+    about = f"{trace.clock} time{f' on {trace.place}' if trace.cluster else ''}"
+    return Experts(layers, about, trace.unit, step)

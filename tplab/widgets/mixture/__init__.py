@@ -1,0 +1,1 @@
+"""What `experts` draws: a layer of experts, read from a trace."""

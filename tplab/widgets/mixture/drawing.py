@@ -1,0 +1,267 @@
+"""The picture of `experts`: rows that travel between ranks, what each expert computes, and who waits.
+
+From left to right: each rank's tokens; ribbons for the rows that go to each rank, as wide as there are rows; a bar for
+each expert, as long as it has rows to compute; and the time of each rank. A layer of L levels has 2 L + 1 steps of the
+playhead: the exchanges, the experts, and the exchanges back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from tplab.units import bytes_text, count_text, time_text
+from tplab.widgets.mixture.reading import Layer, Level
+from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.paper.scene import Key, Rows, Scene
+
+WAITS = mix(DIM, 0.5)
+LEGEND = (
+    Key("rows, in the colour of the rank that they come from", mix(hue(0), 0.55)),
+    Key("an equal share", edge=INK, sign="dashes"),
+    Key("sending", mix(WORK, 0.42)),
+    Key("computing", WORK),
+    Key("waiting for other ranks", SOFT, WAITS, "hatch"),
+)
+WIDE, NARROW = 900.0, 430.0
+_TOP, _GAP, _BLOCK, _BOTTOM = 36.0, 12.0, 11.0, 22.0
+_SAMPLES = np.linspace(0, 1, 13)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are, in pixels: the left sides of tokens, ribbons, experts and times, and the rows of ranks."""
+
+    width: float
+    ranks: int
+    here: int
+
+    @property
+    def is_wide(self) -> bool:
+        return self.width == WIDE
+
+    @property
+    def label(self) -> float:
+        return 52.0 if self.is_wide else 22.0
+
+    @property
+    def experts(self) -> float:
+        return self.label + (330.0 if self.is_wide else 150.0)
+
+    @property
+    def times(self) -> float:
+        return self.width - (270.0 if self.is_wide else 130.0)
+
+    @property
+    def expert(self) -> float:
+        """The height of an expert."""
+        return float(np.clip(380 / (self.ranks * self.here), 5, 18))
+
+    @property
+    def rank(self) -> float:
+        return max(self.here * self.expert, 22.0)
+
+    @property
+    def height(self) -> float:
+        return _TOP + self.ranks * (self.rank + _GAP) + _BOTTOM
+
+    def top(self, rank: int) -> float:
+        return _TOP + rank * (self.rank + _GAP)
+
+
+def draw(layers: Sequence[Layer], unit: str, width: float = WIDE) -> Scene:
+    first = layers[0]
+    place = Place(width, len(first.ranks), first.here)
+    sheet = Scene(width, place.height)
+    sheet.text(0, 12, "tokens of", size=10.5, fill=DIM, anchor="lm")
+    sheet.text(place.experts + 22, 12, "rows of each expert", size=10.5, fill=DIM, anchor="lm")
+    sheet.text(place.times, 12, "time of each rank", size=10.5, fill=DIM, anchor="lm")
+    for number, rank in enumerate(first.ranks):
+        middle = place.top(number) + place.rank / 2
+        sheet.text(0, middle, f"rank {rank}" if place.is_wide else str(rank), size=11, bold=True, anchor="lm")
+    most, slowest, step = max(int(layer.loads.sum(0).max()) for layer in layers), _slowest(layers), 0
+    for number, layer in enumerate(layers):
+        whole = (step if number else -inf, step + layer.num_steps if number + 1 < len(layers) else inf)
+        _Drawing(sheet, place, layer, whole, step, unit).draw(most, slowest)
+        step += layer.num_steps
+    return sheet
+
+
+def _slowest(layers: Sequence[Layer]) -> float:
+    return max(spent.end - spent.begin for layer in layers for spent in layer.spent)
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """One layer: it is there during `whole`, and begins at a step."""
+
+    sheet: Scene
+    place: Place
+    layer: Layer
+    whole: tuple[float, float]
+    step: int
+    unit: str
+
+    def draw(self, most: int, slowest: float) -> None:
+        count = len(self.layer.levels)
+        edges = np.linspace(self.place.label, self.place.experts, count + 1).tolist()
+        tallest = max(int(max(level.pairs.sum(0).max(), level.pairs.sum(1).max())) for level in self.layer.levels)
+        per_row = self.place.rank / max(tallest, 1)
+        for number, level in enumerate(self.layer.levels):
+            self._exchange(level, number, edges[number], edges[number + 1], per_row)
+        self._experts(most)
+        self._times(slowest)
+
+    def _exchange(self, level: Level, number: int, left: float, right: float, per_row: float) -> None:
+        """Ribbons from the ranks' blocks on the left to those on the right, and rows that travel along them."""
+        sheet, (begin, end), there = self.sheet, self.whole, self.step + number
+        back = self.step + self.layer.num_steps - 1 - number
+        left, right = left + 2, right - 4 - _BLOCK
+        for source, target in zip(*level.pairs.nonzero()):
+            rows, colour = int(level.pairs[source, target]), hue(int(source))
+            above = [level.pairs[source, :target].sum(), level.pairs[:source, target].sum()]
+            size = rows * per_row
+            y, to = (self.place.top(rank) + float(n) * per_row for rank, n in zip((int(source), int(target)), above))
+            xs = left + _BLOCK + (right - left - _BLOCK) * _SAMPLES
+            ys = y + (to - y) * (3 * _SAMPLES**2 - 2 * _SAMPLES**3)
+            edge = list(zip(xs.tolist(), ys.tolist()))
+            ribbon = [*edge, *[(x, down + size) for x, down in reversed(edge)]]
+            for first, last, share in ((begin, there, 0.06), (there, there + 1, 0.42), (there + 1, back, 0.16),
+                                       (back, back + 1, 0.42), (back + 1, end, 0.16)):  # fmt: skip
+                if first < last:
+                    with sheet.during(first, last):
+                        sheet.area(ribbon, mix(colour, share))
+            for first, way in ((there, edge), (back, edge[::-1])):
+                stops = [(first + at, x, down) for at, (x, down) in zip(_SAMPLES.tolist(), way)]
+                with sheet.during(first, first + 1 - 1e-4), sheet.moving(stops):
+                    sheet.box(-4, 0, 8, max(size, 1.5), fill=colour, radius=2)
+            with sheet.during(begin, end), sheet.about(self._about_rows(level, int(source), int(target))):
+                sheet.box(left, y, _BLOCK, max(size, 1), fill=colour, edge=PAPER, line=0.5)
+                sheet.box(right, to, _BLOCK, max(size, 1), fill=mix(colour, 0.55), edge=colour, line=0.5)
+        with sheet.during(begin, end):
+            if len(self.layer.levels) > 1 or not self.place.is_wide:
+                text = f"along {level.axis}" if self.place.is_wide else ""
+            else:
+                text = f"dispatch along {level.axis}"
+            sheet.text((left + right) / 2 + 4, 12, text, size=10.5, fill=DIM)
+
+    def _about_rows(self, level: Level, source: int, target: int) -> Rows:
+        layer, rows = self.layer, int(level.pairs[source, target])
+        what = "slot" if level.is_padded else "row"
+        leave = int(level.pairs[source].sum() - level.pairs[source, source])
+        if source == target:
+            return [("", f"{_many(rows, what)} of rank {layer.ranks[source]} stay here"), ("sent", "nothing")]
+        each = level.there[source].bytes // leave
+        said = [
+            ("", f"rank {layer.ranks[source]} to rank {layer.ranks[target]}, along {level.axis}"),
+            ("sent", f"{_many(rows, what)} of {each:,} B: {rows * each:,} B, and the same back"),
+        ]
+        return [*said, ("room", "in a slot there may be a row")] if level.is_padded else said
+
+    def _experts(self, most: int) -> None:
+        """A bar for each expert, made of what each rank's tokens give it to compute."""
+        sheet, place, layer, (begin, end) = self.sheet, self.place, self.layer, self.whole
+        left, step = place.experts + 22, self.step + len(layer.levels)
+        per_row = (place.times - left - 42) / max(most, 1)
+        longest = max(spent.computing for spent in layer.spent) or 1
+        with sheet.during(begin, end):
+            share = left + layer.loads.sum() / layer.loads.shape[1] * per_row
+            for y in np.arange(_TOP - 4, place.height - _BOTTOM, 7).tolist():
+                sheet.line([(share, y), (share, y + 4)], INK, 1)
+        for expert, loads in enumerate(layer.loads.T.tolist()):
+            rank, total = expert // layer.here, sum(loads)
+            y = place.top(rank) + expert % layer.here * place.expert
+            first = layer.loads[:, rank * layer.here : expert + 1].sum() / max(layer.of_ranks[rank], 1)
+            done = step + max(0.02, first * layer.spent[rank].computing / longest) - 1e-4
+            with sheet.during(begin, end):
+                if place.expert > 9:
+                    sheet.text(left - 5, y + place.expert / 2, f"E{expert}", size=9, fill=DIM, anchor="rm")
+                with sheet.about(self._about_expert(expert)):
+                    sheet.box(left, y, place.times - left - 8, place.expert)
+                if place.expert > 9:
+                    size = left + total * per_row + 4
+                    sheet.text(
+                        size, y + place.expert / 2, f"{total}", size=9.5, fill=INK if total else DIM, anchor="lm"
+                    )
+            x = left
+            for source, rows in enumerate(loads):
+                box = (x, y + 1, rows * per_row, place.expert - 2)
+                for (start, stop), look in (((begin, done), 0.1), ((done, end), 0.7)):
+                    with sheet.during(start, stop):
+                        if rows:
+                            sheet.box(*box, fill=mix(hue(source), look), edge=mix(hue(source), 0.55), line=0.6)
+                x += rows * per_row
+
+    def _about_expert(self, expert: int) -> Rows:
+        layer, loads = self.layer, self.layer.loads[:, expert].tolist()
+        total, whole = sum(loads), int(layer.loads.sum())
+        said = [
+            ("", f"expert {expert}, on rank {layer.ranks[expert // layer.here]}"),
+            ("computes", f"{_many(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
+        ]
+        for source, rows in enumerate(loads):
+            if rows:
+                of = layer.tokens[source][expert][:6] if layer.tokens else ()
+                tokens = (
+                    f": token{'s' * (rows > 1)} {', '.join(map(str, of))}{', ...' if rows > 6 else ''}" if of else ""
+                )
+                said.append(("from", f"rank {layer.ranks[source]}, {_many(rows, 'row')}{tokens}"))
+        return said
+
+    def _times(self, slowest: float) -> None:
+        """One bar for each rank: dispatch, its experts, waiting, and combine."""
+        sheet, place, layer, (begin, end) = self.sheet, self.place, self.layer, self.whole
+        per_time = (place.width - place.times - 4) / slowest
+        compute = self.step + len(layer.levels)
+        height = min(place.rank, 22)
+        for number, spent in enumerate(layer.spent):
+            y, left = place.top(number) + (place.rank - height) / 2, place.times
+            pieces = (
+                (spent.begin, spent.arrived, compute, "send"),
+                (spent.arrived, spent.computed, compute + 1, "work"),
+                (spent.computed, spent.met, compute + 1, "wait"),
+                (spent.met, spent.end, self.step + layer.num_steps, "send"),
+            )
+            with sheet.during(begin, end):
+                sheet.box(left, y, per_time * (spent.end - spent.begin), height, fill=SOFT)
+            for first, last, seen, kind in pieces:
+                x, size = left + per_time * (first - spent.begin), per_time * (last - first)
+                with sheet.during(seen - 1e-4, end):
+                    if kind == "wait":
+                        sheet.hatch(x, y, size, height, WAITS)
+                    else:
+                        sheet.box(x, y, size, height, fill=WORK if kind == "work" else mix(WORK, 0.42))
+            with sheet.during(begin, end):
+                with sheet.about(self._about_times(number)):
+                    sheet.box(left, y, place.width - left, height)
+        with sheet.during(begin, end):
+            bottom, all_of_it = place.height - _BOTTOM + 2, max(spent.end - spent.begin for spent in layer.spent)
+            sheet.line([(place.times, bottom), (place.width - 4, bottom)], LINE, 1)
+            sheet.text(place.times, bottom + 11, "0", size=9.5, fill=DIM, anchor="lm")
+            text = f"{time_text(all_of_it, self.unit)}"
+            sheet.text(place.times + per_time * all_of_it, bottom + 11, text, size=9.5, fill=DIM, anchor="rm")
+
+    def _about_times(self, number: int) -> Rows:
+        layer, spent = self.layer, self.layer.spent[number]
+        sent = sum(level.there[number].bytes for level in layer.levels)
+        beside = sum(event.bytes for level in layer.levels for event in level.beside[number])
+        back = sum(level.back[number].bytes for level in layer.levels)
+        return [
+            ("", f"rank {layer.ranks[number]}"),
+            ("dispatch", f"{self._time(spent.arrived - spent.begin)}: sends {bytes_text(sent)} of rows"
+                         f" and {bytes_text(beside)} beside them"),
+            ("computes", f"{_many(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
+                         f" {self._time(spent.computing)}"),
+            ("waits", self._time(spent.waits)),
+            ("combine", f"{self._time(spent.end - spent.met)}: sends {bytes_text(back)}"),
+        ]  # fmt: skip
+
+    def _time(self, time: float) -> str:
+        return time_text(time, self.unit)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,58 @@
+"""What `experts` says of a layer, step by step."""
+
+from __future__ import annotations
+
+from tplab.units import bytes_text, time_text
+from tplab.widgets.mixture.reading import Layer
+
+
+def says(layer: Layer, step: int, unit: str, name: str = "") -> tuple[str, str]:
+    """The line below the picture while a step, from 1, is done: what it is, and what happens."""
+    count, head = len(layer.levels), f"{name}: " * bool(name)
+    if step == count + 1:
+        return f"{head}experts compute", _computing(layer, unit)
+    is_back = step > count
+    level = layer.levels[2 * count + 1 - step if is_back else step - 1]
+    sent = sum(event.bytes for event in (level.back if is_back else level.there))
+    pairs = level.pairs.T if is_back else level.pairs
+    leave = int(pairs.sum() - pairs.trace())
+    what = "slots" if level.is_padded else "rows"
+    along = f", along {level.axis}" if count > 1 else ""
+    if is_back and level.is_gather:
+        return (
+            f"{head}combine{along}",
+            f"each rank gets the sum of what all ranks computed: {bytes_text(sent)} in total",
+        )
+    busiest = int(pairs.sum(0).argmax())
+    text = (
+        f"{leave} of {pairs.sum()} {what} go to another rank, {bytes_text(sent)}; most end on rank "
+        f"{layer.ranks[busiest]}, which has {pairs[:, busiest].sum()}"
+    )
+    return f"{head}{'combine' if is_back else 'dispatch'}{along}", text
+
+
+def _computing(layer: Layer, unit: str) -> str:
+    rows, waits = layer.of_ranks, [spent.waits for spent in layer.spent]
+    most, least, longest = int(rows.argmax()), int(rows.argmin()), int(max(range(len(waits)), key=waits.__getitem__))
+    if rows[most] == rows[least]:
+        text = f"each rank computes {rows[most]} rows"
+    else:
+        text = f"rank {layer.ranks[most]} computes {rows[most]} rows, and rank {layer.ranks[least]} only {rows[least]}"
+    idle = int((layer.loads.sum(0) == 0).sum())
+    text += f"; {idle} of {layer.loads.shape[1]} experts have none" if idle else ""
+    lost = sum(layer.dropped)
+    text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
+    if waits[longest] <= 0.01 * layer.spent[longest].computing:
+        return f"{text}; no rank waits"
+    return f"{text}; rank {layer.ranks[longest]} waits for {time_text(waits[longest], unit)}"
+
+
+def sentence(layers: list[Layer], unit: str) -> str:
+    """The whole picture; of several layers the first."""
+    layer = layers[0]
+    loads = layer.loads.sum(0)
+    more = f", the first of {len(layers)} layers" if len(layers) > 1 else ""
+    return (
+        f"{len(loads)} experts on {len(layer.ranks)} ranks{more}: of {loads.sum()} choices, {loads.max()} are of "
+        f"expert {loads.argmax()} and {loads.min()} of expert {loads.argmin()}; {_computing(layer, unit)}."
+    )
