@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import tplab.jax  # before JAX is used
 import tplab.torch
 from tests.training.models import X, Y
 from tplab import Mesh
 from tplab.data.text import Text
 from tplab.errors import ShapeError
 from tplab.experts import Routing
+from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_parameters, gpt_specs, gpt_state
 from tplab.models.state import split_state
 from tplab.schedules import gpipe, one_f_one_b, zb_v
@@ -40,13 +42,16 @@ def float64():
     torch.set_default_dtype(before)
 
 
-def trained(mesh: Mesh, steps: int, config: GPTConfig = CONFIG, folder: Any = None, **recipe: Any) -> Any:
+def trained(
+    mesh: Mesh, steps: int, config: GPTConfig = CONFIG, folder: Any = None, lab: Any = tplab.torch, **recipe: Any
+) -> Any:
     norms: list[float] = []
     how = Recipe(steps, **{"batch_size": SIZE, "warmup": 2, "clip": MOST, **recipe})
     resume = folder is not None and any(folder.iterdir())
-    got = tplab.torch.train(
-        config, TEXT, mesh, how, folder=folder, resume=resume, show=lambda seen: norms.append(seen.gradient_norm)
-    )
+    with in_float64():
+        got = lab.train(
+            config, TEXT, mesh, how, folder=folder, resume=resume, show=lambda seen: norms.append(seen.gradient_norm)
+        )
     return got, norms
 
 
@@ -150,6 +155,20 @@ def test_some_blocks_have_experts_and_the_global_batch_is_balanced(mesh: Mesh, h
     same(trained(mesh, 3, DEEP, microbatches=1, **how), 3, DEEP)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mesh", "config", "how"),
+    [
+        (Mesh(dp=2, tp=2, ep=2), CONFIG, {}),
+        (Mesh(tp=2, pp=2, ep=2), CONFIG, {"sequence_parallel": True, "dispatch": "per_rank"}),
+        (Mesh(ep=2, cp=2, pp=2), DEEP, {"microbatches": 1, "dispatch": "gather", "scheme": "head"}),
+    ],
+    ids=str,
+)
+def test_in_jax(mesh: Mesh, config: GPTConfig, how: Any):
+    same(trained(mesh, 3, config, lab=tplab.jax, zero=0, **how), 3, config)
+
+
 def test_a_microbatch_is_balanced_by_itself():
     """The two microbatches of one device are the batches of two ranks, and not the batch of all."""
     config = replace(CONFIG, experts=replace(EXPERTS, over="microbatch"))
@@ -160,14 +179,14 @@ def test_a_microbatch_is_balanced_by_itself():
 
 @pytest.mark.timeout(300)
 def test_a_checkpoint_is_cut_again(tmp_path):
-    """ep=2, then ep=4, dp=2, and a pipeline with all of it: each goes on from the one before."""
-    for first, mesh, zero in (
-        (0, Mesh(ep=2, tp=2), 1),
-        (2, Mesh(ep=4), 0),
-        (3, Mesh(dp=2), 2),
-        (4, Mesh(pp=2, ep=2, dp=2), 1),
+    """ep=2, then ep=4, ep=2 in JAX, and a pipeline with all of it: each goes on from the one before."""
+    for first, mesh, zero, lab in (
+        (0, Mesh(ep=2, tp=2), 1, tplab.torch),
+        (2, Mesh(ep=4), 0, tplab.torch),
+        (3, Mesh(ep=2), 0, tplab.jax),
+        (4, Mesh(pp=2, ep=2, dp=2), 1, tplab.torch),
     ):
-        got = trained(mesh, 6, folder=tmp_path, save_every=1, zero=zero)
+        got = trained(mesh, 6, folder=tmp_path, lab=lab, save_every=1, zero=zero)
         assert got[0].first == first
         same(got, 6)
         for step in range(max(first + 2, 3) if first != 4 else 7, 7):
@@ -220,6 +239,8 @@ def test_a_pipeline_averages_experts_over_their_copies():
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="zero=3 would share every parameter over the ranks of 'ep' too"):
         trained(Mesh(ep=2), 1, zero=3)
+    with pytest.raises(ValueError, match="zero=1 shares every parameter over one axis in JAX"):
+        trained(Mesh(ep=2), 1, lab=tplab.jax, zero=1)
     with pytest.raises(ValueError, match="dispatch is 'two_levels'; it must be one of"):
         Recipe(dispatch="two_levels")
     with pytest.raises(ShapeError, match=r"blocks \(0, 2\) have experts, and there are blocks 0 to 1"):

@@ -85,7 +85,7 @@ class ParallelExperts(nn.Module):
         check_routed(x.shape, routed.choices.shape, self.width)
         level, axis, choices, weights = self._level(), self.tensor_axis, routed.choices, routed.weights
         if choices.is_meta:
-            choices = _equally_often(*choices.shape, self.routing.experts)
+            choices = _equally_often(len(x), self.routing)
         if axis is None or not self.same_tokens:
             return level(x, choices, weights)
         return reduce_from(level(copy_to(x, axis), choices, copy_to(weights, axis)), axis)
@@ -116,11 +116,11 @@ class ParallelExperts(nn.Module):
         )
 
 
-def _equally_often(tokens: int, top_k: int, experts: int) -> Tensor:
+def _equally_often(tokens: int, rule: Routing) -> Tensor:
     """Choices [T, k] that stand for those of meta tensors: each expert is chosen equally often, give or take one."""
     with no_dispatch():
         first = torch.arange(tokens, device="cpu")[:, None]
-        return (first + torch.arange(top_k, device="cpu") * (experts // top_k)) % experts
+        return (first + torch.arange(rule.top_k, device="cpu") * (rule.experts // rule.top_k)) % rule.experts
 
 
 class SharedExpert(nn.Module):
