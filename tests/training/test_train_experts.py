@@ -221,7 +221,8 @@ def test_a_pipeline_averages_experts_over_their_copies():
             return lab.vocab_parallel_cross_entropy(outputs[0], targets, "tp", CONFIG.vocab_size) + outputs[1]
 
         mean = lab.train_batch(schedule, stages, lab.split_batch(*own, 2), loss, data_axis=("dp", "ep"))
-        return mean.item(), {name: held[0].grad.numpy() for name, held in held_of(stages, CONFIG).items()}
+        held: Any = held_of(stages, CONFIG)
+        return mean.item(), {name: parameters[0].grad.numpy() for name, parameters in held.items()}
 
     def whole():
         model: Any = lab.GPT(CONFIG)
