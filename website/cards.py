@@ -7,11 +7,14 @@ import hashlib
 import html
 import io
 import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from tplab.widgets.page import json_in_page
+from tplab.widgets.paper.card import Card
 from tplab.widgets.paper.dark import darkened
 from website.states import Output
 
@@ -19,15 +22,35 @@ FOLDER = "widgets"  # of the site: modules and stills
 THUMBNAIL_WIDTH = 640
 
 
+def data_of(output: Output, python: str) -> dict[str, Any]:
+    """What play.js reads of a widget: its traits, which of them a link keeps, and the cell that makes it."""
+    state = output.state
+    assert state
+    return {"values": state.values, "bytes": state.packed, "kept": KEPT[state.kind], "python": python}
+
+
+def kinds(kind: type[Card]) -> list[type[Card]]:
+    """This kind of widget and all that are made of it."""
+    return [kind, *(one for below in kind.__subclasses__() for one in kinds(below))]
+
+
+KEPT = {
+    kind.__name__: {trait: getattr(getattr(kind, trait), "values", None) for trait in kind.kept} for kind in kinds(Card)
+}
+"""Of each kind of widget, which traits a link keeps, and which values each of them may have, if these are few."""
+
+
 class Cards:
     """Writes what the figures of all pages need into a folder of the site; one file for what several of them share."""
 
     def __init__(self, site: Path):
         self.folder = site / FOLDER
+        self._names = Counter[tuple[str, str]]()  # of figures, by page: what links call them
 
-    def figure(self, output: Output, page: str, plays: bool = False) -> str:
+    def figure(self, output: Output, python: str, page: str, plays: bool = False) -> str:
         """The HTML of a widget on the page with this path in the site. If it `plays`, it begins by itself.
 
+        python   a cell that makes the widget, and calls it `card`; "" where there is none
         Where scripts are off, or the widget is still out of sight, its picture is shown, for light or for dark paper.
         The HTML has no blank line, at which Markdown would end it.
         """
@@ -41,13 +64,15 @@ class Cards:
             f'height="{height}" loading="lazy">'
             for paper, data in (("light", png), ("dark", darkened(png)))
         )
-        data = json_in_page({"values": output.state.values, "bytes": output.state.packed})
+        name = "w" + hashlib.sha256((python or alt).encode()).hexdigest()[:5]
+        self._names[page, name] += 1
+        name += f"-{self._names[page, name]}" * (self._names[page, name] > 1)
         module = self._shared(output.state.module.encode(), "widget", ".js")
         return (
-            f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}"'
+            f'<figure class="card" data-module="{up}/{module}" data-kind="{output.state.kind}" id="{name}"'
             f"{' data-plays' * plays}>\n"
             f"{still}\n"
-            f'<script type="application/json">{data}</script>\n'
+            f'<script type="application/json">{json_in_page(data_of(output, python))}</script>\n'
             "</figure>"
         )
 

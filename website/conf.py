@@ -102,7 +102,7 @@ def _pictures_first(app: Sphinx, page: str, template: str, context: dict[str, An
         (play,) = (script for script in context["script_files"] if "play.js" in str(script.filename))
         source = _SOURCE.search(context["js_tag"](play))
         assert source
-        beside = [context["pathto"](f"_static/{name}", 1) for name in ("model.js", "lab.js")]
+        beside = [context["pathto"](f"_static/{name}", 1) for name in ("model.js", "lab.js", "link.js")]
         links = (f'<link rel="modulepreload" href="{url}">' for url in (first[1], source[1], *beside))
         context["metatags"] = context.get("metatags", "") + "".join(links)
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import nbformat
 
 from tplab.widgets.page import json_in_page
+from website.cards import data_of
+from website.making import making
 from website.states import Output
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -118,12 +120,13 @@ def rings() -> list[Ring]:
 
 def book() -> nbformat.NotebookNode:
     """The notebook that runs all of it."""
+    train = (DOCS / "train.py").read_text(encoding="utf8")
     hang = f"""\
 try:
     tt.launch(script("hang.py", {HANG!r}), ranks=2)
 except DeadlockError as error:
     display(Pretty(str(error)))"""
-    ddp = 'timeline(tt.launch("../docs/train.py", ranks=8, cluster="h100").trace)'
+    ddp = f'timeline(tt.launch(script("train.py", {train!r}), ranks=8, cluster="h100").trace)'
     doctor = f'Pretty(str(tt.same_model(script("train.py", {SUM!r}), ranks=4).first))'
     sources = {"begin": _BEGIN, **{ring.cell: f"ring({ring.source!r}, {ring.ranks})" for ring in rings()}}
     sources |= {"hang": hang, "ddp": ddp, "doctor": doctor}
@@ -138,18 +141,18 @@ class Opening:
         self._shown = shown
 
     @property
-    def picture(self) -> Output:
+    def picture(self) -> tuple[Output, str]:
         """The program as it is: the picture that plays."""
         return self._picture(FIRST)
 
     @property
-    def largest(self) -> Output:
+    def largest(self) -> tuple[Output, str]:
         """The same on eight ranks."""
         return self._picture(LARGEST)
 
     @property
-    def ddp(self) -> Output:
-        return self._shown["ddp"][-1]
+    def ddp(self) -> tuple[Output, str]:
+        return self._shown["ddp"][-1], _making("ddp")
 
     @property
     def deadlock(self) -> str:
@@ -165,9 +168,7 @@ class Opening:
 
     def _choices(self) -> Iterator[tuple[str, object]]:
         for ring in rings():
-            state = self._picture(ring).state
-            assert state
-            widget = {"values": state.values, "bytes": state.packed}
+            widget = data_of(*self._picture(ring))
             yield ring.cell, {"lines": ring.lines, "without": ring.without, "says": self.says(ring), "widget": widget}
 
     def says(self, ring: Ring) -> str:
@@ -177,11 +178,17 @@ class Opening:
             return f"Every rank returns {values[0]}."
         return f"The ranks return {', '.join(values[:-1])} and {values[-1]}."
 
-    def _picture(self, ring: Ring) -> Output:
-        return self._shown[ring.cell][-1]
+    def _picture(self, ring: Ring) -> tuple[Output, str]:
+        return self._shown[ring.cell][-1], _making(ring.cell)
 
     def _text(self, cell: str) -> str:
         return self._shown[cell][-1].data["text/plain"]
+
+
+def _making(cell: str) -> str:
+    """The cell that makes what a cell shows: only the first one makes names, of which it has need."""
+    sources = {one.id: one.source for one in book().cells}
+    return making([sources["begin"], sources[cell]])
 
 
 def marked(source: str, lines: set[int]) -> str:

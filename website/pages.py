@@ -14,6 +14,7 @@ import nbformat
 from labs.source import build, course
 from website import front, lite, monday, reference
 from website.cards import Cards
+from website.making import making
 from website.opening import Opening
 from website.states import Output
 
@@ -68,16 +69,18 @@ class Pages:
         path = f"labs/{name}.ipynb"
         book = nbformat.read(ROOT / path, as_version=4)
         book.cells = [cell for cell in book.cells if cell.source != build.closing_line()]
+        sources: list[str] = []
         for cell in book.cells:
             if cell.cell_type == "code":
-                self._show(cell, name)
+                sources.append(cell.source)
+                self._show(cell, name, making(sources))
             else:
                 cell.source = self.linked(cell.source.replace(build.badges(name), launch(name)), path)
             if cell.source == build.setup_cell():
                 cell.metadata.tags = ["hide-input"]
         return nbformat.writes(book)
 
-    def _show(self, cell: nbformat.NotebookNode, name: str) -> None:
+    def _show(self, cell: nbformat.NotebookNode, name: str, python: str) -> None:
         committed = [output for output in cell.outputs if "data" in output]
         found = self.shown[name][cell.id]
         machine_dependent = "nbval-ignore-output" in cell.metadata.get("tags", [])
@@ -90,15 +93,17 @@ class Pages:
             if one.state:
                 # A picture and its widget show the same: where the machine decides what, both are of this run.
                 kept = one if machine_dependent else Output(dict(output.data), {}, one.state)
-                output.data = {"text/html": self.cards.figure(kept, f"labs/{name}.html")}
+                output.data = {"text/html": self.cards.figure(kept, python, f"labs/{name}.html")}
                 output.metadata = {}
 
-    def opening_of(self, name: str) -> Output:
-        """The widget that the lab begins with."""
-        book = nbformat.read(ROOT / f"labs/{name}.ipynb", as_version=4)
-        (cell,) = (cell for cell in book.cells if build.OPENING_PICTURE in cell.metadata.get("tags", []))
+    def opening_of(self, name: str) -> tuple[Output, str]:
+        """The widget that the lab begins with, and the cell that makes it."""
+        cells = nbformat.read(ROOT / f"labs/{name}.ipynb", as_version=4).cells
+        ((place, cell),) = (
+            (place, cell) for place, cell in enumerate(cells) if build.OPENING_PICTURE in cell.metadata.get("tags", [])
+        )
         (shown,) = (one for one in self.shown[name][cell.id] if "image/png" in one.data)
-        return shown
+        return shown, making([one.source for one in cells[: place + 1] if one.cell_type == "code"])
 
     # --- text ----------------------------------------------------------------------------------------------------
 
@@ -108,8 +113,8 @@ class Pages:
     def front(self) -> str:
         """The front page, and what Sphinx needs to find all others."""
         labs = course.labs(list(self.shown))
-        figure = self.cards.figure(self.opening.picture, "index.html", plays=True)
-        ddp = self.cards.figure(self.opening.ddp, "index.html")
+        figure = self.cards.figure(*self.opening.picture, page="index.html", plays=True)
+        ddp = self.cards.figure(*self.opening.ddp, page="index.html")
         body = front.body(labs, self.opening, figure, ddp, self._thumbnail, build.repository())
         trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
         trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
@@ -149,7 +154,7 @@ class Pages:
             place, _, anchor = target.partition("#")
             where = posixpath.normpath(posixpath.join(posixpath.dirname(path), place))
             if mark and (card := self._card(where)):
-                return self.cards.figure(card, re.sub(r"\.\w+$", ".html", path).replace("README", "readme"))
+                return self.cards.figure(*card, page=re.sub(r"\.\w+$", ".html", path).replace("README", "readme"))
             if where == "README.md":
                 target = target.replace("README.md", "readme.md")
             elif not self._is_page(where):
@@ -159,13 +164,13 @@ class Pages:
 
         return LINK.sub(follow, text)
 
-    def _card(self, picture: str) -> Output | None:
-        """The widget of which this is the picture."""
+    def _card(self, picture: str) -> tuple[Output, str] | None:
+        """The widget of which this is the picture, and the cell that makes it."""
         if picture == "docs/ring.png":
             return self.opening.largest
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
         shown = self.opening_of(found[1]) if found and found[1] in self.shown else None
-        return shown if shown and shown.state else None
+        return shown if shown and shown[0].state else None
 
     def _is_page(self, path: str) -> bool:
         stem, suffix = posixpath.splitext(path)

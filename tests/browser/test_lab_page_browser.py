@@ -11,22 +11,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
+import re
 import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from tests.browser.site_page import served
 from tplab.widgets import pipeline_lab
-from tplab.widgets.page import _traits
-from website import policy, pyodide
-from website.cards import Cards
-from website.states import Output, State
+from website import pyodide
 
 WHEEL = "numpy-2.4.6-py3-none-any.whl"
 NUMPY = """\
@@ -49,6 +46,7 @@ class Workbench(Workbench):
         self.settings, self.runs, self._past, self.notice, self.is_stale = settings, [1], [], "", False
 
     def ask(self, settings):
+        check_settings(settings)
         self.settings, self.runs = settings, [settings["rule"]]
         if settings["rule"] == "naive":
             raise RuntimeError("this test wants an error")
@@ -59,34 +57,17 @@ class Workbench(Workbench):
 """
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+PYTHON = """\
+from tplab.widgets import pipeline_lab
+card = pipeline_lab("zb_h1")"""
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
-    """The address of a site that has a page, `lab.html`, with a pipeline lab on it, and what it needs."""
-    lab = pipeline_lab("zb_h1")
-    traits = _traits(lab)
-    state = State("PipelineLab", str(lab._esm), traits["values"], traits["bytes"])
-    data = {"image/png": base64.b64encode(lab.picture()).decode(), "text/plain": lab.sentence}
-    figure = Cards(tmp_path).figure(Output(data, {}, state), "lab.html")
-    static = tmp_path / "_static"
-    static.mkdir()
-    for folder in (pyodide.HERE / "static", pyodide.ROOT / "tplab" / "widgets" / "static"):
-        for file in folder.glob("*.js"):
-            (static / file.name).write_bytes(file.read_bytes())
-    head = f'<!doctype html><html lang="en">{policy.meta(has_lab=True)}<title>lab</title>'
-    head += f'<link rel="icon" href="data:,"><style>{lab._css}</style>'
-    play = '<script type="module" src="_static/play.js"></script>'
-    (tmp_path / "lab.html").write_text(head + figure + play, encoding="utf8")
+    """The address of a page with a pipeline lab on it, on a site that has what it needs."""
     pyodide.write(tmp_path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(tmp_path, [PYTHON]) as address:
+        yield address
 
 
 def figure_of(page: Page, name: str):
@@ -101,7 +82,7 @@ def test_where_numpy_cannot_be_reached_the_page_says_so_and_still_plays(page: Pa
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.context.route("https://cdn.jsdelivr.net/**", lambda route: route.abort())
-    page.goto(f"{site}/lab.html")
+    page.goto(site)
     expect(figure_of(page, "makespan")).to_have_text("27")
     note = page.locator(".tpl-notice")
     expect(note).to_contain_text("loads Python from this site, about 14 MB, and NumPy from cdn.jsdelivr.net")
@@ -116,7 +97,7 @@ def test_where_numpy_cannot_be_reached_the_page_says_so_and_still_plays(page: Pa
     expect(note).to_contain_text("try again")
     expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_h1")  # as the picture, which stays
     expect(figure_of(page, "makespan")).to_have_text("27")
-    elsewhere = {address for address in asked if not address.startswith((site, "blob:", "data:"))}
+    elsewhere = {address for address in asked if not address.startswith((urljoin(site, "/"), "blob:", "data:"))}
     assert elsewhere == {f"https://cdn.jsdelivr.net/pyodide/v{pyodide.version()}/full/{numpy_wheel()}"}
 
 
@@ -135,7 +116,7 @@ def test_questions_go_to_python_and_answers_come_back(page: Page, site: str, tmp
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.context.route("https://cdn.jsdelivr.net/**", serve)
-    page.goto(f"{site}/lab.html")
+    page.goto(site)
     choose(page, "gpipe")
     choose(page, "zb_v")  # while Python is loading: only the last question is kept
     expect(page.locator("header b")).to_have_text("GPipe", timeout=120_000)
@@ -148,6 +129,27 @@ def test_questions_go_to_python_and_answers_come_back(page: Page, site: str, tmp
     note = page.locator(".tpl-notice.tpl-wrong")
     expect(note).to_contain_text("Python stopped with an error: RuntimeError: this test wants an error")
     expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_v")
+
+
+def test_a_link_brings_settings_and_then_the_step_or_else_says_why_not(page: Page, site: str, tmp_path: Path):
+    wheel = stand_in(tmp_path / "python", pipeline_lab("gpipe", microbatches=40).board)
+    allowed = {"Access-Control-Allow-Origin": "*"}
+    page.context.route("https://cdn.jsdelivr.net/**", lambda route: route.fulfill(body=wheel, headers=allowed))
+    page.goto(site)
+    name = page.locator("figure.card").get_attribute("id")
+    page.goto(f'{site}?{name}.step=80&{name}.settings.rule="gpipe"&{name}.settings.stage_costs=7')
+    expect(page.locator("header b")).to_have_text("GPipe", timeout=120_000)
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("gpipe")
+    expect(page.locator(".tpl-slider").last).to_have_value("80")  # more steps than the schedule of the page has
+    expect(page).to_have_url(re.compile("step=80"))
+    page.goto(f'{site}?{name}.settings.rule="renamed"')
+    note = page.locator(".tpl-notice.tpl-wrong")
+    expect(note).to_contain_text(
+        "The link asks for what this lab cannot show, so the lab is as it was", timeout=120_000
+    )
+    expect(note).to_contain_text("rule is 'renamed'; it must be one of")
+    expect(page.get_by_role("combobox", name="schedule")).to_have_value("zb_h1")
+    expect(page).to_have_url(site)
 
 
 @pytest.mark.parametrize("wrong", ["file", "host"])
@@ -171,7 +173,7 @@ def test_no_other_file_and_no_other_host_can_be_numpy(page: Page, site: str, tmp
         about |= {"numpyFrom": f"https://{host}/", "bytes": 6_100_000}
         (folder / "about.json").write_text(json.dumps(about), encoding="utf8")
     page.context.route(f"https://{host}/**", serve)
-    page.goto(f"{site}/lab.html")
+    page.goto(site)
     size = "14 MB" if wrong == "file" else "7 MB"
     expect(page.locator(".tpl-notice")).to_contain_text(f"about {size}, and NumPy from {host}")
     choose(page, "gpipe")

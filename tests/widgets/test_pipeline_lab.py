@@ -307,6 +307,15 @@ def test_moves_are_taken_back_one_by_one_or_all():
     assert lab.num_edits == 0 and not lab.undo() and lab.schedule.name == "gpipe"
 
 
+def test_settings_hold_what_was_made_by_hand_and_can_be_undone_from_there():
+    lab, other = pipeline_lab("dualpipe", overlap=1), pipeline_lab()
+    assert lab.move(0, 1, 2) and lab.move(1, 3, 4)
+    other.settings = lab.settings
+    assert other.schedule == lab.schedule and other.board == lab.board and other.num_edits == 0
+    assert other.move(2, 1, 2) and other.undo() and other.schedule == lab.schedule and not other.undo()
+    assert lab.reset() and lab.settings["own"] == {} and lab.settings["rule"] == "dualpipe"
+
+
 def test_settings_that_cannot_be_make_the_picture_stale():
     lab = pipeline_lab("gpipe")
     lab.settings = {**lab.settings, "rule": "dualpipe", "ranks": 3}
@@ -361,7 +370,7 @@ def test_what_is_wrong_with_a_pasted_schedule_is_told(text: str, said: str):
 
 def test_what_was_pasted_stays_to_be_compared_with():
     lab = pipeline_lab("one_f_one_b")
-    assert lab.paste(CSV) and list(lab.settings["own"]) == ["pasted"]
+    assert lab.paste(CSV) and {*lab.settings["own"]} == {"pasted", "edited"}
     pasted = lab.schedule
     assert lab.move(0, 3, 2)
     lab.settings = {**lab.settings, "compare": "pasted"}

@@ -21,6 +21,7 @@ class Animation(Card):
         "units", "wire", "score", "shell", "player", "ranks", "table", "bars", "canvas", "action", "lanes", "animate"
     )
     _css = style()
+    kept = ("step",)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 

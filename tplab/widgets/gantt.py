@@ -23,6 +23,7 @@ class Gantt(Card):
 
     _esm = script(*SCRIPTS)
     _css = style()
+    kept = ("step", "colour")
     board = traitlets.Bytes().tag(sync=True)
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)
     step = Step().tag(sync=True)

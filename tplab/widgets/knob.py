@@ -59,6 +59,7 @@ class Knob(Card):
 
     _esm = script("wire", "shell", "canvas", "scene", "knob")
     _css = style()
+    kept = ("index",)
     content = traitlets.Dict().tag(sync=True)
     scene = traitlets.Bytes().tag(sync=True)
     index = traitlets.Int(0).tag(sync=True)

@@ -31,6 +31,7 @@ class LayoutLab(Card):
 
     _esm = script("shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "layouts")
     _css = style()
+    kept = ("settings", "chosen", "view")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     board = traitlets.Bytes().tag(sync=True)

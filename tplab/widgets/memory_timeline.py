@@ -25,6 +25,7 @@ class MemoryTimeline(Card):
 
     _esm = script("wire", "shell", "canvas", "scene", "stacks")
     _css = style()
+    kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(0).tag(sync=True)
 

@@ -26,6 +26,7 @@ class PipelineLab(Gantt):
 
     _esm = script(*SCRIPTS)
     _css = style()
+    kept = ("settings", "step", "colour")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     notice = traitlets.Unicode("").tag(sync=True)

@@ -27,6 +27,7 @@ class Shards(Card):
 
     _esm = script("wire", "shell", "canvas", "scene", "shards")
     _css = style()
+    kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
 

@@ -30,6 +30,7 @@ class Tiles(Card):
 
     _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
     _css = style()
+    kept = ("step",)
     scene = traitlets.Bytes().tag(sync=True)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

@@ -27,6 +27,7 @@ class Timeline(Card):
         "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "overlay", "timeline"
     )
     _css = style()
+    kept = ("step",)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
 

@@ -38,7 +38,7 @@ function join(tile) {
 
 // The program at the top: what the reader chooses is a run that was recorded, and the link keeps it.
 const form = document.querySelector(".front .choices");
-function choose() {
+function choose(event) {
   const runs = JSON.parse(document.getElementById("runs").textContent);
   const { ranks, shift, without } = Object.fromEntries(new FormData(form));
   const { lines, without: gone, says, widget } = runs[`ring-${ranks}-${shift}-${without}`.replace("--", "-back")];
@@ -51,8 +51,8 @@ function choose() {
   }));
   change.querySelector(".says").textContent = says;
   figure.querySelector("script").textContent = JSON.stringify(widget);
+  if (event) history.replaceState(null, "", `?ranks=${ranks}&shift=${shift}&without=${without}`); // of another run, no step is kept
   figure.dispatchEvent(new Event("redraw", { bubbles: true }));
-  history.replaceState(null, "", `?ranks=${ranks}&shift=${shift}&without=${without}`);
 }
 
 if (form) {

@@ -7,10 +7,12 @@ const PYTHON = new URL("../python/", import.meta.url);
 const hint = ({ bytes, numpyFrom }) => "These controls run Python in your browser. The first time you use one, the page loads "
   + `Python from this site, about ${Math.ceil(bytes / 1e6)} MB${numpyFrom && `, and NumPy from ${new URL(numpyFrom).host}`}.`;
 const OTHERWISE = "Check your connection and try again, or run the page on Colab or Binder: the buttons are at its top.";
+const lastLine = (why) => why.trim().split("\n").pop();
 const FAILURES = {
   python: () => `Python could not be loaded from this site. ${OTHERWISE}`,
   numpy: (why, host) => `NumPy could not be loaded from ${host}: your network may not let you reach it. ${OTHERWISE}`,
-  tplab: (why) => `Python stopped with an error: ${why.trim().split("\n").pop()} Please report this error and the settings you chose.`,
+  link: (why) => `The link asks for what this lab cannot show, so the lab is as it was: ${lastLine(why)}`,
+  tplab: (why) => `Python stopped with an error: ${lastLine(why)} Please report this error and the settings you chose.`,
 };
 
 export class LabModel extends PageModel {
@@ -29,6 +31,13 @@ export class LabModel extends PageModel {
   async introduce() {
     const about = await fetch(new URL("about.json", PYTHON)).then((response) => response.json()).catch(() => null);
     if (about && !this.worker) this.tell({ progress: { text: hint(about) } });
+  }
+
+  // The state that a link asks for: first the settings, for which Python comes, and then what depends on its answer.
+  restore(state) {
+    this.asked = state;
+    this.set("settings", state.settings);
+    this.send("chosen" in state ? { choose: state.chosen } : { settings: true });
   }
 
   send(message) {
@@ -58,7 +67,9 @@ export class LabModel extends PageModel {
     this.progress = COMPUTING;
     this.shown = traits.settings;
     if (board) this.set("board", new DataView(board.buffer, board.byteOffset, board.byteLength));
-    for (const [name, value] of Object.entries(traits)) this.set(name, value);
+    const { settings, ...more } = this.asked ?? {};
+    this.asked = null;
+    for (const [name, value] of Object.entries({ ...traits, ...more })) this.set(name, value);
     this.tell(answer);
   }
 
@@ -68,7 +79,9 @@ export class LabModel extends PageModel {
     this.worker = null;
     this.progress = LOADING;
     this.set("settings", this.shown);
-    this.tell({ failed: FAILURES[what](why, host) });
+    const words = this.asked && what === "tplab" ? FAILURES.link : FAILURES[what];
+    this.asked = null;
+    this.tell({ failed: words(why, host) });
   }
 
   rest() {

@@ -1,5 +1,6 @@
 // Draws the widgets of a page. Until one comes near the reader's eyes, and where it cannot be drawn, its picture stays.
 import { LabModel } from "./lab.js";
+import { asked, keep } from "./link.js";
 import { PageModel } from "./model.js";
 
 const ROOMS = { PipelineLab: "schedule", LayoutLab: "layouts" }; // what Python computes, and where in tplab.widgets
@@ -10,9 +11,21 @@ async function draw(figure) {
   const turn = (turns.get(figure) ?? 0) + 1;
   turns.set(figure, turn);
   const { default: widget } = await import(new URL(figure.dataset.module, document.baseURI));
-  const room = ROOMS[figure.dataset.kind], traits = JSON.parse(figure.querySelector("script").textContent);
-  const model = room ? new LabModel(traits, room) : new PageModel(traits);
   if (turns.get(figure) !== turn) return; // its data has changed meanwhile
+  const data = JSON.parse(figure.querySelector("script").textContent), state = asked(figure.id, data);
+  const isAsked = Object.keys(state).length > 0;
+  try {
+    await show(figure, widget, data, state, isAsked);
+  } catch (error) {
+    if (!isAsked) throw error;
+    await show(figure, widget, data, {}, false); // the link has a state that this widget cannot be in
+  }
+}
+
+// state: the traits that the link gives. What Python has to compute for them is asked for when the widget is there.
+async function show(figure, widget, data, { settings, ...state }, isAsked) {
+  const room = ROOMS[figure.dataset.kind], traits = { ...data, values: { ...data.values, ...state } };
+  const model = room ? new LabModel(traits, room) : new PageModel(traits);
   const host = document.createElement("div"), old = figure.querySelectorAll(":scope > img, :scope > .playing");
   host.className = "playing";
   host.inert = true; // until it takes the picture's place
@@ -25,7 +38,9 @@ async function draw(figure) {
     host.remove();
     throw error;
   }
-  model.introduce?.();
+  keep(figure, model, data, isAsked);
+  if (settings) model.restore({ settings, ...state });
+  else model.introduce?.();
   host.inert = false;
   for (const one of old) one.remove();
   figure.classList.add("alive");

@@ -6,7 +6,7 @@ import base64
 import re
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anywidget
 import ipywidgets
@@ -39,6 +39,8 @@ class Card(anywidget.AnyWidget):
     """A widget that is also a picture and a sentence. Its repr is the sentence."""
 
     sentence: str
+    kept: ClassVar[tuple[str, ...]] = ()
+    """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""
 
     def picture(self) -> bytes:
         """The widget as a PNG or an animated PNG."""

@@ -44,7 +44,8 @@ class Workbench:
     """A schedule, the numbers it is simulated with, and what was changed by hand.
 
     settings   the state of the controls. `memory_limit` and `compare` may be None; `stage_costs` is text, see
-               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too
+               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too. One of them is
+               "edited", what was made by hand
     runs       what is shown: the simulated schedule, and the one beside it
     notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings are impossible, so that the last possible schedule is still shown
@@ -52,10 +53,8 @@ class Workbench:
 
     def __init__(self, settings: Mapping[str, Any]):
         check_settings(settings)
-        self._rule = settings["rule"]  # what is shown without changes by hand
-        self._edited: Schedule | None = None
         self.settings = dict(settings)
-        self._past: list[tuple[Schedule | None, dict[str, Any]]] = []  # what was shown before each change by hand
+        self._past: list[dict[str, Any]] = []  # the settings before each change by hand
         self.notice, self.is_stale = "", False
         self._answer()
 
@@ -84,18 +83,17 @@ class Workbench:
         if settings == self.settings:
             return
         shape = ("rule", *SHAPE, "virtual_stages")
-        if settings["rule"] != EDITED:
-            self._rule = settings["rule"]
-            if any(settings[name] != self.settings[name] for name in shape):
-                self._edited, self._past = None, []
+        is_other = settings["rule"] != EDITED and any(settings[name] != self.settings[name] for name in shape)
         self.settings = dict(settings)
+        if is_other:
+            self._edit(None)
+            self._past = []
         self._update()
 
     def _answer(self) -> None:
         """Apply the settings, or raise. A schedule that was changed by hand, or is your own, keeps its size."""
-        own = self.settings["own"].get(self.settings["rule"])
-        given = self._edited or (_read(own) if own else None)
-        if given is not None:
+        if own := self.settings["own"].get(self.settings["rule"]):
+            given = _read(own)
             size = {"ranks": given.num_ranks, "microbatches": given.num_microbatches}
             self.settings = {**self.settings, **size}
         self._show(self._runs())
@@ -115,7 +113,7 @@ class Workbench:
     def _runs(self) -> list[Simulation]:
         settings = self.settings
         costs = Costs(**{name: settings[name] for name in COSTS}, stage_costs=parts_of(settings["stage_costs"]))
-        schedules = [self._edited or self._made(settings["rule"], costs)]
+        schedules = [self._made(settings["rule"], costs)]
         if settings["compare"]:
             schedules.append(self._made(settings["compare"], costs))
         return [simulate(schedule, costs) for schedule in schedules]
@@ -145,19 +143,23 @@ class Workbench:
         self.settings = {**self.settings, "own": {**self.settings["own"], PASTED: to_csv(self.schedule)}}
         return True
 
+    def _edit(self, csv: str | None) -> None:
+        """Keep a schedule made by hand, or none, among your own."""
+        own = {name: text for name, text in self.settings["own"].items() if name != EDITED}
+        self.settings = {**self.settings, "own": own | ({} if csv is None else {EDITED: csv})}
+
     def _change(self, make: Callable[[], Schedule], wrong: str) -> bool:
-        before = self._edited, self.settings
+        before = self.settings
         try:
             made = make().named(EDITED)
             found = faults(made, at_most=1)
             if found:
                 raise ScheduleError(f"{wrong}{found[0]}")
-            self._edited = made
-            self.settings = {**self.settings, "rule": EDITED}
+            self._edit(to_csv(made))
+            self.settings["rule"] = EDITED
             self._answer()
         except TplabError as error:
-            self._edited, self.settings = before
-            self.notice = str(error)
+            self.settings, self.notice = before, str(error)
             return False
         self._past.append(before)
         return True
@@ -166,9 +168,9 @@ class Workbench:
         """Undo the last change by hand; False if there is none."""
         if not self._past:
             return False
-        self._edited, before = self._past.pop()
-        back = {"rule": EDITED if self._past else self._rule, **{name: before[name] for name in SHAPE}}
-        self.settings = {**self.settings, **back}
+        before = self._past.pop()
+        self._edit(before["own"].get(EDITED))
+        self.settings |= {name: before[name] for name in ("rule", *SHAPE)}
         self._update()
         return True
 

@@ -56,7 +56,7 @@ function controls(root, model, ask) {
   const [besideBox, beside] = select("beside it", [["", "nothing"], ...named], (value) => ask({ compare: value || null }));
   rule.querySelector("[value=edited]").disabled = true;
   const offerOwn = (names) => [rule, beside].forEach((node) => names.forEach((name) => {
-    if (![...node.options].some((option) => option.value === name)) node.append(el("option", { value: name }, name));
+    if (name !== "edited" && ![...node.options].some((option) => option.value === name)) node.append(el("option", { value: name }, name));
   }));
   const sliders = Object.fromEntries(SLIDERS.map(([name, text]) => {
     const [least, most, by] = limits[name];

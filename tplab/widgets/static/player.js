@@ -68,14 +68,14 @@ export class Player {
     this.marks.replaceChildren(...Array.from({ length: this.steps <= 40 ? this.steps + 1 : 0 }, () => el("i")));
   }
 
-  // What is shown has changed, and has so many steps now.
+  // What is shown has changed, and has so many steps now. The model's step may be one that what was shown before had not.
   restart(steps) {
     this.steps = steps;
     this.secondsAStep = pace(steps);
     this.slider.max = steps;
     this.markSteps();
     this.reserve();
-    this.go(this.clamp(this.position), false);
+    this.go(this.model.get("step"), false);
   }
 
   // Of some forty steps, what the line below the controls says.
