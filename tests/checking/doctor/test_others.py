@@ -100,8 +100,8 @@ OTHERS = (
         (("torch.randn(count // world, dim, dim)", "torch.randn(count, dim, dim).chunk(world)[rank]"),),
     ),
     Other(
-        "router_without_gradient", 2, ("gradient",), "dist.all_gather(parts, gates)", "",
-        (("torch.cat(parts)", "Gather.apply(gates)"),),
+        "router_without_gradient", 2, ("gradient",), "torch.cat(parts).chunk(", "",
+        (("torch.cat(parts).chunk(world, dim=1)", "Gather.apply(gates).chunk(world, dim=1)"),),
     ),
     Other(
         "z_loss_of_every_microbatch", 2, ("loss",), "", "",
