@@ -10,9 +10,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
+from tplab import Trace
 from tplab.widgets.paper.card import Card
+from tplab.widgets.paper.scene import on_curve
+from tplab.widgets.score import ranks, table
+from tplab.widgets.score.score import score
 
 _NOTE_TEXTS = """() => {
   window.written = [];
@@ -102,6 +106,27 @@ def draw(page: Page, widget: Card, theme: str = "light", width: int = 980, heigh
     code, css = getattr(widget, "_esm"), str(getattr(widget, "_css"))  # noqa: B009  only anywidget knows of them
     page.evaluate(_DRAW, [code, css, _state(widget), more])
     return Drawn(page)
+
+
+def hint_over(card: Locator, trace: Trace, step: float, **what: int) -> Locator:
+    """The hint of an animation with the pointer over `flight`, a bar, or over the table's cell of `rank` and `item`."""
+    piece = score(trace)
+    if "flight" in what:
+        sheet, key, number = ranks.draw(piece), ranks.key_of_bar(piece, what["flight"]), 0
+    else:
+        sheet, key, number = table.draw(piece), table.key_of_cell(piece, what["rank"], what["item"]), 1
+    assert sheet
+    part = next(part for part in sheet.parts if part.mark >= 0 and sheet.marks[part.mark].key == key)
+    x, y, width, height = part.place
+    if part.path >= 0:
+        across, down = on_curve(list(sheet.paths.found)[part.path], part.when.share(piece.time(step)))
+        x, y = x + across, y + down
+    canvas = card.locator(".tpl-two canvas").nth(number)
+    box = canvas.bounding_box()
+    assert box is not None
+    scale = box["width"] / sheet.width
+    canvas.hover(position={"x": (x + width / 2) * scale, "y": (y + height / 2) * scale})
+    return card.locator(".tpl-hint")
 
 
 def check_live_theme(page: Page, canvases: str) -> None:

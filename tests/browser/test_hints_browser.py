@@ -10,7 +10,7 @@ import torch
 from playwright.sync_api import Page, expect
 
 import tplab.torch as tt
-from tests.browser.plain_page import Drawn, check_live_theme, draw
+from tests.browser.plain_page import Drawn, check_live_theme, draw, hint_over
 from tests.hand_traces import ALL, send_over_wait
 from tests.widgets.test_curves import two_lines
 from tplab import Mesh, P, Trace
@@ -213,7 +213,6 @@ def test_a_cell_before_and_after_a_collective(page: Page):
         ),
     ]:
         card.step = step
-        drawn = draw(page, card)
-        box = page.locator("tbody tr:nth-child(2) td.tpl-cell").bounding_box()
-        assert box is not None
-        assert drawn.hint_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2).startswith(said)
+        draw(page, card)
+        hint = hint_over(page.locator(".tplab"), card.of.trace, step, rank=1, item=0)
+        assert hint.inner_text().startswith(said)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from tests.browser.plain_page import hint_over
 from tests.hand_traces import ALL, ring_all_reduce
 from tests.widgets.test_page import NASTY, WIDGETS, nasty_trace
 from tplab import Mesh
@@ -60,12 +61,11 @@ def test_a_trace_plays_under_one_playhead(page: Page, open_page):
     expect(animation.get_by_label("pause (space)")).to_be_visible()
     expect(say(animation)).to_contain_text("step 3 of 3")
     expect(animation.get_by_label("play (space)")).to_be_visible()
-    expect(animation.locator("td.tpl-held")).to_have_count(16)
+    expect(hint_over(animation, ALL["gather 4"](), 3, rank=2, item=0)).to_contain_text("rank 2 holds piece a")
     expect(say(lanes)).to_contain_text("step 3 of 3")
     lanes.locator(".tpl-slider").fill("1.5")  # the reader scrubs
-    expect(animation.locator(".tpl-flight:visible")).to_have_count(4)
-    animation.locator(".tpl-slot").first.hover()
-    expect(animation.get_by_role("tooltip")).to_be_visible()
+    expect(say(animation)).to_contain_text("step 2 of 3")
+    expect(hint_over(animation, ALL["gather 4"](), 1.5, flight=5)).to_contain_text("rank 1 sends piece a to rank 2")
 
 
 def test_the_widget_touched_last_is_the_one_that_plays(open_page):

@@ -17,7 +17,7 @@ animate(tt.run(lambda: tt.all_reduce(torch.ones(2), "tp"), Mesh(tp=4)).trace)
 
 def test_a_saved_notebook_shows_its_widgets_without_its_kernel(open_notebook, jupyter_lab):
     book = open_notebook([CELL, "from tplab.widgets import pipeline_lab; pipeline_lab()"])
-    expect(book.output(0).locator(".tpl-ranks")).to_be_visible()
+    expect(book.output(0).locator(".tpl-two canvas").first).to_be_visible()
     expect(book.output(1).locator("canvas").first).to_be_visible()
     book.page.evaluate(_SAVE)
     book.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
@@ -29,7 +29,7 @@ def test_a_saved_notebook_shows_its_widgets_without_its_kernel(open_notebook, ju
     jupyter_lab.shut_down_kernels()
 
     again = open_notebook(book.path, run=False)  # a new kernel, in which nothing has run
-    expect(again.output(0).locator(".tpl-ranks")).to_be_visible()
+    expect(again.output(0).locator(".tpl-two canvas").first).to_be_visible()
     expect(again.output(1).locator("canvas").first).to_be_visible()
     expect(again.panel).not_to_contain_text("Error displaying widget")
     again.output(0).get_by_role("group").focus()

@@ -8,6 +8,7 @@ import time
 import pytest
 from playwright.sync_api import Locator, Page, Position, expect
 
+from tests.browser.plain_page import hint_over
 from tests.hand_traces import ALL, ring_all_reduce
 from tplab import Mesh, P, Trace, units
 from tplab.widgets import animate, shards
@@ -16,7 +17,6 @@ from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.payload import picture
 from tplab.widgets.score.score import score
-from tplab.widgets.score.still_table import cell_text
 
 NARROW = 600
 
@@ -55,7 +55,7 @@ def load(page: Page, *names: str) -> None:
 _FUNCTIONS = {
     "units": "plain, bytesText, timeText, rangeText, ticks, numberText",
     "wire": "unpack",
-    "score": "frame, cellText, timeAt, positionAt, sentText, numSteps",
+    "score": "frame, timeAt, positionAt, sentText, numSteps",
 }
 
 _FRAMES = """async ([data, positions]) => {
@@ -64,9 +64,7 @@ _FRAMES = """async ([data, positions]) => {
   return positions.map((position) => {
     const now = tpl.frame(score, position), cells = {};
     now.cells.forEach((hold, at) => {
-      if (hold < 0) return;
-      const { label, value } = tpl.cellText(score, hold);
-      cells[`${Math.floor(at / items)},${at % items}`] = [hold, label, value];
+      if (hold >= 0) cells[`${Math.floor(at / items)},${at % items}`] = hold;
     });
     const arriving = [...now.arriving.keys()].map((at) => `${Math.floor(at / items)},${at % items}`).sort();
     return { time: now.time, round: now.round, flights: now.flights, together: now.together, computing: now.computing,
@@ -89,8 +87,7 @@ def test_the_frame_is_the_same_in_python_and_in_javascript(page: Page, name: str
             assert [row for row, _ in theirs[kind]] == [row for row, _ in getattr(ours, kind)]
             assert [u for _, u in theirs[kind]] == pytest.approx([u for _, u in getattr(ours, kind)], abs=1e-12)
         assert theirs["arriving"] == sorted(f"{rank},{item}" for rank, item in ours.arriving)
-        cells = {f"{rank},{item}": [hold, *cell_text(piece, item, hold)] for (rank, item), hold in ours.cells.items()}
-        assert theirs["cells"] == cells
+        assert theirs["cells"] == {f"{rank},{item}": hold for (rank, item), hold in ours.cells.items()}
         assert theirs["sent"] == ours.sent
         begin, end = piece.times[int(min(position, piece.num_steps - 1))], ours.time
         if 0 < position < piece.num_steps and end > begin:
@@ -126,9 +123,8 @@ def test_the_animation_is_drawn_in_the_theme_of_the_page(open_notebook):
     book = open_notebook([cell_of(gather(), "animate")], theme="dark")
     expect(card(book)).to_have_attribute("data-theme", "dark")
     expect(card(book)).to_contain_text("before the first step — every rank holds its own piece")
-    expect(card(book).locator(".tpl-held")).to_have_count(8)  # a slot and a cell for each of the four chunks
-    for rank in range(4):
-        expect(card(book).get_by_text(f"rank {rank}", exact=True).first).to_be_visible()
+    for name in ("4 ranks and the links between them", "what each rank holds"):
+        expect(card(book).get_by_role("img", name=name)).to_be_visible()
     book.change_theme("light")
     expect(card(book)).to_have_attribute("data-theme", "light")
 
@@ -142,7 +138,7 @@ def test_keys_step_the_focused_widget_and_leave_the_notebook_alone(open_notebook
     expect(say).to_contain_text("sent so far: 4 KiB of 12 KiB per rank")
     book.page.keyboard.press("End")
     expect(say).to_contain_text("step 3 of 3")
-    expect(card(book).locator("td.tpl-held")).to_have_count(16)
+    expect(hint_over(card(book), gather(), 3, rank=2, item=0)).to_contain_text("rank 2 holds piece a")
     book.page.keyboard.press("ArrowLeft")
     expect(say).to_contain_text("step 2 of 3")
     for key in ("b", "a", "m", "x", "Home"):  # in command mode: insert, insert, to Markdown, cut
@@ -152,7 +148,8 @@ def test_keys_step_the_focused_widget_and_leave_the_notebook_alone(open_notebook
     # Python has heard of it, and can set it.
     expect_python(book, "w.step", 0.0)
     book.run("w.step = 1.5")
-    expect(card(book).locator(".tpl-flight:visible")).to_have_count(4)
+    expect(say).to_contain_text("step 2 of 3")
+    expect(hint_over(card(book), gather(), 1.5, flight=5)).to_contain_text("to rank 2")
     card(book).get_by_label("one step on").click()
     expect(say).to_contain_text("step 2 of 3")
     expect_python(book, "w.step", 2.0)
@@ -179,7 +176,6 @@ def test_it_plays_to_the_end_and_can_be_stopped(open_notebook):
     assert lanes
     book.page.mouse.click(lanes["x"] + lanes["width"] / 2, lanes["y"] + 20)
     expect(card(book).locator(".tpl-say")).to_contain_text("step 2 of 3")
-    expect(card(book).locator(".tpl-flight:visible")).to_have_count(4)
     expect_python(book, "w.step", 1.5)
 
 
@@ -197,12 +193,14 @@ def test_reduced_motion_goes_from_step_to_step(open_notebook):
 def test_the_hint_says_what_a_chunk_holds(open_notebook):
     book = open_notebook([cell_of(ALL["reduce-scatter 4"](), "animate")])
     book.run("w.step = 2.5")
-    hint = card(book).locator(".tpl-hint")
-    card(book).locator(".tpl-flight:visible").first.hover()
+    expect(card(book).locator(".tpl-say")).to_contain_text("step 3 of 3")
+    trace = ALL["reduce-scatter 4"]()
+    (sent, *_), _ = zip(*frame(trace, 2.5).flights)
+    hint = hint_over(card(book), trace, 2.5, flight=sent)
     expect(hint).to_contain_text("to rank")
     expect(hint).to_contain_text("1 KiB")
     expect(hint).to_contain_text("(3 of 4)")
-    card(book).locator("td.tpl-cell").nth(3).hover()
+    hint_over(card(book), trace, 2.5, rank=0, item=3)
     expect(hint).to_contain_text("rank 0 has passed on piece d")
     expect(hint).to_contain_text("ranks 0, 3 (2 of 4)")
 

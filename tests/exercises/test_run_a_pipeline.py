@@ -122,8 +122,8 @@ def worker(mistake: str = ""):
                     for weight, grad in zip(weights, torch.autograd.grad(y, weights, dy)):
                         weight.grad = grad
                 else:
-                    factor = -1 if mistake == "sign" else 1
-                    y.backward(factor * dy, inputs=weights, retain_graph=mistake == "graph kept")  # type: ignore
+                    given = -dy if mistake == "sign" else dy  # type: ignore
+                    y.backward(given, inputs=weights, retain_graph=mistake == "graph kept")
         return None if mistake == "no loss" else total
 
     return train_split

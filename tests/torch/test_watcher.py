@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab import Mesh
-from tplab.torch import LiveBytes, all_reduce, ring_shift, run
+from tplab.torch import LiveBytes, all_reduce, ring_shift, run, start
 from tplab.torch.private import dispatch_modes, num_modes
 from tplab.torch.ranks.watcher import Listener, Watcher, listening, watcher
 
@@ -46,6 +46,9 @@ class Programs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Inner(Programs): ...
+
+
 def test_nothing_is_in_force_while_nobody_listens():
     assert not num_modes()
     with Names() as one:
@@ -59,12 +62,13 @@ def test_nothing_is_in_force_while_nobody_listens():
 
 def test_it_is_below_the_programs_modes_which_leave_in_any_order():
     names = Names()
-    with Programs():
+    with Programs(), Inner():
         with names:
             torch.ones(2)
             kinds = [type(mode) for mode in dispatch_modes()]
         torch.ones(3)
-    assert kinds == [Watcher, Programs] and names.heard == ["ones"]
+        left = [type(mode) for mode in dispatch_modes()]
+    assert kinds == [Watcher, Programs, Inner] and left == kinds[1:] and names.heard == ["ones"]
     programs = Programs()
     with names:
         programs.__enter__()
@@ -107,6 +111,29 @@ def test_one_that_leaves_inside_a_backward_pass_hears_no_more_and_the_mode_leave
     assert again.heard == ["ones"] and names.heard == heard and not num_modes()
 
 
+def test_one_that_comes_or_leaves_inside_an_operation_does_so_with_the_next():
+    guest = Names()
+
+    class Host(Names):
+        def starts(self, func, args, kwargs):
+            if not self.heard:
+                guest.__enter__()
+            return super().starts(func, args, kwargs)
+
+        def ended(self, func, args, kwargs, result, note):
+            super().ended(func, args, kwargs, result, note)
+            if len(self.heard) == 2:
+                self.__exit__()
+
+    host = Host()
+    host.__enter__()
+    _ = (torch.ones(2) + 1) * 2
+    assert (host.heard, guest.heard) == (["ones", "add"], ["add", "mul"])
+    assert dispatch_modes() == [watcher()]
+    guest.__exit__()
+    assert not num_modes()
+
+
 def test_each_thread_has_its_own():
     seen = []
     with Names() as names:
@@ -120,9 +147,9 @@ def test_collectives_are_told_with_what_was_noted_as_they_began():
     def program(x: Tensor) -> tuple[list[str], int]:
         with Names() as names:
             y = all_reduce(x, "tp")
-            ring_shift(y * 2, "tp")
+            start(ring_shift, y * 2, "tp").wait()
         return names.heard, num_modes()
 
     heard = run(program, Mesh(tp=2), torch.ones(2)).per_rank
-    assert heard[0][0] == ["all_reduce None", "mul", "ring_shift None"]
+    assert heard[0][0] == ["all_reduce None", "mul", "ring_shift begun"]
     assert heard[0] == heard[1]

@@ -15,7 +15,7 @@ from tplab.widgets.score import words
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.names import Name, names
 from tplab.widgets.score.score import Score, score
-from tplab.widgets.score.still_table import cell_text
+from tplab.widgets.score.table import cell_text
 
 FRAMEWORKS = ("torch", "jax")
 TABLE = np.array([[0, 7, 6, 4], [4, 8, 0, 6], [2, 0, 5, 9], [7, 7, 7, 7]], np.float32)  # sums 13, 22, 18, 26

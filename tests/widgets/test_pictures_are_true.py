@@ -24,7 +24,7 @@ from tplab.widgets.score import words
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.score import Score, score
-from tplab.widgets.score.still_table import cell_text, few_numbers
+from tplab.widgets.score.table import cell_text, few_numbers
 
 ALL = 10**6
 BITS = 16  # of a word: JAX counts in int32

@@ -23,7 +23,7 @@ from tplab.widgets import animate, timeline
 from tplab.widgets.paper import palette
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import _STATIC, script, style
-from tplab.widgets.paper.pen import on_curve
+from tplab.widgets.paper.scene import on_curve
 from tplab.widgets.paper.wire import pack, unpack
 from tplab.widgets.score.frame import frame
 from tplab.widgets.score.layout import LINK_GAP, SLOT, columns, layout

@@ -118,8 +118,10 @@ def _bars(sheet: Scene, panel: Panel, place: Place) -> None:
     bottom = y + num_ranks * row
     for at in starts:
         sheet.line([(x + at * unit, bottom - 1), (x + at * unit, bottom + 3)], LINE, 1)
-    with sheet.moving([(step, x + at * unit, 0) for step, at in enumerate(starts.tolist())]):
-        sheet.line([(0, y - 3), (0, bottom)], ACCENT, 1.6)
+    ends = [x, *(x + starts * unit).tolist()]
+    for step, (a, b) in enumerate(pairwise(ends)):
+        with sheet.during(step - 1 if step else -np.inf, step), sheet.along((a, 0, (a + b) / 2, 0, b, 0)):
+            sheet.line([(0, y - 3), (0, bottom)], ACCENT, 1.6)
     sheet.text(x, bottom + 9, "0", size=9.5, fill=DIM)
     sheet.text(x + starts[-1] * unit, bottom + 9, f"{starts[-1]:,} scores long", size=9.5, fill=DIM, anchor="rm")
 

@@ -77,8 +77,8 @@ def draw(layers: Sequence[Layer], unit: str, width: float = WIDE) -> Scene:
     place = Place(width, len(first.ranks), first.here)
     sheet = Scene(width, place.height)
     sheet.text(0, 12, "tokens of", size=10.5, fill=DIM, anchor="lm")
-    sheet.text(place.experts + 22, 12, "rows of each expert", size=10.5, fill=DIM, anchor="lm")
-    sheet.text(place.times, 12, "time of each rank", size=10.5, fill=DIM, anchor="lm")
+    for x, what, of in ((place.experts + 22, "rows", " of each expert"), (place.times, "time", " of each rank")):
+        sheet.text(x, 12, what + of * place.is_wide, size=10.5, fill=DIM, anchor="lm")
     for number, rank in enumerate(first.ranks):
         middle = place.top(number) + place.rank / 2
         sheet.text(0, middle, f"rank {rank}" if place.is_wide else str(rank), size=11, bold=True, anchor="lm")
@@ -134,9 +134,10 @@ class _Drawing:
                 if first < last:
                     with sheet.during(first, last):
                         sheet.area(ribbon, mix(colour, share))
-            for first, way in ((there, edge), (back, edge[::-1])):
-                stops = [(first + at, x, down) for at, (x, down) in zip(_SAMPLES.tolist(), way)]
-                with sheet.during(first, first + 1 - 1e-4), sheet.moving(stops):
+            third = (right - left - _BLOCK) / 3
+            flow = [(left + _BLOCK, y), (left + _BLOCK + third, y), (right - third, to), (right, to)]
+            for first, way in ((there, flow), (back, flow[::-1])):
+                with sheet.during(first, first + 1 - 1e-4), sheet.along([length for point in way for length in point]):
                     sheet.box(-4, 0, 8, max(size, 1.5), fill=colour, radius=2)
             with sheet.during(begin, end), sheet.about(self._about_rows(level, int(source), int(target))):
                 sheet.box(left, y, _BLOCK, max(size, 1), fill=colour, edge=PAPER, line=0.5)
@@ -182,10 +183,9 @@ class _Drawing:
                 with sheet.about(self._about_expert(expert)):
                     sheet.box(left, y, place.times - left - 8, place.expert)
                 if place.expert > 9:
-                    size = left + total * per_row + 4
-                    sheet.text(
-                        size, y + place.expert / 2, f"{total}", size=9.5, fill=INK if total else DIM, anchor="lm"
-                    )
+                    x, fill = left + total * per_row + 4, INK if total else DIM
+                    sheet.box(x - 1, y + 2, sheet.width_of(f"{total}", 9.5) + 2, place.expert - 4, fill=PAPER)
+                    sheet.text(x, y + place.expert / 2, f"{total}", size=9.5, fill=fill, anchor="lm")
             x = left
             for source, rows in enumerate(loads):
                 box = (x, y + 1, rows * per_row, place.expert - 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 Colour = str | tuple[int, int, int]
 
 INK, DIM, LINE, SOFT, PAPER = "#1c2230", "#5c677a", "#d5dbe5", "#f4f6f9", "#ffffff"
@@ -42,6 +44,7 @@ class Mixed(tuple[int, int, int]):
     share: float
 
 
+@cache
 def mix(colour: str, share: float, paper: str = PAPER) -> Mixed:
     """`share` of a colour over the paper."""
     parts = zip(rgb(colour), rgb(paper), strict=True)

@@ -7,7 +7,7 @@ the one that ships with matplotlib. We do not import matplotlib itself: that tak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,31 +38,9 @@ class Pen:
         self.width, self.height = math.ceil(width), math.ceil(height)
         self._image = image or Image.new("RGB", (self.width * _SCALE, self.height * _SCALE), PAPER)
         self._draw = ImageDraw.Draw(self._image)
-        self._tiles: dict[Hashable, Image.Image] = {}
 
     def copy(self) -> Pen:
-        pen = Pen(self.width, self.height, self._image.copy())
-        pen._tiles = self._tiles
-        return pen
-
-    def stamp(
-        self,
-        key: Hashable,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        ground: Colour,
-        draw: Callable[[Pen], None],
-    ) -> None:
-        """Put what `draw` draws, from (1, 1) on, at (x, y). It is drawn only once per key, size and ground."""
-        key = (key, width, height, ground)
-        if key not in self._tiles:
-            size = round((width + 2) * _SCALE), round((height + 2) * _SCALE)
-            pen = Pen(width + 2, height + 2, Image.new("RGB", size, ground))
-            draw(pen)
-            self._tiles[key] = pen._image
-        self._image.paste(self._tiles[key], (round((x - 1) * _SCALE), round((y - 1) * _SCALE)))
+        return Pen(self.width, self.height, self._image.copy())
 
     def image(self) -> Image.Image:
         return self._image.reduce(_SCALE)
@@ -85,21 +63,6 @@ class Pen:
         width_px = round(line * _SCALE) if edge else 0
         self._draw.rounded_rectangle(corners, radius * _SCALE, fill=fill, outline=edge, width=width_px)
 
-    def dashed(self, x: float, y: float, width: float, height: float, edge: Colour, line: float = 1) -> None:
-        """The outline of a box, in dashes."""
-        for x0, y0, x1, y1 in (
-            (x, y, x + width, y),
-            (x, y + height, x + width, y + height),
-            (x, y, x, y + height),
-            (x + width, y, x + width, y + height),
-        ):
-            length = math.hypot(x1 - x0, y1 - y0)
-            count = max(2, round(length / 5))
-            for dash in range(count):
-                a, b = (dash + 0.22) / count, (dash + 0.78) / count
-                ends = [(x0 + (x1 - x0) * part, y0 + (y1 - y0) * part) for part in (a, b)]
-                self.line(ends, edge, line)
-
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
         scaled = [(x * _SCALE, y * _SCALE) for x, y in points]
         self._draw.line(scaled, fill=colour, width=max(1, round(line * _SCALE)), joint="curve")
@@ -112,9 +75,6 @@ class Pen:
     def disc(self, x: float, y: float, radius: float, fill: Colour, edge: Colour | None = None) -> None:
         box = [(x - radius) * _SCALE, (y - radius) * _SCALE, (x + radius) * _SCALE, (y + radius) * _SCALE]
         self._draw.ellipse(box, fill=fill, outline=edge, width=_SCALE if edge else 0)
-
-    def curve(self, curve: Sequence[float], colour: Colour, line: float = 1) -> None:
-        self.line([on_curve(curve, step / 16) for step in range(17)], colour, line)
 
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         """Slanted lines, for idle time."""
@@ -160,10 +120,3 @@ def fitted(text: str, size: float, room: float) -> str:
     while text and text_width(f"{text} …", size) > room:
         text = text[:-1]
     return f"{text.rstrip(' ·')} …"
-
-
-def on_curve(curve: Sequence[float], u: float) -> tuple[float, float]:
-    """The point of a quadratic curve (x0, y0, cx, cy, x1, y1) at `u` between 0 and 1."""
-    x0, y0, cx, cy, x1, y1 = curve
-    a, b, c = (1 - u) ** 2, 2 * u * (1 - u), u**2
-    return a * x0 + b * cx + c * x1, a * y0 + b * cy + c * y1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,16 @@ _FINE = 20  # lengths are sent in twentieths of a pixel
 _LARGER = 1.05  # letters in the browser, most of whose fonts are narrower, than in a still picture
 
 
+Curve = Sequence[float]
+"""The x and y of each point of a Bezier curve: its beginning, one or two control points, and its end."""
+
+
 @dataclass(frozen=True)
 class Mark:
-    """What a thing is that one can point at: what the hint says, and a key that the widget knows it by."""
+    """What a thing is that one can point at: what the hint says, and a number that the widget knows it by; -1: none."""
 
     rows: tuple[tuple[str, str], ...] = ()
-    key: Any = None
+    key: int = -1
 
 
 class Key(NamedTuple):
@@ -65,9 +70,14 @@ class When(NamedTuple):
     begin: float = -math.inf
     end: float = math.inf
 
+    def share(self, position: float) -> float:
+        """How much of it is over, from 0 to 1."""
+        return 1.0 if math.isinf(self.begin) else (position - self.begin) / (self.end - self.begin)
+
 
 class Part(NamedTuple):
-    """A thing that was drawn: the name of the sheet's method, where it is, and how it looks."""
+    """A thing that was drawn: the name of the sheet's method, where it is, and how it looks. `path` is the number of
+    the curve that it is, or that it travels along; -1 for none."""
 
     method: str
     place: tuple[float, ...]
@@ -82,8 +92,8 @@ class Part(NamedTuple):
 class Scene:
     """A sheet of `width` x `height` pixels for pictures that have a playhead.
 
-    Everything drawn inside `during` is there for some of its positions only, inside `moving` it follows it, and inside
-    `about` it says what it is. `paint` draws the picture at one position on another sheet.
+    Everything drawn inside `during` is there for some of its positions only, inside `along` it travels meanwhile, and
+    inside `about` it says what it is. `paint` draws the picture at one position on another sheet.
     """
 
     def __init__(self, width: float, height: float, label: str = ""):
@@ -91,7 +101,7 @@ class Scene:
         self.narrow: Scene | None = None  # what is painted instead where there is little room
         self.parts: list[Part] = []
         self.marks: list[Mark] = []
-        self.paths: list[list[tuple[float, float, float]]] = []
+        self.paths = Once()
         self._when, self._path, self._mark = When(), -1, -1
 
     @contextmanager
@@ -101,22 +111,21 @@ class Scene:
         self._when = before
 
     @contextmanager
-    def about(self, rows: Rows, key: Any = None) -> Iterator[None]:
+    def about(self, rows: Rows, key: int = -1) -> Iterator[None]:
         before, self._mark = self._mark, len(self.marks)
         self.marks.append(Mark(tuple(rows), key))
         yield
         self._mark = before
 
     @contextmanager
-    def moving(self, stops: Sequence[tuple[float, float, float]]) -> Iterator[None]:
-        """`stops` are (position, x, y): how far it is moved then, and in between on a straight line."""
-        before, self._path = self._path, len(self.paths)
-        self.paths.append(list(stops))
+    def along(self, curve: Curve) -> Iterator[None]:
+        """What is drawn around (0, 0) travels along a curve, from the beginning of `during` to its end."""
+        before, self._path = self._path, self.paths(_cubic(curve))
         yield
         self._path = before
 
     def _add(self, method: str, place: Sequence[float], points: Any = (), text: str = "", **look: Any) -> None:
-        said = tuple(sorted((name, value) for name, value in look.items() if value))
+        said = tuple([(name, value) for name, value in look.items() if value])
         part = Part(method, tuple(place), tuple(points), text, said, self._when, self._path, self._mark)
         self.parts.append(part)
 
@@ -125,8 +134,21 @@ class Scene:
         """Without a fill and an edge, it is only there to be pointed at."""
         self._add("box", (x, y, width, height), fill=fill, edge=edge, radius=radius, line=line)
 
-    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1) -> None:
-        self._add("line", (), points, colour=colour, line=line)
+    def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1, grows: bool = False) -> None:
+        """grows: it begins as its first point, and is complete at the end of `during`."""
+        self._add("line", (), points, colour=colour, line=line, grows=grows)
+
+    def curve(self, curve: Curve, colour: Colour, line: float = 1) -> None:
+        with self.along(curve):
+            self._add("curve", (), colour=colour, line=line)
+
+    def arc(self, x: float, y: float, radius: float, degrees: float, colour: Colour, line: float = 1) -> None:
+        """A part of a circle, clockwise from its top."""
+        self._add("arc", (x, y, radius, degrees), colour=colour, line=line)
+
+    def dashed(self, x: float, y: float, width: float, height: float, colour: Colour, line: float = 1) -> None:
+        """The outline of a box, in dashes."""
+        self._add("dashed", (x, y, width, height), colour=colour, line=line)
 
     def area(self, points: Sequence[tuple[float, float]], fill: Colour) -> None:
         self._add("area", (), points, fill=fill)
@@ -145,27 +167,78 @@ class Scene:
 
     def paint(self, sheet: Sheet, position: float = 0, x: float = 0, y: float = 0) -> None:
         """Draw on another sheet, with the upper left corner at (x, y), what is there at this position."""
+        curves = list(self.paths.found)
         for part in self.parts:
             if not part.when.begin < position <= part.when.end:
                 continue
-            left, top = (x, y) if part.path < 0 else _moved(self.paths[part.path], position, x, y)
-            draw, look = getattr(sheet, part.method), dict(part.look)
-            if part.points:
-                draw([(left + a, top + b) for a, b in part.points], **look)
-            else:
+            look, is_line = dict(part.look), part.method in ("line", "curve", "arc")
+            left, top, points = x, y, part.points
+            if part.method == "curve":
+                points = [on_curve(curves[part.path], step / 16) for step in range(17)]
+            elif part.path >= 0:
+                across, down = on_curve(curves[part.path], part.when.share(position))
+                left, top = x + across, y + down
+            if part.method == "arc":
+                points = _arc(*part.place)
+            if look.pop("grows", False):
+                points = _begun(points, part.when.share(position))
+            if points:
+                (sheet.line if is_line else sheet.area)([(left + a, top + b) for a, b in points], **look)
+            elif not is_line:
                 text = [part.text] if part.method == "text" else []
+                draw: Any = partial(_dashed, sheet) if part.method == "dashed" else getattr(sheet, part.method)
                 draw(left + part.place[0], top + part.place[1], *part.place[2:], *text, **look)
 
 
-def _moved(stops: Sequence[tuple[float, float, float]], position: float, x: float, y: float) -> tuple[float, float]:
-    at, across, down = zip(*stops)
-    return x + float(np.interp(position, at, across)), y + float(np.interp(position, at, down))
+def on_curve(curve: Curve, u: float) -> tuple[float, float]:
+    """The point of a `Curve` at `u` between 0 and 1."""
+    points = np.reshape(curve, (-1, 2))
+    while len(points) > 1:
+        points = (1 - u) * points[:-1] + u * points[1:]
+    return float(points[0, 0]), float(points[0, 1])
+
+
+def _cubic(curve: Curve) -> tuple[float, ...]:
+    """The same curve with two control points."""
+    if len(curve) == 8:
+        return tuple(curve)
+    x0, y0, cx, cy, x1, y1 = curve
+    third = [(end + 2 * middle) / 3 for end, middle in zip((x0, y0, x1, y1), (cx, cy, cx, cy))]
+    return (x0, y0, *third, x1, y1)
+
+
+def _arc(x: float, y: float, radius: float, degrees: float) -> list[tuple[float, float]]:
+    angles = np.radians(np.linspace(0, degrees, 2 + int(degrees / 9)))
+    return list(zip((x + radius * np.sin(angles)).tolist(), (y - radius * np.cos(angles)).tolist()))
+
+
+def _begun(points: Sequence[tuple[float, float]], share: float) -> list[tuple[float, float]]:
+    """The first `share` of a line, measured along it."""
+    corners = np.array(points)
+    far = np.concatenate([[0.0], np.cumsum(np.hypot(*np.diff(corners, axis=0).T))])
+    end = share * far[-1]
+    last = [float(np.interp(end, far, corners[:, axis])) for axis in (0, 1)]
+    return [*(point for point, at in zip(points, far) if at < end), (last[0], last[1])]
+
+
+def _dashed(sheet: Sheet, x: float, y: float, width: float, height: float, colour: Colour, line: float = 1) -> None:
+    right, low = x + width, y + height
+    for x0, y0, x1, y1 in ((x, y, right, y), (x, low, right, low), (x, y, x, low), (right, y, right, low)):
+        count = max(2, round(math.hypot(x1 - x0, y1 - y0) / 5))
+        for dash in range(count):
+            ends = [(dash + part) / count for part in (0.22, 0.78)]
+            sheet.line([(x0 + (x1 - x0) * at, y0 + (y1 - y0) * at) for at in ends], colour, line)
+
+
+def before(time: float) -> float:
+    """The last moment before a time: what begins then is there at that time, and what ends then is not."""
+    return math.nextafter(time, -math.inf)
 
 
 def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The scenes of a card as static/scene.js reads them: a header, and columns whose names end in a scene's number."""
     tables: list[dict[str, Any]] = []
-    hints = _Once()
+    hints = Once()
     columns: dict[str, np.ndarray] = {}
     narrow = [scene.narrow for scene in scenes if scene.narrow]
     swatches = [Scene(18, 11) for _ in legend]
@@ -180,20 +253,25 @@ def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[st
     return {"tables": tables, "scenes": len(scenes), "hints": list(hints.found), "legend": keys}, columns
 
 
-def _table(scene: Scene, hints: _Once) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    looks, texts = _Once(), _Once()
+def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    looks, texts = Once(), Once()
     parts, marks = scene.parts, scene.marks
     places = np.array([(*part.place, 0, 0, 0, 0)[:4] for part in parts], float).reshape(-1, 4)
     columns = {name: _fine(places[:, number]) for number, name in enumerate("xywh")}
+    ends = [part.when.begin for part in parts] + [part.when.end for part in parts]
+    moments, when = np.unique(np.array(ends, float), return_inverse=True)
     columns |= {
         "look": np.array([looks((part.method, part.look)) for part in parts], int),
         "text": np.array([texts(part.text) if part.text else -1 for part in parts], int),
-        "begin": np.array([part.when.begin for part in parts], "f4"),
-        "end": np.array([part.when.end for part in parts], "f4"),
+        "moments": moments,
+        "begin": when[: len(parts)],
+        "end": when[len(parts) :],
+        "curves": _fine(np.array(list(scene.paths.found)).ravel()),
         "path": np.array([part.path for part in parts], int),
         "mark": np.array([part.mark for part in parts], int),
         "points": _fine(np.array([length for part in parts for point in part.points for length in point])),
         "pointing": np.cumsum([0, *(len(part.points) for part in parts)]),
+        "key": np.array([mark.key for mark in marks], int),
         "rows": np.array([hints(row) for mark in marks for row in mark.rows], int),
         "saying": np.cumsum([0, *(len(mark.rows) for mark in marks)]),
     }
@@ -203,8 +281,6 @@ def _table(scene: Scene, hints: _Once) -> tuple[dict[str, Any], dict[str, np.nda
         "label": scene.label,
         "looks": [{"is": method, **_sent(dict(look))} for method, look in looks.found],
         "texts": list(texts.found),
-        "keys": [mark.key for mark in marks] if any(mark.key is not None for mark in marks) else [],
-        "paths": scene.paths,
     }
     return header, columns
 
@@ -234,7 +310,7 @@ def spans(positions: Collection[int]) -> Iterator[tuple[float, float]]:
             first = place + 1
 
 
-class _Once:
+class Once:
     """Numbers things in the order in which they first appear."""
 
     def __init__(self) -> None:

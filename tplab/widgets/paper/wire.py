@@ -24,7 +24,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
     blobs: list[bytes] = []
     offset = 0
     for name, column in columns.items():
-        differences = bool(column.dtype.kind in "iu" and len(column) > 64 and (np.diff(column) == 1).mean() > 0.5)
+        differences = bool(column.dtype.kind in "iu" and len(column) > 64 and (np.diff(column) == 1).mean() > 0.15)
         array = _smallest(np.diff(column, prepend=0) if differences else column)
         blob = array.astype(array.dtype.newbyteorder("<")).tobytes()
         blob += bytes(-len(blob) % 8)

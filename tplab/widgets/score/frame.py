@@ -1,4 +1,4 @@
-"""The picture at one moment of a score: a pure function. static/frame.js is the same in JavaScript."""
+"""The picture at one moment of a score: a pure function. static/score.js is the same in JavaScript."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from tplab.trace.critical_path import critical_rows
 from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.score import words
-from tplab.widgets.score.layout import columns, layout
+from tplab.widgets.score import ranks, table, words
 from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import Score
 
@@ -18,31 +18,18 @@ MAX_NUMBERS = 6000  # of contents: 24 KB
 
 
 def picture(score: Score) -> bytes:
-    """For `animate`: the picture's geometry, its text, what is held when, and the bars of the timeline."""
-    table, place = columns(score), layout(score)
+    """For `animate`: the scenes of the ranks and of the table, what is said, what is held when, and the bars."""
+    scenes, drawn = packed([scene for scene in (ranks.draw(score), table.draw(score)) if scene])
     header = {
         **_about(score),
+        **scenes,
         "sentences": words.sentences(score),
         "items": [[item.name, item.origin, item.text, item.op, item.pools, item.how] for item in score.items],
-        "layout": {
-            "width": place.width,
-            "height": place.height,
-            "boxes": place.boxes,
-            "wide": place.wide,
-            "numbers": score.shows_numbers,
-            "size": place.size,
-            "centres": place.centres.tolist(),
-            "slots": [[[item, *place.slot(rank, n)] for n, item in enumerate(items)]
-                      for rank, items in enumerate(place.slots)],
-            "links": [[*pair, *curve] for pair, curve in place.links.items()],
-            "labels": place.labels,
-        },
-        "table": {"column": table.of_item, "names": table.names, "size": table.page_size, "first": table.first,
-                  "caption": score.table_caption},
-    }  # fmt: skip
+        "numbers": score.shows_numbers,
+    }
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
     kept = _contents(score, holds)
-    return pack(header, {**_bars(score), **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
+    return pack(header, {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
 
 
 def lanes(score: Score, measured: Durations | None = None) -> bytes:
@@ -138,6 +125,6 @@ def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarra
 def _bits(sets: list[tuple[int, ...]], num_ranks: int) -> np.ndarray:
     """Each set of ranks as bits, the lowest first: ceil(ranks / 8) bytes per set."""
     member = np.zeros((len(sets), -(-num_ranks // 8) * 8), bool)
-    for place, ranks in enumerate(sets):
-        member[place, list(ranks)] = True
+    for place, members in enumerate(sets):
+        member[place, list(members)] = True
     return np.packbits(member, axis=1, bitorder="little").ravel()

@@ -11,15 +11,13 @@ from tplab.units import plain, range_text, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.measured import Durations, draw_diamond
-from tplab.widgets.paper.palette import ACCENT, DIM, GRADIENT, HATCH, INK, KINDS, LINE, OPS, PAPER, SOFT, WORK, mix
-from tplab.widgets.paper.pen import Pen, fitted, on_curve, text_width
-from tplab.widgets.score import words
+from tplab.widgets.paper.palette import DIM, GRADIENT, HATCH, KINDS, LINE, OPS, PAPER, SOFT, WORK, mix
+from tplab.widgets.paper.pen import Pen, fitted, text_width
+from tplab.widgets.paper.scene import Scene
+from tplab.widgets.score import ranks, table, words
 from tplab.widgets.score.frame import Frame, frame
-from tplab.widgets.score.holds import PASSED
-from tplab.widgets.score.layout import SLOT, layout
 from tplab.widgets.score.score import Score
 from tplab.widgets.score.still_lanes import Lanes
-from tplab.widgets.score.still_table import Table, cell, share
 from tplab.widgets.score.still_warning import Warned
 
 MAX_BYTES = 300_000
@@ -40,148 +38,47 @@ _KEY = 24  # from where a legend's colour begins to its text
 
 
 class Picture:
-    """Draws a score at any position. Parts that do not change are drawn once."""
+    """Draws a score at any position."""
 
     def __init__(self, score: Score):
-        self.score, self.layout, self.table = score, layout(score), Table(score)
-        self.sentences = words.sentences(score)
-        gap = 30
-        beside = self.layout.width + gap + self.table.width <= 930
-        inner = self.layout.width + gap + self.table.width if beside else max(self.layout.width, self.table.width)
-        self.width = max(inner + 2 * MARGIN, 640)
-        spare = self.width - 2 * MARGIN
+        self.score, self.sentences = score, words.sentences(score)
+        scenes = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
+        beside = sum(scene.width for scene in scenes) + 30 * (len(scenes) - 1)
+        is_beside = beside <= 930
+        self.width = max((beside if is_beside else max(scene.width for scene in scenes)) + 2 * MARGIN, 640)
         self.warned = Warned(score.trace, self.width, MARGIN)
-        top = 54 + self.warned.height
-        if beside:
-            body = max(self.layout.height, self.table.height)
-            free = (spare - self.layout.width - self.table.width) / 3
-            self.at = (MARGIN + free, top + (body - self.layout.height) / 2)
-            self.table.at = (self.width - MARGIN - free - self.table.width, top + (body - self.table.height) / 2)
-        else:
-            body = self.layout.height + 16 + self.table.height
-            self.at = ((self.width - self.layout.width) / 2, top)
-            self.table.at = ((self.width - self.table.width) / 2, top + self.layout.height + 16)
-        self.lanes = Lanes(score, MARGIN, top + body + 12, spare)
+        top = y = 54.0 + self.warned.height
+        heights = [scene.height for scene in scenes]
+        body = max(heights) if is_beside else sum(heights) + 16 * (len(scenes) - 1)
+        free = (self.width - beside + 30 * (len(scenes) - 1)) / (len(scenes) + 1)  # left of, between and right of them
+        self.scenes: list[tuple[Scene, float, float]] = []
+        x = free
+        for scene in scenes:
+            if is_beside:
+                self.scenes.append((scene, x, top + (body - scene.height) / 2))
+            else:
+                self.scenes.append((scene, (self.width - scene.width) / 2, y))
+            x, y = x + scene.width + free, y + scene.height + 16
+        self.lanes = Lanes(score, MARGIN, top + body + 12, self.width - 2 * MARGIN)
         self.saying = self.lanes.top + self.lanes.height + 14
         self.height = self.saying + (40 if self._fits() else 57)
-        self.base = self._base()
+        self.base = Pen(self.width, self.height)  # the parts that do not change
+        _head(self.base, score)
+        self.warned.draw(self.base, _WARNED)
+        self.lanes.draw(self.base)
 
     def _fits(self) -> bool:
         """Whether every sentence fits on one line."""
         return max(map(len, self.sentences)) + 20 <= (self.width - 2 * MARGIN) / 6.8
 
-    def _base(self) -> Pen:
-        pen, score = Pen(self.width, self.height), self.score
-        _head(pen, score)
-        self.warned.draw(pen, _WARNED)
-        if len(self.layout.links) <= 300:
-            for curve in self.layout.links.values():
-                self._link(pen, curve)
-        for x, y, text in self.layout.labels:
-            pen.text(x + self.at[0], y + self.at[1], text, size=10.5, fill=DIM)
-        self.table.draw_heads(pen)
-        self.lanes.draw(pen)
-        return pen
-
-    def _moved(self, curve: tuple[float, ...]) -> list[float]:
-        return [x + self.at[index % 2] for index, x in enumerate(curve)]
-
-    def _link(self, pen: Pen, curve: tuple[float, ...]) -> None:
-        moved = self._moved(curve)
-        pen.curve(moved, LINE, 2)
-        if self.layout.boxes:
-            (x0, y0), (x1, y1) = on_curve(moved, 0.9), on_curve(moved, 1)
-            along = np.array([x1 - x0, y1 - y0]) / max(float(np.hypot(x1 - x0, y1 - y0)), 1e-9)
-            side, tip = np.array([-along[1], along[0]]), np.array([x1, y1])
-            ends = [tip - 6 * along + 4 * side, tip, tip - 6 * along - 4 * side]
-            pen.line([(float(x), float(y)) for x, y in ends], DIM, 1.4)
-
     def draw(self, position: float) -> Image.Image:
         """The picture at one position."""
         pen, now = self.base.copy(), frame(self.score, position)
-        self._groups(pen, now)
-        for rank in self.score.trace.mesh.ranks:
-            self._rank(pen, rank, now)
-        for row, u in now.flights:
-            self._chunk(pen, row, u, now)
-        self.table.draw(pen, now)
+        for scene, x, y in self.scenes:
+            scene.paint(pen, now.time, x, y)
         self.lanes.draw_playhead(pen, now.time)
         self._say(pen, now)
         return pen.image()
-
-    def _groups(self, pen: Pen, now: Frame) -> None:
-        """A band through ranks that work together."""
-        bars = self.score.bars
-        for code in {int(bars["group"][row]) for row, _ in now.together}:
-            members = self.score.groups[code]
-            points = [tuple((self.layout.centres[rank] + self.at).tolist()) for rank in members]
-            pen.line(points + points[:1], mix(ACCENT, 0.22), 12)
-
-    def _rank(self, pen: Pen, rank: int, now: Frame) -> None:
-        layout, score = self.layout, self.score
-        x, y = (layout.centres[rank] + self.at).tolist()
-        width, height = layout.size
-        busy = any(score.bars["rank"][row] == rank for row, _ in now.together + now.computing)
-        edge = ACCENT if busy else LINE
-        if not layout.boxes:
-            pen.disc(x, y, width / 2, fill=mix(WORK, 0.1 + 0.45 * self._held(rank, now)), edge=edge)
-            pen.text(x, y, str(rank), size=9.5, fill=INK)
-            return
-        left, top = x - width / 2, y - height / 2
-        pen.box(left, top, width, height, fill=SOFT, edge=edge, radius=9, line=1.3)
-        working = [score.ops[score.bars["op"][row]] for row, _ in now.computing if score.bars["rank"][row] == rank]
-        before = f"rank {rank}:" if score.is_pipeline else str(rank)
-        name = f"{before} {working[0]}" if working else f"rank {rank}"
-        few = layout.slots[rank]
-        if not few and score.items:
-            pen.box(left + 9, top + height - 10, width - 18, 3, fill=LINE)
-            pen.box(left + 9, top + height - 10, (width - 18) * self._held(rank, now), 3, fill=WORK)
-        pen.text(x, top + 13 if few else y - 3, name[: int(width / 6.2)], size=10.5, bold=True)
-        for index, item in enumerate(layout.slots[rank]):
-            left, top = layout.slot(rank, index)
-            hold = now.cells.get((rank, item))
-            cell(
-                pen,
-                score,
-                left + self.at[0],
-                top + self.at[1],
-                layout.wide,
-                SLOT,
-                item,
-                hold,
-                (rank, item) in now.arriving,
-                self._on_slot(item, hold),
-                ground=SOFT,
-            )
-
-    def _on_slot(self, item: int, hold: int | None) -> str:
-        if hold is None:
-            return self.score.items[item].name
-        return self.score.number(hold) if self.score.shows_numbers else self.score.name(hold)
-
-    def _held(self, rank: int, now: Frame) -> float:
-        """The fraction of all items that the rank holds."""
-        holds = [now.cells[rank, item] for item in range(len(self.score.items)) if (rank, item) in now.cells]
-        kept = [hold for hold in holds if self.score.holds["state"][hold] != PASSED]
-        return sum(share(self.score, hold) for hold in kept) / max(len(self.score.items), 1)
-
-    def _chunk(self, pen: Pen, row: int, u: float, now: Frame) -> None:
-        bars = self.score.bars
-        curve = self.layout.links.get((int(bars["rank"][row]), int(bars["peer"][row])))
-        if curve is None:
-            return
-        x, y = on_curve(self._moved(curve), u)
-        item = int(bars["item"][row])
-        if not self.layout.boxes:
-            pen.disc(x, y, 4.5, fill=self.score.bar_colour(row), edge=PAPER)
-            return
-        hold = now.cells.get((int(bars["rank"][row]), item))
-        name = self.score.items[item].name if item >= 0 else ""
-        if self.score.shows_numbers and hold is not None:
-            name = self.score.number(hold)
-        half = 11 if len(name) < 3 else 15
-        pen.box(x - half, y - 11, 2 * half, 22, fill=self.score.bar_colour(row), edge=PAPER, radius=5, line=1.5)
-        pen.text(x, y, name, size=11.5, bold=True, fill=PAPER)
 
     def _say(self, pen: Pen, now: Frame) -> None:
         head = f"step {now.round} of {self.score.num_steps}" if now.round else "before the first step"

@@ -1,16 +1,55 @@
 // One card, one trace: the ranks, what each of them holds, and the timeline, under one playhead.
 import { card, el, followTheme, hint } from "./shell.js";
-import { numberText } from "./units.js";
+import { bytesText, numberText } from "./units.js";
 import { unpack } from "./wire.js";
-import { frame, head, positionAt, sentText, timeAt, values, numSteps } from "./score.js";
+import { COLLECTIVE, OWN, PASSED, UNSURE, carried, frame, head, members, numSteps, partOf, pieceText, pool, positionAt, sentText, timeAt, values } from "./score.js";
 import { Player } from "./player.js";
-import { Ranks, describe } from "./ranks.js";
-import { Table } from "./table.js";
+import { Scene } from "./scene.js";
 import { Lanes } from "./lanes.js";
 
 function numbersOf(score, hold) {
   const numbers = Array.from(values(score, hold), numberText);
   return numbers.length > 12 ? `${numbers.slice(0, 12).join(" ")} … (${numbers.length})` : numbers.join(" ");
+}
+
+// What the hint says about a chunk on its way, a cell of the table or a rank.
+function describe(score, now, { flight, rank, item }, values) {
+  if (flight >= 0) {
+    item = score.item[flight];
+    const from = score.rank[flight];
+    const hold = item >= 0 ? now.cells[from * score.items.length + item] : -1;
+    return [["", `${score.ops[score.op[flight]]}: rank ${from} sends ${carried(score, flight)} to rank ${score.peer[flight]}`],
+      ["tensor", score.shapes[score.shape[flight]]], ["sends", bytesText(score.bytes[flight])], ...contents(score, hold, values),
+      ["written at", score.where[score.place[flight]]]];
+  }
+  if (item === undefined) return aboutRank(score, now, rank);
+  const hold = now.cells[rank * score.items.length + item], [, origin, , op] = score.items[item];
+  const isOwn = hold >= 0 && score.hold_state[hold] === OWN;
+  const what = `${op ? (isOwn ? "its own input of " : "the result of ") : ""}${pieceText(score, item)}`;
+  const born = op || origin < 0 ? "" : `rank ${origin}`;
+  if (hold < 0) {
+    const coming = now.arriving.get(rank * score.items.length + item), group = coming >= 0 ? score.groups[score.group[coming]] : [];
+    const way = coming === undefined ? [] : score.kind[coming] === COLLECTIVE ? ["made by", `ranks ${group.join(", ")}, not finished`] : ["comes from", `rank ${score.rank[coming]}, is on its way`];
+    return [["", `rank ${rank} does not hold ${what}${coming === undefined ? "" : " yet"}`], way.length ? way : null];
+  }
+  const passed = score.hold_state[hold] === PASSED, part = partOf(score, hold);
+  const which = part ? `, part ${part[0]} of ${part[1]} of the whole (counted from 0)` : "";
+  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
+}
+
+// What a rank does now, and what it has sent.
+function aboutRank(score, now, rank) {
+  const does = [...now.computing, ...now.together].filter(([row]) => score.rank[row] === rank).map(([row]) => score.ops[score.op[row]]);
+  const sends = now.flights.filter(([row]) => score.rank[row] === rank).map(([row]) => `to rank ${score.peer[row]}`);
+  return [["", `rank ${rank}`], ["runs", does.join(", ")], ["sends", sends.join(", ")], ["has sent", bytesText(now.sent[rank])]];
+}
+
+function contents(score, hold, values) {
+  if (hold < 0) return [];
+  if (score.hold_state[hold] === UNSURE) return [["made by", `ranks ${members(score, hold).join(", ")}; whose data they put in is not known`], ["values", values(hold)]];
+  const inside = members(score, hold), all = pool(score, hold, inside);
+  const joint = all.length > 1 ? `rank${inside.length === 1 ? "" : "s"} ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
+  return [["data of", joint], ["values", values(hold)]];
 }
 
 // What the marks in the picture mean.
@@ -21,7 +60,7 @@ function legend(score) {
   }
   if (!score.items.length) return [];
   const sums = score.items.some((item) => item[4].some((ranks) => ranks.length > 1));
-  const named = score.ranks <= 8 && !score.layout?.numbers; // as Table writes them
+  const named = score.ranks <= 8 && !score.numbers; // as they are written in cells
   return [key("kept", "held"), key("coming", "arriving"), sums ? key("passed", "passed on") : null,
     sums ? key("parts", `${named ? "0+1: the ranks " : ""}whose parts are in it`) : null, score.computes ? key("elementwise", "computing") : null].filter(Boolean);
 }
@@ -29,25 +68,32 @@ function legend(score) {
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `animation of ${score.title}` });
-  const tip = hint(root);
+  const tip = hint(root), cells = score.ranks * score.items.length;
   let now = frame(score, model.get("step"));
-  const over = (event, what) => {
-    if (event) tip.show(event, describe(score, now, what, (hold) => numbersOf(score, hold)));
+  // A key is that of a cell, else of a rank, else of a bar.
+  const what = (key) => (key >= cells + score.ranks ? { flight: key - cells - score.ranks }
+    : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
+  const over = (event, rows, key) => {
+    if (key !== null) tip.show(event, describe(score, now, what(key), (hold) => numbersOf(score, hold)));
     else tip.hide();
   };
   root.append(el("div.tpl-legend", {}, ...legend(score)));
   const two = el("div.tpl-two");
   root.append(two);
-  const ranks = new Ranks(two, score, over);
-  const table = score.items.length ? new Table(root, two, score, over) : null;
+  const scenes = Array.from({ length: score.scenes }, (_, number) => {
+    const { width, height } = score.tables[number], largest = number ? 1 : Math.min(1.15, Math.max(1, 430 / width)); // few ranks may be larger
+    const box = el("div.tpl-scene", { style: `flex:${number ? `0 1 ${width}` : `1 1 ${0.78 * width}`}px;--most:${largest * width}px;--shape:${width / height}` });
+    two.append(box);
+    return new Scene(root, box, score, number, { over, largest });
+  });
+  const draw = () => scenes.forEach((scene) => scene.draw(now.time));
   let player = null;
   const lanes = new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(score, time)) });
   player = new Player(root, model, {
     steps: numSteps(score),
     show(position) {
       now = frame(score, position);
-      ranks.draw(now);
-      table?.draw(now);
+      draw();
       lanes.moveHead(timeAt(score, position));
     },
     say(position) {
@@ -57,11 +103,14 @@ async function render({ model, el: host }) {
   });
   const unfollow = followTheme(root, () => {
     lanes.draw();
-    table?.draw(now, true);
+    draw();
   });
+  const resizer = new ResizeObserver(draw);
+  resizer.observe(two);
   lanes.draw();
   return () => {
     unfollow();
+    resizer.disconnect();
     lanes.destroy();
     player.destroy();
   };

@@ -1,4 +1,4 @@
-// A pipeline schedule as it ran, over its prediction: what widgets/overlay.py says, in JavaScript, and its lanes.
+// A pipeline schedule as it ran, over its prediction: what widgets/schedule/overlay.py says, in JavaScript, and its lanes.
 import { actionBar, actionName } from "./action.js";
 import { el } from "./shell.js";
 import { timeAt } from "./score.js";

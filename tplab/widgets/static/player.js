@@ -26,7 +26,9 @@ export class Player {
     this.build();
     this.onModel = () => {
       const step = this.clamp(model.get("step"));
-      if (Math.abs(step - this.sent) > 1e-9) this.go(step, false);
+      if (Math.abs(step - this.sent) <= 1e-9) return;
+      this.sent = step;
+      this.go(step, false);
     };
     model.on("change:step", this.onModel);
     root.addEventListener("keydown", (event) => this.onKey(event));

@@ -4,7 +4,7 @@ import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
-const COLUMNS = ["x", "y", "w", "h", "look", "text", "begin", "end", "path", "mark", "points", "pointing", "rows", "saying"];
+const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
 // What the colours mean, in a line that wraps; at its end a note, or a control. Returns what paints it.
 export function drawLegend(root, data, end = "") {
@@ -23,10 +23,16 @@ export function drawLegend(root, data, end = "") {
 
 export class Scene {
   // data is what `packed` has made, number which of its scenes this is. over(event, rows, key) hears of the pointer,
-  // press(key) of a click on what has a key. cursor: whether a line goes with the pointer.
-  constructor(root, host, data, number, { over, press, cursor }) {
-    const table = (place) => ({ ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) });
-    Object.assign(this, { root, host, over, hints: data.hints });
+  // press(key) of a click on what has a key. cursor: whether a line goes with the pointer. largest: how
+  // many times as large as in a still picture it may be.
+  constructor(root, host, data, number, { over, press, cursor, largest = 1 }) {
+    const table = (place) => {
+      const found = { ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) };
+      for (const name of ["begin", "end"]) found[name] = Float64Array.from(found[name], (at) => found.moments[at]);
+      found.moves = found.path.some((path, part) => path >= 0 && found.looks[found.look[part]].is !== "curve") || found.looks.some((look) => look.grows);
+      return found;
+    };
+    Object.assign(this, { root, host, over, largest, hints: data.hints });
     this.tables = [table(number), table(data.tables[number].narrow)];
     this.canvas = el("canvas", number < data.scenes ? { role: "img", "aria-label": data.tables[number].label } : {});
     this.cursor = el("div.tpl-cursor", { hidden: "" });
@@ -51,7 +57,7 @@ export class Scene {
     const table = full && full < 0.66 * wide.width ? narrow : wide, { width, height } = table;
     if (table === this.table) return;
     this.table = table;
-    this.canvas.style.cssText += `;width:100%;max-width:${width}px;aspect-ratio:${width}/${height};display:block`;
+    this.canvas.style.cssText += `;width:100%;max-width:${this.largest * width}px;aspect-ratio:${width}/${height};display:block`;
   }
 
   show(event, part, key = null) {
@@ -84,7 +90,8 @@ export class Scene {
   }
 
   keyOf(part) {
-    return this.table.keys[this.table.mark[part]] ?? null;
+    const key = this.table.key[this.table.mark[part]] ?? -1;
+    return key < 0 ? null : key;
   }
 
   isThere(part) {
@@ -93,13 +100,15 @@ export class Scene {
 
   // The uppermost box under the pointer that says what it is; of equally large ones, that with the nearest middle.
   under(event) {
-    const { x, y, w, h, mark, width } = this.table, frame = this.canvas.getBoundingClientRect(), scale = (FINE * width) / frame.width;
+    const { x: xs, y: ys, w, h, mark, path, width } = this.table, frame = this.canvas.getBoundingClientRect(), scale = (FINE * width) / frame.width;
     const across = (event.clientX - frame.left) * scale, down = (event.clientY - frame.top) * scale;
-    const away = (part) => Math.hypot(across - x[part] - w[part] / 2, down - y[part] - h[part] / 2);
-    let found = -1;
+    let found = -1, nearest = 0;
     for (let part = mark.length - 1; part >= 0; part--) {
-      if (mark[part] < 0 || across < x[part] || down < y[part] || across >= x[part] + w[part] || down >= y[part] + h[part] || !this.isThere(part)) continue;
-      if (found < 0 || (w[part] === w[found] && h[part] === h[found] && away(part) < away(found))) found = part;
+      if (mark[part] < 0 || !this.isThere(part)) continue;
+      const [left, top] = path[part] < 0 ? [0, 0] : this.onCurve(part), x = xs[part] + FINE * left, y = ys[part] + FINE * top;
+      if (across < x || down < y || across >= x + w[part] || down >= y + h[part]) continue;
+      const away = Math.hypot(across - x - w[part] / 2, down - y - h[part] / 2);
+      if (found < 0 || (w[part] === w[found] && h[part] === h[found] && away < nearest)) [found, nearest] = [part, away];
     }
     return found;
   }
@@ -110,15 +119,19 @@ export class Scene {
     this.position = position;
     if (!full) return;
     const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
+    // Between two moments nothing changes but what moves.
+    const state = [table.width, ratio, this.root.dataset.theme, table.moments.findIndex((moment) => moment >= position)].join();
+    if (!table.moves && state === this.painted) return;
+    this.painted = state;
     canvas.width = Math.round(table.width * ratio);
     canvas.height = Math.round(table.height * ratio);
     pen.textBaseline = "middle";
     const paint = colours(this.root), looks = table.looks.map((look) => this.coloured(look, paint, pen, ratio));
     for (let part = 0; part < table.look.length; part++) {
       if (!this.isThere(part)) continue;
-      const [left, top] = table.path[part] < 0 ? [0, 0] : movedBy(table.paths[table.path[part]], position);
+      const look = looks[table.look[part]], [left, top] = table.path[part] < 0 || look.is === "curve" ? [0, 0] : this.onCurve(part);
       pen.setTransform(ratio, 0, 0, ratio, left * ratio, top * ratio);
-      this.paint(pen, part, looks[table.look[part]]);
+      this.paint(pen, part, look);
     }
   }
 
@@ -130,13 +143,31 @@ export class Scene {
     };
     const result = { ...look };
     for (const name of ["fill", "edge", "colour"]) if (look[name]) result[name] = found(look[name]);
+    const thin = look.is === "text" ? "fill" : "colour"; // lines and letters
     if (look.is === "hatch") result.colour = hatch(pen, result.colour, ratio);
-    else if (look.colour?.match(/^c\d$/)) result.colour = paint.onPaper(result.colour);
+    else if (look[thin]?.match(/^(c\d|kf)$/)) result[thin] = paint.onPaper(result[thin]);
     if (look.is === "text") result.font = `${look.bold ? 650 : 400} ${LARGER * look.size}px ${look.mono ? LETTERS : paint.font}`;
     return result;
   }
 
-  paint(pen, part, { is, fill, edge, colour, radius = 0, line = 1, font, anchor }) {
+  // How much of the time is over in which something is there.
+  shareOf(part) {
+    const { begin, end } = this.table;
+    return begin[part] === -Infinity ? 1 : (this.position - begin[part]) / (end[part] - begin[part]);
+  }
+
+  curveOf(part) {
+    const { curves, path } = this.table;
+    return Array.from(curves.subarray(8 * path[part], 8 * path[part] + 8), (length) => length / FINE);
+  }
+
+  // Where on its curve something is that travels.
+  onCurve(part) {
+    const curve = this.curveOf(part), u = this.shareOf(part), weights = [(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u * u * (1 - u), u ** 3];
+    return [0, 1].map((axis) => weights.reduce((sum, weight, point) => sum + weight * curve[2 * point + axis], 0));
+  }
+
+  paint(pen, part, { is, fill, edge, colour, radius = 0, line = 1, font, anchor, grows }) {
     const { x: xs, y: ys, w, h, text, texts, points, pointing } = this.table;
     const x = xs[part] / FINE, y = ys[part] / FINE, width = w[part] / FINE, height = h[part] / FINE;
     pen.lineWidth = line;
@@ -151,12 +182,32 @@ export class Scene {
     } else if (is === "box") {
       if (width <= 0 || !(fill || edge)) return;
       const inset = edge ? line / 2 : 0; // the outline is inside of the box
+      pen.fillStyle = fill;
+      if (!radius && !edge) return pen.fillRect(x, y, width, height);
       shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, radius);
       fillAndStroke(pen, fill, edge);
+    } else if (is === "dashed") {
+      shape(pen, x, y, width, height, 4);
+      pen.setLineDash([3, 2]);
+      fillAndStroke(pen, null, colour);
+      pen.setLineDash([]);
     } else {
       pen.beginPath();
-      for (let at = pointing[part]; at < pointing[part + 1]; at++) pen.lineTo(points[2 * at] / FINE, points[2 * at + 1] / FINE);
+      if (is === "arc") pen.arc(x, y, width, -Math.PI / 2, (height / 180 - 0.5) * Math.PI);
+      else if (is === "curve") {
+        const [x0, y0, ...to] = this.curveOf(part);
+        pen.moveTo(x0, y0);
+        pen.bezierCurveTo(...to);
+      }
+      let far = 0;
+      for (let at = pointing[part]; at < pointing[part + 1]; at++) {
+        const [left, top] = [points[2 * at] / FINE, points[2 * at + 1] / FINE];
+        if (at > pointing[part]) far += Math.hypot(left - points[2 * at - 2] / FINE, top - points[2 * at - 1] / FINE);
+        pen.lineTo(left, top);
+      }
+      if (grows) pen.setLineDash([this.shareOf(part) * far, far + 1]);
       fillAndStroke(pen, fill, colour);
+      pen.setLineDash([]);
     }
   }
 }
@@ -169,11 +220,4 @@ function fillAndStroke(pen, fill, edge) {
   if (!edge) return;
   pen.strokeStyle = edge;
   pen.stroke();
-}
-
-// How far something is moved: on a straight line between the stops around a position.
-function movedBy(stops, position) {
-  const next = Math.max(stops.findIndex(([at]) => at >= position), 1), [[from, x, y], [to, across, down]] = [stops[next - 1], stops[next]];
-  const part = Math.min(Math.max((position - from) / (to - from), 0), 1);
-  return [x + part * (across - x), y + part * (down - y)];
 }

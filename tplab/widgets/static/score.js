@@ -1,5 +1,5 @@
-// The picture at one moment: what widgets/score.py and frame.py say, in JavaScript. Nothing here touches the page.
-import { numberText, rangeText } from "./units.js";
+// The picture at one moment: what widgets/score/frame.py says, in JavaScript. Nothing here touches the page.
+import { rangeText } from "./units.js";
 
 export const COMPUTE = 0, SEND = 1, COLLECTIVE = 2, WAIT = 3;
 export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4, UNSURE = 5;
@@ -81,63 +81,23 @@ export function pool(score, hold, inside = members(score, hold)) {
   return score.items[score.hold_item[hold]][4].find((ranks) => ranks.includes(inside[0])) ?? inside;
 }
 
-// What stands in a cell: the chunk's letter or whose data is in it, and its value where it is a single number.
-export function cellText(score, hold, most = 4) {
-  const [, , , , , how] = score.items[score.hold_item[hold]], isSure = score.hold_state[hold] !== UNSURE;
-  const inside = isSure ? members(score, hold) : [], all = isSure ? pool(score, hold, inside) : [];
-  const label = all.length > 1 && !partOf(score, hold) ? contributors(inside, all, how, most) : holdName(score, hold);
-  const numbers = values(score, hold);
-  if (score.layout?.numbers && numbers.length) return { label: numberText(numbers[0]), value: "", inside, all };
-  const value = most === 1 && numbers.length !== 1 ? "" : fewNumbers(Array.from(numbers.subarray ? numbers.subarray(0, SHOWN) : [], numberText));
-  return { label, value, inside, all };
-}
-
-const SHOWN = 8, ROOM = 10; // of a few numbers in a cell: how many, and letters
-
-// As many of these as there is room for in a cell: "24 28", "7 -3 4 …".
-export function fewNumbers(texts) {
-  if (texts.length <= 1) return texts[0] ?? "";
-  const whole = texts.join(" ");
-  if (whole.length <= ROOM && texts.length < SHOWN) return whole;
-  let shown = "";
-  for (const text of texts) {
-    if (shown.length + text.length + 1 > ROOM - 1) break;
-    shown += `${text} `;
-  }
-  return shown ? `${shown}…` : "";
-}
-
 // [index, count] if it is one of `count` equal parts of a tensor.
 export const partOf = (score, hold) => {
   const part = score.parts[score.hold_part[hold]];
   return part?.length ? part : null;
 };
 
-// The name of what a rank holds: that of its item, with the number of its part below the line.
-export const holdName = (score, hold) => {
-  const part = partOf(score, hold), low = (digit) => String.fromCharCode(0x2080 + Number(digit));
-  return score.items[score.hold_item[hold]][0] + (part ? Array.from(String(part[0]), low).join("") : "");
-};
-
-// The colour of a bar, and of an item: in a pipeline activations have that of F, and gradients that of I.
+// The colour of a bar: in a pipeline activations have that of F, and gradients that of I.
 export const barColour = (score, paint, row) => (score.pipeline ? [paint.work, paint.kinds.F, paint.kinds.I][score.flow[row]] : paint.hue(score.item[row]));
-export const flightColour = (score, row) => (score.pipeline ? ["var(--work)", "var(--kf)", "var(--kig)"][score.flow[row]]
-  : score.item[row] >= 0 ? `var(--c${score.item[row] % 8})` : "var(--work)");
-export const itemColour = (score, item) => (score.pipeline ? "var(--kf)" : `var(--c${item % 8})`);
 
-// The name of an item in a sentence.
 // What a message carries, in a sentence.
 export function carried(score, row) {
   const flow = ["", "activations of ", "gradients of "][score.flow[row]];
   return score.item[row] >= 0 ? `${flow}${pieceText(score, score.item[row])}` : "a message";
 }
 
+// The name of an item in a sentence.
 export const pieceText = (score, item) => score.items[item][2];
-
-export function contributors(inside, all, how, most = 4) {
-  if (inside.length > most) return most > 1 ? `${inside.length} of ${all.length}` : `${inside.length}${all.length < 10 ? `/${all.length}` : ""}`;
-  return inside.join({ sum: "+", product: "·" }[how] ?? ",");
-}
 
 // The numbers of a hold, where they were kept.
 export function values(score, hold) {

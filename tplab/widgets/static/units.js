@@ -1,4 +1,4 @@
-// Numbers as people read them: what widgets/units.py says, in JavaScript.
+// Numbers as people read them: what tplab/units.py says, in JavaScript.
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
 

@@ -1,4 +1,4 @@
-// Reads what widgets/wire.py packed: a header, and columns as typed arrays.
+// Reads what widgets/paper/wire.py packed: a header, and columns as typed arrays.
 export async function unpack(view) {
   if (!globalThis.DecompressionStream) {
     throw new Error("this browser is too old for tplab's widgets: take Chrome 111, Firefox 121, Safari 16.4 or a later one");

@@ -1,0 +1,173 @@
+"""The ranks on their mesh, the links between them, and the chunks on their way: a scene whose playhead is a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tplab.widgets.paper.palette import ACCENT, DIM, LINE, PAPER, SOFT, WHITE, WORK, mix
+from tplab.widgets.paper.scene import Curve, Scene, before
+from tplab.widgets.score.holds import PASSED
+from tplab.widgets.score.layout import DOT, SLOT, Layout, layout
+from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
+from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined
+from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell, share
+
+_MOST_LINKS = 300
+_LEVELS = 40  # that the share of all items can have
+
+
+def draw(score: Score) -> Scene:
+    """The keys of its slots, ranks and chunks are those of `key_of_cell`, `key_of_rank` and `key_of_bar`."""
+    place, ranks, there, arriving = layout(score), score.trace.mesh.size, held(score), coming(score)
+    sheet = Scene(math.ceil(place.width), math.ceil(place.height), f"{ranks} ranks and the links between them")
+    for curve in place.links.values() if len(place.links) <= _MOST_LINKS else ():
+        _link(sheet, curve, place.boxes)
+    for x, y, text in place.labels:
+        sheet.text(x, y, text, size=10.5, fill=DIM)
+    _bands(sheet, score, place.centres)
+    for rank, slots in enumerate(place.slots):
+        (x, y), (width, height) = place.centres[rank].tolist(), place.size
+        box, radius = (x - width / 2, y - height / 2, width, height), 10 if place.boxes else DOT / 2
+        with sheet.about((), key=key_of_rank(score, rank)):
+            sheet.box(*box, fill=SOFT, edge=LINE, radius=radius, line=1.2)
+        for begin, end in joined(_spans(score, rank, COMPUTE) + _spans(score, rank, COLLECTIVE)):
+            with sheet.during(begin, before(end)):
+                sheet.box(*box, edge=ACCENT, radius=radius, line=1.8)
+        if place.boxes:
+            _name(sheet, score, rank, x, box[1] + 14 if slots else y - 3, width)
+        if score.items and not slots:
+            _share(sheet, _shares(score, rank, there), x, y, place)
+        if not place.boxes:
+            sheet.text(x, y, str(rank), size=9.5)
+        for index, item in enumerate(slots):
+            slot, stretches = (*place.slot(rank, index), place.wide, SLOT), there.get((rank, item), [])
+            with sheet.about((), key=key_of_cell(score, rank, item)):
+                sheet.dashed(*slot, LINE)
+            for hold, begin, end in stretches:
+                with sheet.during(begin, end):
+                    draw_cell(sheet, score, slot, hold, _on_slot(score, hold))
+            draw_coming(sheet, score, slot, item, arriving.get((rank, item), []), stretches)
+    _chunks(sheet, score, place, there)
+    return sheet
+
+
+def key_of_rank(score: Score, rank: int) -> int:
+    """What static/animate.js knows a rank by; the keys of its cells are below it, and those of bars above."""
+    return score.trace.mesh.size * len(score.items) + rank
+
+
+def key_of_bar(score: Score, row: int) -> int:
+    return key_of_rank(score, score.trace.mesh.size) + row
+
+
+def _link(sheet: Scene, curve: Curve, has_tip: bool) -> None:
+    sheet.curve(curve, LINE, 2.2)
+    _, _, *control, x, y = curve
+    angle = math.atan2(y - control[1], x - control[0])
+    wings = [(x - 6.5 * math.cos(angle + turn), y - 6.5 * math.sin(angle + turn)) for turn in (0.55, -0.55)]
+    if has_tip:
+        sheet.line([wings[0], (x, y), wings[1]], DIM, 1.4)
+
+
+def _bands(sheet: Scene, score: Score, centres: np.ndarray) -> None:
+    """A band through the ranks that work together, filling as they do."""
+    bars = score.bars
+    works = (bars["kind"] == COLLECTIVE) & (bars["end"] > bars["start"])
+    for code, group in enumerate(score.groups):
+        rows = np.flatnonzero(works & (bars["group"] == code))
+        points = [(float(x), float(y)) for x, y in centres[list(group)]]
+        points += points[:1] if len(group) > 2 else []
+        for begin, end in joined(zip(bars["start"][rows].tolist(), bars["end"][rows].tolist())) if group[1:] else ():
+            with sheet.during(begin, before(end)):
+                sheet.line(points, mix(ACCENT, 0.22), 13)
+                sheet.line(points, mix(ACCENT, 0.7), 5, grows=True)
+
+
+def _spans(score: Score, rank: int, kind: int) -> list[tuple[float, float]]:
+    bars = score.bars
+    rows = (bars["rank"] == rank) & (bars["kind"] == kind) & (bars["end"] > bars["start"])
+    return list(zip(bars["start"][rows].tolist(), bars["end"][rows].tolist()))
+
+
+def _name(sheet: Scene, score: Score, rank: int, x: float, y: float, width: float) -> None:
+    """A rank's number, and what it computes."""
+    bars, most, free = score.bars, int(width / 6.6) - 2, -math.inf
+    rows = np.flatnonzero((bars["rank"] == rank) & (bars["kind"] == COMPUTE) & (bars["end"] > bars["start"]))
+
+    def write(text: str, begin: float, end: float) -> None:
+        if begin < end:
+            with sheet.during(begin, end):
+                sheet.text(x, y, text, size=11, bold=True)
+
+    for row in rows[np.argsort(bars["start"][rows], kind="stable")].tolist():
+        begin, end = max(float(bars["start"][row]), free), before(float(bars["end"][row]))
+        op = score.ops[bars["op"][row]]
+        write(f"rank {rank}", free, begin)
+        short = op if len(op) <= most else f"{op[: most - 1]}…"
+        write(f"rank {rank}: {op}" if score.is_pipeline else f"{rank} · {short}", begin, end)
+        free = max(free, end)
+    write(f"rank {rank}", free, math.inf)
+
+
+def _on_slot(score: Score, hold: int) -> str:
+    return score.number(hold) if score.shows_numbers else score.name(hold)
+
+
+def _share(sheet: Scene, shares: list[tuple[float, float, float]], x: float, y: float, place: Layout) -> None:
+    """Where there are too many items for slots: a bar in a rank's box, or an arc in its dot, of how much it holds."""
+    (width, height), room = place.size, place.size[0] - 18
+    bar = x - room / 2, y + height / 2 - 9.5
+    if place.boxes:
+        sheet.box(*bar, room, 3, fill=LINE)
+    for part, begin, end in shares:
+        with sheet.during(begin, end):
+            if place.boxes:
+                sheet.box(*bar, part * room, 3, fill=WORK)
+            else:
+                sheet.arc(x, y, width / 2 - 1.5, 360 * part, WORK, 3)
+
+
+def _shares(score: Score, rank: int, there: dict[Cell, list[Stretch]]) -> list[tuple[float, float, float]]:
+    """(the share of all items that a rank holds, from when, to when)."""
+    steps: dict[float, float] = {}
+    for (of, _), stretches in there.items():
+        for hold, begin, end in stretches if of == rank else ():
+            if score.holds["state"][hold] != PASSED:
+                steps[begin] = steps.get(begin, 0.0) + share(score, hold)
+                steps[end] = steps.get(end, 0.0) - share(score, hold)
+    found: list[tuple[float, float, float]] = []
+    total = 0.0
+    for time in sorted(steps):
+        total += steps[time]
+        level = round(total / len(score.items) * _LEVELS) / _LEVELS
+        if found and found[-1][0] == level:
+            continue
+        if found:
+            found[-1] = (*found[-1][:2], time)
+        found.append((level, time, math.inf))
+    return [one for one in found if one[0]]
+
+
+def _chunks(sheet: Scene, score: Score, place: Layout, there: dict[Cell, list[Stretch]]) -> None:
+    bars = score.bars
+    for row in np.flatnonzero((bars["kind"] == SEND) & (bars["end"] > bars["start"])).tolist():
+        rank, item, start = int(bars["rank"][row]), int(bars["item"][row]), float(bars["start"][row])
+        curve, colour = place.links.get((rank, int(bars["peer"][row]))), score.bar_colour(row)
+        if curve is None:
+            continue
+        with (
+            sheet.during(start, before(float(bars["end"][row]))),
+            sheet.along(curve),
+            sheet.about((), key=key_of_bar(score, row)),
+        ):
+            if not place.boxes:
+                sheet.box(-4.5, -4.5, 9, 9, fill=colour, edge=PAPER, radius=4.5, line=1.2)
+                continue
+            text = score.items[item].name if item >= 0 else ""
+            if score.shows_numbers:
+                text = next((score.number(hold) for hold, a, b in there.get((rank, item), []) if a <= start < b), text)
+            half = 11 if len(text) < 3 else 15
+            sheet.box(-half, -11, 2 * half, 22, fill=colour, edge=PAPER, radius=6, line=2)
+            sheet.text(0, 0, text, size=12, bold=True, fill=WHITE)

@@ -1,0 +1,67 @@
+"""From when to when each rank holds what, and what is on its way to it: what `ranks` and `table` draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tplab.widgets.paper.scene import before
+from tplab.widgets.score.holds import GONE
+from tplab.widgets.score.score import COLLECTIVE, SEND, Score
+
+Cell = tuple[int, int]
+"""A rank, and one of the score's items."""
+
+
+class Stretch(NamedTuple):
+    """Something that is there after `begin` and up to `end`, as in `Scene.during`. hold: its row in Score.holds."""
+
+    hold: int
+    begin: float
+    end: float
+
+
+def held(score: Score) -> dict[Cell, list[Stretch]]:
+    """What each rank holds of an item, one hold after the other."""
+    holds = score.holds
+    changes: dict[Cell, list[tuple[int, float]]] = {}
+    rows = zip(holds["rank"].tolist(), holds["item"].tolist(), holds["time"].tolist())
+    for hold, (rank, item, time) in enumerate(rows):
+        changes.setdefault((rank, item), []).append((hold, before(time)))
+    return {cell: [Stretch(hold, begin, end) for (hold, begin), (_, end) in zip(of, [*of[1:], (-1, math.inf)])
+                   if begin < end and holds["state"][hold] != GONE] for cell, of in changes.items()}  # fmt: skip
+
+
+def coming(score: Score) -> dict[Cell, list[tuple[float, float]]]:
+    """When a message with an item is on its way to a rank, or a collective makes it."""
+    bars, found = score.bars, {}
+    for kind, to in ((SEND, "peer"), (COLLECTIVE, "rank")):
+        rows = np.flatnonzero((bars["kind"] == kind) & (bars["item"] >= 0) & (bars["end"] > bars["start"]))
+        for row in rows.tolist():
+            cell = int(bars[to][row]), int(bars["item"][row])
+            found.setdefault(cell, []).append((float(bars["start"][row]), before(float(bars["end"][row]))))
+    return found
+
+
+def without(begin: float, end: float, taken: Iterable[Stretch]) -> Iterator[tuple[float, float]]:
+    """What is left of a stretch of time where others in order of time are taken away."""
+    for _, a, b in taken:
+        if a > begin and begin < end:
+            yield begin, min(a, end)
+        begin = max(begin, b)
+    if begin < end:
+        yield begin, end
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Stretches of time, those that overlap as one."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,182 @@
+"""The table of what each rank holds, and its cells: a scene whose playhead is a time."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from tplab.units import number_text
+from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, mix
+from tplab.widgets.paper.scene import Scene
+from tplab.widgets.score.frame import contributors
+from tplab.widgets.score.holds import PASSED, UNSURE
+from tplab.widgets.score.layout import SLOT, Columns, columns
+from tplab.widgets.score.score import Score
+from tplab.widgets.score.stretches import Stretch, coming, held, without
+
+Box = tuple[float, float, float, float]
+_MOST_ROWS = 64
+
+
+def draw(score: Score) -> Scene | None:
+    """One row per rank, one column per item (or one item of each group): a cell where there is room for letters, else a
+    small square. Its keys are those of `key_of_cell`. None where nothing travels."""
+    if not score.items:
+        return None
+    of = columns(score)
+    rows, num_columns = min(score.trace.mesh.size, _MOST_ROWS), min(len(of.names), of.page_size)
+    most, has_sums = max(rows, num_columns), any(len(pool) > 1 for item in score.items for pool in item.pools)
+    small, letters = most > 16, 1 if most > 8 else 4 if num_columns <= 4 else 3
+    if small:
+        width, height = (min(max(4, 400 // number), top) for number, top in ((num_columns, 20), (rows, 12)))
+        left, top, gap = 26, 16, 0.6
+        width, height = width - gap, height - gap
+    else:
+        width, height = ((66 if has_sums else 46) if num_columns <= 4 else 38, 34) if most <= 8 else (23, 20)
+        left, top, gap = 48, 20, 4 if num_columns <= 4 else 3
+    caption = textwrap.wrap(score.table_caption, int(max(left + num_columns * (width + gap), 260) / 5.6))
+    across = math.ceil(max(left + num_columns * (width + gap), 6.2 * max(map(len, caption))))
+    sheet = Scene(across, math.ceil(top + rows * (height + gap)) + 15 * len(caption) + 3, "what each rank holds")
+    left += (across - left - num_columns * (width + gap)) / 2
+    every, there, arriving = 8 if small else 1, held(score), coming(score)
+
+    def box(rank: int, index: int) -> Box:
+        return left + index * (width + gap), top + rank * (height + gap), width, height
+
+    for rank in range(0, rows, every):
+        text, (x, y, _, _) = str(rank) if small else f"rank {rank}", box(rank, 0)
+        sheet.text(x - 6, y + height / 2, text, size=10.5, fill=DIM, anchor="rm")
+    for number, line in enumerate(caption):
+        sheet.text(across / 2, sheet.height - 9 - 15 * (len(caption) - 1 - number), line, size=10.5, fill=DIM)
+    for first, begin, end in _pages(score, of):
+        shown = range(first, min(first + num_columns, len(of.names)))
+        with sheet.during(begin, end):
+            for column in shown[::every]:
+                sheet.text(box(0, column - first)[0] + width / 2, top - 9, of.names[column], size=10.5, fill=DIM)
+        items = [[item for item, at in enumerate(of.of_item) if at == column] for column in shown]
+        cells = [(rank, box(rank, index), those) for rank in range(rows) for index, those in enumerate(items)]
+        for rank, place, those in cells:
+            named = next((item for item in those if (rank, item) in there), those[0])
+            with sheet.during(begin, end), sheet.about((), key=key_of_cell(score, rank, named)):
+                if small:
+                    sheet.box(*place, fill=SOFT)
+                else:
+                    sheet.dashed(*place, LINE)
+        for rank, place, item in ((rank, place, item) for rank, place, those in cells for item in those):
+            stretches = [Stretch(hold, max(a, begin), min(b, end))
+                         for hold, a, b in there.get((rank, item), []) if a < end and begin < b]  # fmt: skip
+            for hold, a, b in stretches:
+                with sheet.during(a, b):
+                    if small:
+                        sheet.box(*place, fill=_square(score, hold))
+                    else:
+                        draw_cell(sheet, score, place, hold, *cell_text(score, item, hold, letters))
+            spans = [(max(a, begin), min(b, end)) for a, b in arriving.get((rank, item), []) if a < end and begin < b]
+            if not small:
+                draw_coming(sheet, score, place, item, spans, stretches)
+    return sheet
+
+
+def key_of_cell(score: Score, rank: int, item: int) -> int:
+    """What static/animate.js knows a cell by, and a slot of a rank."""
+    return rank * len(score.items) + item
+
+
+def _pages(score: Score, of: Columns) -> list[tuple[int, float, float]]:
+    """(the first of the columns that are shown, from when, to when)."""
+    found = [(of.first[0], -math.inf, math.inf)]
+    for time, first in zip(score.times.tolist(), of.first[1:]):
+        if first != found[-1][0]:
+            found[-1] = (*found[-1][:2], time)
+            found.append((first, time, math.inf))
+    return [page for page in found if page[1] < page[2]]
+
+
+def share(score: Score, hold: int) -> float:
+    return len(score.members(hold)) / max(len(score.pool(hold)), 1)
+
+
+def _square(score: Score, hold: int):
+    if score.holds["state"][hold] == PASSED:
+        return LINE
+    return mix(score.item_colour(int(score.holds["item"][hold])), round(0.12 + 0.88 * share(score, hold), 2))
+
+
+def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value: str = "") -> None:
+    """A slot of a rank, or a cell of the table, that holds something: paler while parts of a sum are missing."""
+    x, y, width, height = box
+    colour, passed = score.item_colour(int(score.holds["item"][hold])), score.holds["state"][hold] == PASSED
+    is_slot, is_sure = height == SLOT, score.holds["state"][hold] != UNSURE
+    members, pool = (score.members(hold), score.pool(hold)) if is_sure else ((), ())
+    radius, whole = 5 if height <= 20 else 7, len(members) == len(pool)
+    if not passed:
+        tint = 0.26 if whole and not is_slot else 0.13
+        sheet.box(x, y, width, height, fill=mix(colour, tint), edge=colour, radius=radius)
+        if is_slot:  # filled from below as far as it is complete
+            full = share(score, hold) * (height - 2)
+            sheet.box(x + 1, y + height - 1 - full, width - 2, full, fill=mix(colour, 0.26), radius=4)
+        elif part := score.part(hold):  # which part of the whole it is
+            index, wide = part[0], (width - 2) / part[1]
+            sheet.box(x + 1 + index * wide, y + 1, wide, height - 2, fill=mix(colour, 0.55))
+    elif not is_slot:
+        sheet.box(x, y, width, height, edge=LINE, radius=radius)
+    strip = not is_slot and 1 < len(pool) <= 16
+    step, thick = (width - 8) / max(len(pool), 1), 3 if height > 20 else 2
+    for index, rank in enumerate(pool if strip else ()):  # one segment for every rank whose data can be in a sum
+        fill = LINE if rank not in members else mix(DIM, 0.6) if passed else colour
+        sheet.box(x + 4 + index * step, y + height - thick - 3, step - 1, thick, fill=fill)
+    size = 12 if len(label) <= 3 else 10.5 if width > 40 else 9
+    ink, middle = DIM if passed else INK, y + height / 2 - strip * (2 if height > 20 else 1)
+    size = min(size, 10.5 if is_slot else height / 2)
+    sheet.text(x + width / 2, middle - 6 * bool(value), label, size=size, bold=not passed, fill=ink)
+    sheet.text(x + width / 2, middle + 6, value, size=9.5, fill=ink)
+
+
+def draw_coming(
+    sheet: Scene, score: Score, box: Box, item: int, spans: Sequence[tuple[float, float]], there: Sequence[Stretch]
+) -> None:
+    """A dashed outline while an item is on its way, and its name where nothing of it is held."""
+    x, y, width, height = box
+    colour = score.item_colour(item)
+    for begin, end in spans:
+        with sheet.during(begin, end):
+            sheet.dashed(x + 0.5, y + 0.5, width - 1, height - 1, colour, 1.6)
+        for free in without(begin, end, there):
+            with sheet.during(*free):
+                size = 10.5 if height <= 20 else 12
+                sheet.text(x + width / 2, y + height / 2, score.items[item].name, size=size, bold=True, fill=colour)
+
+
+def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple[str, str]:
+    """The text in a cell: the chunk's letter or whose data is in it, and its value if it is a single number."""
+    if hold is None:
+        return (score.items[item].name if item >= 0 else ""), ""
+    if score.shows_numbers:
+        return score.number(hold), ""
+    pool = score.pool(hold)
+    label = score.name(hold)
+    if len(pool) > 1 and not score.part(hold) and score.holds["state"][hold] != UNSURE:
+        label = contributors(score.members(hold), pool, score.items[item].how, most)
+    index = score.holds["value"][hold]
+    if index < 0 or most == 1:
+        return label, ""
+    return label, few_numbers([number_text(float(number)) for number in score.values[index].ravel()[:SHOWN]])
+
+
+SHOWN, ROOM = 8, 10  # of a few numbers: how many, and letters
+
+
+def few_numbers(texts: list[str]) -> str:
+    """As many of these as there is room for in a cell: "24 28", "7 -3 4 …"."""
+    if len(texts) == 1:
+        return texts[0]
+    whole = " ".join(texts)
+    if len(whole) <= ROOM and len(texts) < SHOWN:
+        return whole
+    shown = ""
+    for text in texts:
+        if len(shown) + len(text) + 1 > ROOM - 1:
+            break
+        shown += f"{text} "
+    return f"{shown}…" if shown else ""
