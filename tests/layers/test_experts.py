@@ -488,3 +488,26 @@ def test_zero_refuses_experts_along_the_axis_that_cuts_them():
     assert tt.run(program, Mesh(dp=2, ep=2), "dp").per_rank == [1] * 4
     with pytest.raises(Exception, match="'gate' of ParallelExperts is cut along 'ep'"):
         tt.run(program, Mesh(dp=2, ep=2), ("dp", "ep"))
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "per_rank", "gather"])
+def test_meta_tensors_count_as_if_experts_were_chosen_equally_often(dispatch):
+    """Bytes are those of a run that replays such choices, and so is the memory, up to the choices themselves."""
+    import tplab.torch as tt
+
+    def program(x):
+        with x.device:
+            layer = tt.MixtureOfExperts(64, 128, PLAIN, "ep", dispatch=dispatch)
+        equal = (torch.arange(len(x))[:, None] + torch.arange(2) * 4) % 8
+        y, routed = layer(x, None if x.is_meta else equal)
+        (y.sum() + tt.balance_loss(routed)).backward()
+        return y
+
+    runs = [
+        tt.run(program, Mesh(ep=4), torch.randn(256, 64), in_specs=P("ep"), device=device, count_memory=True)
+        for device in ("cpu", "meta")
+    ]
+    for rank in range(4):
+        real, meta = (run.trace.bytes_sent(rank=rank) for run in runs)
+        assert real == meta > 0
+        assert runs[0].memory[rank].peak == pytest.approx(runs[1].memory[rank].peak, rel=0.01)

@@ -32,7 +32,7 @@ def whole(config: GPTConfig = CONFIG) -> tuple[float, Grads]:
         loss.backward()
         return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}  # type: ignore[union-attr]
 
-    return run(program, Mesh(tp=1)).per_rank[0]
+    return run(program, Mesh(tp=1, ep=1)).per_rank[0]
 
 
 def check_pieces(per_rank: list[tuple[float, Grads]], mesh: Mesh, config: GPTConfig = CONFIG) -> None:

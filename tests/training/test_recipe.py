@@ -6,8 +6,10 @@ import pytest
 
 from tplab import Mesh
 from tplab.errors import ShapeError
+from tplab.experts import Routing
+from tplab.models.gpt import GPTConfig, GPTExperts
 from tplab.sequence import TokenLayout
-from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
+from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
 
 
 def test_the_rate_warms_up_and_falls_along_a_cosine():
@@ -37,7 +39,10 @@ def test_axes_that_are_left_out_have_one_rank():
     assert with_all_axes(Mesh(tp=2, dp=3)) == Mesh(pp=1, tp=2, dp=3)
     assert with_all_axes(Mesh(dp=2, pp=2, tp=2)) == Mesh(dp=2, pp=2, tp=2)
     with pytest.raises(ValueError, match="an axis of the mesh"):
-        with_all_axes(Mesh(ep=2))
+        with_all_axes(Mesh(sp=2))
+    sparse = GPTConfig(8, 4, 1, 1, 8, experts=GPTExperts(Routing(2, 1), 4))
+    assert with_all_axes(Mesh(tp=2), sparse) == Mesh(dp=1, pp=1, ep=1, tp=2)
+    assert (data_axes(Mesh(cp=2, ep=2)), batch_axes(Mesh(cp=2, ep=2))) == (("ep", "cp"), ("ep",))
 
 
 def test_tokens_are_shared_along_the_context_axis():

@@ -82,7 +82,7 @@ from tplab.jax.tracing.explain import explain
 from tplab.jax.tracing.xla import trace
 from tplab.jax.training.train import train
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
+from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.rings import async_weight, blocking_weight
@@ -93,6 +93,7 @@ __all__ = [
     "ColumnParallelLinear",
     "CompiledCollective",
     "GPTConfig",
+    "GPTExperts",
     "Handle",
     "LayerNorm",
     "MixtureOfExperts",

@@ -1,11 +1,12 @@
 """What the models of both frameworks share: configurations, how parameters are sharded, and states."""
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_parameters, gpt_specs, gpt_state
+from tplab.models.gpt import GPTConfig, GPTExperts, gpt_parameters, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 
 __all__ = [
     "GPTConfig",
+    "GPTExperts",
     "async_state",
     "blocking_state",
     "classifier_specs",

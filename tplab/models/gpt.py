@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.errors import one_of
+from tplab.errors import ShapeError, one_of
+from tplab.experts.losses import BALANCE
+from tplab.experts.routing import Routing
 from tplab.mesh import Axis
 from tplab.models.checks import ACTIVATIONS
 from tplab.sharding import P
@@ -15,6 +17,32 @@ from tplab.sharding import P
 NORMS = ("layer", "rms")
 IGNORED = -100
 """A target that no loss counts, as in torch."""
+
+
+@dataclass(frozen=True)
+class GPTExperts:
+    """The mixture of experts that blocks of a GPT have in place of their MLP.
+
+    routing   how many experts there are, how many of them a token goes through, and how they are chosen
+    hidden    H, the features of each expert
+    blocks    the numbers of the blocks that have experts; None: all of them
+    balance   what the balance loss of each of these blocks is multiplied by; 0: there is none
+    over      which tokens it wants to be balanced (`tplab.experts.losses`): "sequence", each sequence by itself, is the
+              same loss on every mesh; "microbatch", those of a data-parallel rank, and "global", those of all of them,
+              are too if a rank has the same sequences in a microbatch, since choices are counted in each by itself
+
+    With a capacity in the routing, what a rank drops depends on which tokens it has, and so on the mesh.
+    """
+
+    routing: Routing
+    hidden: int
+    _: KW_ONLY
+    blocks: tuple[int, ...] | None = None
+    balance: float = 0.01
+    over: str = "sequence"
+
+    def __post_init__(self) -> None:
+        one_of("over", self.over, BALANCE)
 
 
 @dataclass(frozen=True)
@@ -28,6 +56,7 @@ class GPTConfig:
     norm           "layer" or "rms"                   bias           whether linear layers have one
     dropout        of the embedding and of what each branch adds to the stream
     deviation      of the initial weights; for the layers that add to the stream, divided by sqrt(2 num_layers)
+    experts        what blocks have in place of an MLP; None: every block has one
     """
 
     vocab_size: int
@@ -43,10 +72,14 @@ class GPTConfig:
     bias: bool = True
     dropout: float = 0.0
     deviation: float = 0.02
+    experts: GPTExperts | None = None
 
     def __post_init__(self) -> None:
         one_of("norm", self.norm, NORMS)
         one_of("activation", self.activation, ACTIVATIONS)
+        blocks = () if self.experts is None or self.experts.blocks is None else self.experts.blocks
+        if not set(blocks) <= set(range(self.num_layers)):
+            raise ShapeError(f"blocks {blocks} have experts, and there are blocks 0 to {self.num_layers - 1}")
 
     @property
     def hidden_width(self) -> int:
@@ -56,6 +89,15 @@ class GPTConfig:
     def kv_width(self) -> int:
         """How many features all key heads have together."""
         return (self.num_heads if self.num_kv_heads is None else self.num_kv_heads) * (self.width // self.num_heads)
+
+    def experts_in(self, block: int) -> GPTExperts | None:
+        """The experts of a block; None if it has an MLP."""
+        experts = self.experts
+        return experts if experts is not None and (experts.blocks is None or block in experts.blocks) else None
+
+    def first_like(self, block: int) -> int:
+        """The first block that has what this one has, experts or an MLP."""
+        return next(i for i in range(self.num_layers) if self.experts_in(i) == self.experts_in(block))
 
 
 class Parameter(NamedTuple):
@@ -67,11 +109,12 @@ class Parameter(NamedTuple):
     deviation: float
 
 
-def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]:
+def gpt_parameters(config: GPTConfig, axis: Axis = "tp", expert_axis: Axis = "ep") -> dict[str, Parameter]:
     """Every parameter of a GPT, by its name in the state.
 
     Split over `axis`: the embedding's vocabulary; the output features, and the bias, of query, key, value, gate and up;
     the input features of output and down. Replicated: the bias of output and down, the norms, the positions.
+    Experts [E, H, D] are split over `expert_axis` too, and have no biases; their router [E, D] is replicated.
     """
     deviation = config.deviation
     found = {
@@ -85,15 +128,25 @@ def gpt_parameters(config: GPTConfig, axis: Axis = "tp") -> dict[str, Parameter]
             found |= _column(f"{block}.attention.{name}", rows, config, axis)
         found |= _row(f"{block}.attention.output", config.width, config, axis)
         found |= _norm(f"{block}.norm_2", config)
-        for name in ("gate", "up") if config.activation == "swiglu" else ("up",):
-            found |= _column(f"{block}.mlp.{name}", config.hidden_width, config, axis)
-        found |= _row(f"{block}.mlp.down", config.hidden_width, config, axis)
+        columns, experts = ("gate", "up") if config.activation == "swiglu" else ("up",), config.experts_in(number)
+        if experts is None:
+            for name in columns:
+                found |= _column(f"{block}.mlp.{name}", config.hidden_width, config, axis)
+            found |= _row(f"{block}.mlp.down", config.hidden_width, config, axis)
+            continue
+        count, hidden = experts.routing.experts, experts.hidden
+        found[f"{block}.mlp.router.weight"] = Parameter((count, config.width), P(), 0, deviation)
+        for name in columns:
+            spec = P(expert_axis, axis)
+            found[f"{block}.mlp.experts.{name}"] = Parameter((count, hidden, config.width), spec, 0, deviation)
+        spec = P(expert_axis, None, axis)
+        found[f"{block}.mlp.experts.down"] = Parameter((count, config.width, hidden), spec, 0, _into_stream(config))
     return found | _norm("norm", config)
 
 
-def gpt_specs(config: GPTConfig, axis: Axis = "tp") -> dict[str, P]:
+def gpt_specs(config: GPTConfig, axis: Axis = "tp", expert_axis: Axis = "ep") -> dict[str, P]:
     """How the parameters of a GPT are sharded: name in the state -> P."""
-    return {name: parameter.spec for name, parameter in gpt_parameters(config, axis).items()}
+    return {name: parameter.spec for name, parameter in gpt_parameters(config, axis, expert_axis).items()}
 
 
 def gpt_state(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -124,9 +177,13 @@ def _column(name: str, rows: int, config: GPTConfig, axis: Axis) -> dict[str, Pa
 
 
 def _row(name: str, columns: int, config: GPTConfig, axis: Axis) -> dict[str, Parameter]:
-    deviation = config.deviation / (2 * config.num_layers) ** 0.5  # it adds to the stream (Radford et al. 2019)
-    found = {f"{name}.weight": Parameter((config.width, columns), P(None, axis), 0, deviation)}
+    found = {f"{name}.weight": Parameter((config.width, columns), P(None, axis), 0, _into_stream(config))}
     return found | ({f"{name}.bias": Parameter((config.width,), P(), 0, 0)} if config.bias else {})
+
+
+def _into_stream(config: GPTConfig) -> float:
+    """The deviation of a layer that adds to the stream (Radford et al. 2019)."""
+    return config.deviation / (2 * config.num_layers) ** 0.5
 
 
 def _norm(name: str, config: GPTConfig) -> dict[str, Parameter]:

@@ -10,7 +10,7 @@ if find_spec("torch") is None:
     raise MissingPackageError("tplab.torch", "torch", extra="torch")
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
-from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
+from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
 from tplab.pipeline.microbatches import split_batch
 from tplab.rings import async_weight, blocking_weight
@@ -103,6 +103,7 @@ __all__ = [
     "ColumnParallelLinear",
     "FusedColumn",
     "GPTConfig",
+    "GPTExperts",
     "Handle",
     "LayerNorm",
     "LiveBytes",

@@ -10,12 +10,13 @@ from tplab.data.buckets import BUCKET_BYTES
 from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
-from tplab.models.checks import SEQUENCE_SCHEMES, SequenceScheme
+from tplab.models.checks import DISPATCHES, SEQUENCE_SCHEMES, SequenceScheme
+from tplab.models.gpt import GPTConfig
 from tplab.schedules import Schedule, one_f_one_b
 from tplab.sequence import LAYOUTS, LayoutName, TokenLayout
 
-AXES = ("dp", "pp", "cp", "tp")
-"""The names of the axes for data, pipeline, context and tensor parallelism."""
+AXES = ("dp", "pp", "ep", "cp", "tp")
+"""The names of the axes for data, pipeline, expert, context and tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Recipe:
     sequence_parallel      whether tensor-parallel ranks share the sequence between the layers
     layout, scheme         which tokens of a sequence each context-parallel rank has: "zigzag", "striped" or
                            "contiguous"; and how its queries see the keys of the others: "ring", "gather" or "head"
+    dispatch               how tokens travel to their experts: "all_to_all", "per_rank" or "gather"
     checkpoint_every       recompute activations in groups of this many layers of a stage; None: all are kept
     evaluate_every         how often, in steps, the loss on held-out text is computed, forward only; None: never
     save_every             how often, in steps, a checkpoint is written, if there is a folder; None: at the end
@@ -58,6 +60,7 @@ class Recipe:
     sequence_parallel: bool = False
     layout: LayoutName = "zigzag"
     scheme: SequenceScheme = "ring"
+    dispatch: str = "all_to_all"
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     save_every: int | None = None
@@ -67,6 +70,7 @@ class Recipe:
             raise ValueError(f"zero is {self.zero!r}; train has ZeRO stages 0 to 3")
         one_of("layout", self.layout, LAYOUTS)
         one_of("scheme", self.scheme, SEQUENCE_SCHEMES)
+        one_of("dispatch", self.dispatch, [name for name in DISPATCHES if name != "two_levels"])
         for name in ("evaluate_every", "save_every"):
             every = getattr(self, name)
             if every is not None and every < 1:
@@ -79,8 +83,13 @@ class Recipe:
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * (self.final + (1 - self.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
-    def check_mesh(self, mesh: Mesh) -> None:
-        """Raise ValueError if the mesh has pipelines and the ZeRO stage does not support them."""
+    def check_mesh(self, mesh: Mesh, config: GPTConfig) -> None:
+        """Raise ValueError if the ZeRO stage does not support the pipelines or the experts."""
+        if self.zero == 3 and config.experts is not None:
+            raise ValueError(
+                "zero=3 would share every parameter over the ranks of 'ep' too, which hold different experts; take "
+                "zero=2, which shares experts over the ranks that hold copies of them"
+            )
         if self.zero > 1 and mesh.axis_size("pp") > 1:
             what = "combine all gradients" if self.zero == 2 else "gather all parameters"
             raise ValueError(
@@ -119,17 +128,23 @@ def context_axis(mesh: Mesh) -> str | None:
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose ranks hold the same parameters and compute other tokens, equally many: losses and gradients are
-    averaged over them, and ZeRO divides what is kept among their ranks."""
-    return tuple(name for name in ("dp", "cp") if name in mesh.axis_names)
+    """The axes whose ranks compute other tokens, equally many, and hold the same parameters, except the experts along
+    ep: losses and gradients are averaged over them, and ZeRO divides what is kept among those that have copies."""
+    return tuple(name for name in ("dp", "ep", "cp") if name in mesh.axis_names)
 
 
-def with_all_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes dp, pp and tp, in its own order, and cp if it has it. Axes that it lacks have one rank.
-    Ranks stay the same.
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes whose ranks have other sequences: each has its share of the batch."""
+    return tuple(name for name in data_axes(mesh) if name != "cp")
+
+
+def with_all_axes(mesh: Mesh, config: GPTConfig | None = None) -> Mesh:
+    """The mesh with axes dp, pp and tp, and ep for a GPT with experts, in its own order, and cp if it has it. Axes that
+    it lacks have one rank. Ranks stay the same.
 
     Raises ValueError if it has other axes.
     """
     for name in mesh.axis_names:
         one_of("an axis of the mesh", name, AXES)
-    return Mesh(**{name: 1 for name in AXES if name != "cp" and name not in mesh.axis_names}, **mesh.shape)
+    needed = ("dp", "pp", "ep", "tp") if config is not None and config.experts is not None else ("dp", "pp", "tp")
+    return Mesh(**{name: 1 for name in needed if name not in mesh.axis_names}, **mesh.shape)

@@ -92,6 +92,7 @@ RIGHT = (
     Right("flat_all_reduce", 2),
     Right("flat_all_reduce", 4, "--overlap"),
     Right("mixture_of_experts", 4),
+    Right("mixture_of_experts", 4, "--clip-apart", "--clip-apart"),
     Right("half_precision_messages", 2, tolerance=2e-3),
     Right("half_precision_messages", 2, "--by-hand", tolerance=2e-3),
     *(Right("tplab_3d", 8, f"--zero {stage}", mesh="dp=2,pp=2,tp=2") for stage in range(4)),

@@ -11,7 +11,7 @@ from jax import Array
 
 from tplab.errors import one_of
 from tplab.experts.routing import Routing
-from tplab.jax.comm.collectives import axis_size
+from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.layers.dispatch import Level, gathered, local, per_choice, per_rank
 from tplab.jax.layers.linear import check_share, share
 from tplab.jax.layers.parameters import Params, uniform
@@ -36,6 +36,8 @@ class ParallelExperts:
       "gather"       T rows to every rank, and the results' sum back, whatever is chosen
       "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
     tensor_axis       each expert's H features are cut over these ranks too, which exchange their tokens inside of it
+    same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
+                      2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
     All ranks have the same number of tokens. Differentiate the mean of the ranks' losses, and all gradients are right.
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
@@ -49,6 +51,7 @@ class ParallelExperts:
     activation: str = "swiglu"
     dispatch: str = "all_to_all"
     tensor_axis: Axis | None = None
+    same_tokens: bool = False
 
     def __post_init__(self) -> None:
         one_of("activation", self.activation, ACTIVATIONS)
@@ -69,13 +72,14 @@ class ParallelExperts:
 
     def __call__(self, params: Params, x: Array, routed: Routed) -> Array:
         check_routed(x.shape, routed.choices.shape, self.width)
-        return self._level(params)(x, routed.choices, routed.weights, self.routing.room(len(x)))
+        y = self._level(params)(x, routed.choices, routed.weights, self.routing.room(len(x)))
+        return all_reduce(y, self.tensor_axis) if self.tensor_axis is not None and self.same_tokens else y
 
     def _level(self, params: Params) -> Level:
         """What the tokens of this rank go through."""
         here = share(self.routing.experts, self.axis, "experts")
         level = local(lambda rows: mlp(params, rows, self.activation), here)
-        if self.tensor_axis is not None:
+        if self.tensor_axis is not None and not self.same_tokens:
             level = gathered(self.tensor_axis, here, level, is_split=True)
         if self.dispatch == "two_levels":
             outer, inner = self.axis

@@ -104,19 +104,18 @@ def balance_loss(
     """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
 
     over       "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
-               "global": those of all ranks of `axis`, with an all_reduce of E numbers
+               "global": those of all ranks of `axis`
+    axis       what f counts is spread over these ranks: an all_reduce of E numbers, for each sequence
     p is the mean of this rank's scores, as probabilities. So the mean of the ranks' losses is that of the whole batch.
     See tplab.experts.losses for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
     each = check_balance(over, tokens, sequence, axis)
     probabilities = routed.scores / routed.scores.sum(-1, keepdims=True)
-    if over == "global" and axis is not None:
-        counts = chosen_counts(routed, axis).astype(probabilities.dtype)[None]
-        total = tokens * axis_size(axis)
-    else:
-        chosen = jax.nn.one_hot(routed.choices, experts, dtype=probabilities.dtype).sum(1)
-        counts, total = chosen.reshape(-1, each, experts).sum(1), each
+    chosen = jax.nn.one_hot(routed.choices, experts, dtype=probabilities.dtype).sum(1)
+    counts, total = chosen.reshape(-1, each, experts).sum(1), each
+    if axis is not None:
+        counts, total = all_reduce(counts, axis), each * axis_size(axis)
     fractions = counts / (total * routed.choices.shape[-1])
     means = probabilities.reshape(len(fractions), -1, experts).mean(1)
     return experts * (fractions * means).sum(-1).mean()

@@ -12,14 +12,16 @@ from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.comm.regions import scatter_to
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
+from tplab.jax.layers.experts import ParallelExperts
 from tplab.jax.layers.linear import ParallelMLP
 from tplab.jax.layers.norms import LayerNorm, RMSNorm
 from tplab.jax.layers.parameters import Params, here, nested
+from tplab.jax.layers.router import Router, balance_loss
 from tplab.jax.layers.sequence_attention import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import IGNORED, GPTConfig, gpt_parameters, gpt_specs
+from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, gpt_parameters, gpt_specs
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 
@@ -36,6 +38,8 @@ class Parts:
     context_axis: Axis | None = None
     layout: LayoutName = "zigzag"
     scheme: SequenceScheme = "ring"
+    expert_axis: Axis = "ep"
+    dispatch: str = "all_to_all"
 
     def _drops(self, key: Any) -> Drops:
         return Drops(self.config.dropout, key, self._varies_along)
@@ -56,8 +60,48 @@ class Parts:
 
     @property
     def _varies_along(self) -> Axis | None:
-        axes = (self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
-        return tuple(n for axis in axes if axis for n in ((axis,) if isinstance(axis, str) else axis)) or None
+        return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
+
+    def _counted_over(self, over: str) -> Axis | None:
+        """The ranks among which are the tokens that a balance loss counts together, if this rank has not all."""
+        found = self.context_axis, self.axis if self.sequence_parallel else None
+        return _names(self.data_axis, self.expert_axis, *found) if over == "global" else _names(*found)
+
+    def _block(self, number: int, params: Params, x: Array, *balance: Array, drops: Drops) -> Any:
+        """x + attention(norm(x)), then x + mlp(norm(x)), or the block's experts in place of the MLP.
+
+        x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
+        """
+        x = x + drops(self._attention(params["attention"], self._norm(params["norm_1"], x)))
+        y, experts = self._norm(params["norm_2"], x), self.config.experts_in(number)
+        if experts is None:
+            return _with(x + drops(self._mlp(params["mlp"], y)), *balance)
+        y, own = self._experts(experts, params["mlp"], y)
+        return _with(x + drops(y), own + sum(balance))
+
+    def _experts(self, about: GPTExperts, params: Params, x: Array) -> tuple[Array, Array]:
+        """x [B, S, D]   ->   y [B, S, D], and the balance loss [], times its factor.
+
+        The ranks of the tensor axis hold features of every expert. They all have the same tokens; under sequence
+        parallelism each has its own, which they exchange.
+        """
+        width = self.config.width
+        rows, rule = x.reshape(-1, width), about.routing
+        routed = Router(width, rule)(params["router"], rows)
+        layer = ParallelExperts(
+            width,
+            about.hidden,
+            rule,
+            self.expert_axis,
+            activation=self.config.activation,
+            dispatch=self.dispatch,
+            tensor_axis=self.axis,
+            same_tokens=not self.sequence_parallel,
+        )
+        y = layer(params["experts"], rows, routed).reshape(x.shape)
+        counted = self._counted_over(about.over)
+        loss = about.balance * balance_loss(routed, over=about.over, axis=counted, sequence=x.shape[1])
+        return y, all_reduce(loss, self.axis, "mean") if self.sequence_parallel else loss
 
     @property
     def _embedding(self) -> VocabParallelEmbedding:
@@ -107,42 +151,57 @@ class GPT(Parts):
     data_axis           along which ranks have different ids, and draw different dropout masks
     context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
                         (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
+    expert_axis         along which ranks hold different experts, if the config has any, and have different ids; their
+                        tokens travel by this `dispatch` (`ParallelExperts`)
 
-    `loss` is the mean cross-entropy, computed on the sharded logits. With a key there is dropout, without it none.
+    `loss` is the mean cross-entropy, computed on the sharded logits; with experts, the logits come with their balance
+    losses, and `loss` has added these. With a key there is dropout, without it none.
     Where R does not divide the vocabulary, `pad_vocabulary` pads embedding.weight so that the ranks can share it.
     """
 
     @property
     def specs(self) -> Params:
         """How the parameters lie on the mesh."""
-        return nested(gpt_specs(self.config, self.axis))
+        return nested(gpt_specs(self.config, self.axis, self.expert_axis))
 
     def init(self, key: Any) -> Params:
         """Weights from N(0, deviation), norms one and biases zero. Whole; inside a rank's program, its piece."""
-        about = gpt_parameters(self.config, self.axis)
+        about = gpt_parameters(self.config, self.axis, self.expert_axis)
         first = {
             name: here(mean + deviation * jax.random.normal(k, shape), spec)
             for k, (name, (shape, spec, mean, deviation)) in zip(jax.random.split(key, len(about)), about.items())
         }
         return nested(first)
 
-    def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Array:
+    def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Any:
         positions, drops = self._positions(params["positions"]["weight"], ids), self._drops(key)
-        x = drops(self._embedding(params["embedding"], ids) + positions)
+        x: Any = (drops(self._embedding(params["embedding"], ids) + positions),)
         for number in range(self.config.num_layers):
-            block = params["blocks"][str(number)]
-            x = x + drops(self._attention(block["attention"], self._norm(block["norm_1"], x)))
-            x = x + drops(self._mlp(block["mlp"], self._norm(block["norm_2"], x)))
-        return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
+            x = self._block(number, params["blocks"][str(number)], *x, drops=drops)
+            x = x if isinstance(x, tuple) else (x,)
+        return _with(self._embedding.logits(params["embedding"], self._norm(params["norm"], x[0])), *x[1:])
 
     def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
         """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted. With a context axis,
         of the tokens of all its ranks."""
-        logits, size = self(params, ids, key=key), self.config.vocab_size
-        if self.context_axis is None:
-            return vocab_parallel_cross_entropy(logits, targets, self.axis, size)
+        outputs, size, axis = self(params, ids, key=key), self.config.vocab_size, self.context_axis
+        logits, balance = outputs if isinstance(outputs, tuple) else (outputs, 0.0)
+        if axis is None:
+            return vocab_parallel_cross_entropy(logits, targets, self.axis, size) + balance
         total = vocab_parallel_cross_entropy(logits, targets, self.axis, size, reduction="sum")
-        return all_reduce(total, self.context_axis) / all_reduce((targets != IGNORED).sum(), self.context_axis)
+        mean = all_reduce(total, axis) / all_reduce((targets != IGNORED).sum(), axis)
+        return mean if self.config.experts is None else mean + all_reduce(balance, axis, "mean")
+
+
+def _with(x: Array, *balance: Array) -> Any:
+    """x, or a tuple of x and the balance losses, where there are any."""
+    return (x, *balance) if balance else x
+
+
+def _names(*axes: Axis | None) -> Axis | None:
+    """The names of all these axes, each once; None if there is none."""
+    names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
+    return tuple(dict.fromkeys(names)) or None
 
 
 class Drops:
@@ -170,6 +229,8 @@ def gpt_layers(
     context_axis: Axis | None = None,
     layout: LayoutName = "zigzag",
     scheme: SequenceScheme = "ring",
+    expert_axis: Axis = "ep",
+    dispatch: str = "all_to_all",
 ) -> list[LayerSpec]:
     """The layers of GPT(config, axis): num_layers + 2 of them, each of which is tensor-parallel along `axis`.
 
@@ -181,14 +242,16 @@ def gpt_layers(
     layer L + 1          x -> logits [B, S, n]           norm, and the head, whose weight is tied to the embedding
 
     Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. With a context axis, S is the
-    number of tokens that each of its ranks has, in this layout. The loss of the logits is
+    number of tokens that each of its ranks has, in this layout. From the first block with experts on, the balance
+    losses [] so far travel with x, and are returned with the logits. The loss of the logits is
     vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
-    how = {"axis": axis, "sequence_parallel": sequence_parallel, "data_axis": data_axis}
+    how: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel, "data_axis": data_axis}
     how |= {"context_axis": context_axis, "layout": layout, "scheme": scheme}
+    how |= {"expert_axis": expert_axis, "dispatch": dispatch}
     return [
         TiedSpec("embedding", GPTEmbedding, config, weight="embedding.weight", **how),
-        *[LayerSpec(GPTBlock, config, **how)] * config.num_layers,
+        *[LayerSpec(GPTBlock, config, number=config.first_like(i), **how) for i in range(config.num_layers)],
         TiedSpec("embedding", GPTHead, config, weight="embedding.weight", **how),
     ]
 
@@ -207,16 +270,17 @@ class GPTEmbedding(Parts):
 
 @dataclass(frozen=True)
 class GPTBlock(Parts):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Block `number`, or one that has what it has: x [B, S, D]   ->   x, and the balance losses [] so far, if any."""
+
+    number: int = 0
 
     def init(self, key: Any) -> Params:
-        names = [name for name in gpt_parameters(self.config) if name.startswith("blocks.0.")]
-        return _begin(self, names, key)["blocks"]["0"]
+        block = f"blocks.{self.number}."
+        names = [name for name in gpt_parameters(self.config) if name.startswith(block)]
+        return _begin(self, names, key)["blocks"][str(self.number)]
 
-    def __call__(self, params: Params, x: Array, *, key: Any = None) -> Array:
-        drops = self._drops(key)
-        x = x + drops(self._attention(params["attention"], self._norm(params["norm_1"], x)))
-        return x + drops(self._mlp(params["mlp"], self._norm(params["norm_2"], x)))
+    def __call__(self, params: Params, x: Array, *balance: Array, key: Any = None) -> Any:
+        return self._block(self.number, params, x, *balance, drops=self._drops(key))
 
 
 @dataclass(frozen=True)
@@ -227,13 +291,13 @@ class GPTHead(Parts):
         names = [name for name in gpt_parameters(self.config) if name.startswith("norm.")]
         return _begin(self, ("embedding.weight", *names), key)  # the embedding first: drawn as in the first layer
 
-    def __call__(self, params: Params, x: Array) -> Array:
-        return self._embedding.logits(params["embedding"], self._norm(params["norm"], x))
+    def __call__(self, params: Params, x: Array, *balance: Array) -> Any:
+        return _with(self._embedding.logits(params["embedding"], self._norm(params["norm"], x)), *balance)
 
 
 def _begin(layer: Parts, names: Any, key: Any) -> Params:
     """The parameters with these names, with the initial numbers of a GPT."""
-    about, found = gpt_parameters(layer.config, layer.axis), {}
+    about, found = gpt_parameters(layer.config, layer.axis, layer.expert_axis), {}
     for number, name in enumerate(names):
         shape, spec, mean, deviation = about[name]
         found[name] = here(mean + deviation * jax.random.normal(jax.random.fold_in(key, number), shape), spec)

@@ -10,9 +10,10 @@ import numpy as np
 from jax import Array, lax
 
 from tplab.errors import ScheduleError
-from tplab.jax.comm.collectives import all_reduce, axis_index
+from tplab.jax.comm.collectives import all_reduce, axis_index, axis_size
 from tplab.jax.pipeline.flat import Flat, Kind, cut
 from tplab.jax.pipeline.stages import Blueprints
+from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, check_tied, check_tied_name
 
@@ -52,10 +53,18 @@ def once(gradients: Flat, blueprints: Blueprints) -> Flat:
 
 
 def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
-    """The mean over the data-parallel ranks."""
+    """The mean over the data-parallel ranks. Experts, of which these hold different ones, are added up over those that
+    have copies, and divided by the number of all."""
     if data_axis is None:
         return gradients
-    return {kind: all_reduce(x, data_axis, "mean") for kind, x in gradients.items()}
+    names, found = this_mesh().names(data_axis), dict(gradients)
+    for kind, x in gradients.items():
+        copies = tuple(name for name in names if name not in kind.axes)
+        if copies == names:
+            found[kind] = all_reduce(x, data_axis, "mean")
+        else:
+            found[kind] = (all_reduce(x, copies) if copies else x) / axis_size(data_axis)
+    return found
 
 
 def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:

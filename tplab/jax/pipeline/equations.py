@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from tplab.jax.ranks.context import vary
 from tplab.jax.tracing.jaxprs import LAYOUTS, called
 
 Var = Any
@@ -138,6 +139,11 @@ def _evaluate(
         values = [read(atom) for atom in eqn.invars]
         if inline and (inner := called(eqn)) is not None:
             results = _inlined(inner, values)
+        elif (
+            eqn.primitive.name == "pvary"
+        ):  # what was kept may differ along more axes by its type than when it was made
+            results = [vary(x, eqn.params["axes"]) for x in values]
+            results = results if eqn.primitive.multiple_results else results[0]
         else:
             with eqn.ctx.manager:
                 results = eqn.primitive.bind(*values, **eqn.params)

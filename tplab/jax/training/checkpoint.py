@@ -24,21 +24,22 @@ def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPT
     mesh, about = packing.mesh, gpt_parameters(packing.config, packing.axis)
     kinds: dict[str, Arrays] = {"model": packing.unpack(stages)}
     kinds |= dict(zip(STATES, map(packing.unpack, optimizer.moments_in(state)), strict=True))
-    pieces = {kind: split_state(arrays, packing.specs, packing.tp) for kind, arrays in kinds.items()}
+    pieces = {kind: split_state(arrays, packing.specs, packing.cut) for kind, arrays in kinds.items()}
     written = set()
     partial = checkpoint.begin(folder, step)
     for rank in mesh.ranks:
         owned: dict[str, Owned] = {}
-        index = mesh.index(rank, packing.axis)
         for name in packing.names_on(rank):
             shape, spec, *_ = about[name]
-            is_cut = packing.axis in spec.axis_names
-            if (name, index if is_cut else 0) not in written:
-                written.add((name, index if is_cut else 0))
-                begins = [cut(n, packing.tp.size, "ceil")[index].start if entry else 0 for n, entry in zip(shape, spec)]
-                start = (*begins, *[0] * (len(shape) - len(spec)))
+            begins = [
+                0 if axis is None else cut(n, mesh.axis_size(axis), "ceil")[mesh.index(rank, axis)].start
+                for n, axis in zip(shape, spec)
+            ]
+            start = (*begins, *[0] * (len(shape) - len(spec)))
+            if (name, start) not in written:
+                written.add((name, start))
                 for kind in kinds:
-                    piece = pieces[kind][index][name]
+                    piece = pieces[kind][packing.position(rank)][name]
                     owned[f"{kind}.{name}"] = Owned(Part.of(shape, start, piece.shape), piece)
         checkpoint.write(partial, rank, mesh.size, owned)
     checkpoint.finish(partial, step, mesh.size, packing.config)

@@ -74,20 +74,22 @@ class GPTPacking:
     """Which elements of the joined arrays of `Stages` belong to which parameter of a GPT.
 
     The joined array of a kind has a row per rank of the axes along which the kind differs: those of the pipeline, of
-    tensor parallelism for what is spread over it, and of data parallelism where layers are `sharded_layer`s.
+    tensor and expert parallelism for what is spread over it, and of data parallelism where layers are `sharded_layer`s.
+
+    cut   the mesh of the axes along which parameters are cut: tensor parallelism, and the axis of experts
     """
 
     def __init__(self, blueprints: Blueprints, config: GPTConfig, mesh: Mesh, axis: str = "tp"):
         self.blueprints, self.config, self.mesh, self.axis = blueprints, config, mesh, axis
         self.specs = gpt_specs(config, axis)
-        self.tp = Mesh(**{axis: mesh.axis_size(axis)})
+        self.cut = Mesh(**{name: mesh.axis_size(name) for name in ("ep", axis) if name in mesh.axis_names})
 
     def pack(self, state: Mapping[str, Any]) -> Stages:
         """From name -> whole array, Stages of NumPy arrays, joined as Stages.specs say."""
-        pieces = split_state({name: np.asarray(x) for name, x in state.items()}, self.specs, self.tp)
+        pieces = split_state({name: np.asarray(x) for name, x in state.items()}, self.specs, self.cut)
         rows = {kind: np.zeros((self._num_rows(kind), size), kind.dtype) for kind, size in self._sizes.items()}
         for place in self._places():
-            own = pieces[self.mesh.index(place.rank, self.axis)][place.name]
+            own = pieces[self.position(place.rank)][place.name]
             whole = np.zeros(place.shape, place.kind.dtype)
             whole[: len(own)] = own  # the last ranks have fewer entries
             row = rows[place.kind][self._row(place.rank, place.kind)]
@@ -97,15 +99,21 @@ class GPTPacking:
     def unpack(self, stages: Stages) -> dict[str, np.ndarray]:
         """The state of the whole GPT: the reverse of `pack`."""
         rows = {k: np.asarray(x).reshape(self._num_rows(k), self._sizes[k]) for k, x in stages.flat.items()}
-        states: list[dict[str, np.ndarray]] = [{} for _ in self.tp.ranks]
+        states: list[dict[str, np.ndarray]] = [{} for _ in self.cut.ranks]
         for place in self._places():
-            state = states[self.mesh.index(place.rank, self.axis)]
+            state = states[self.position(place.rank)]
             whole = state.setdefault(place.name, np.zeros(place.shape, place.kind.dtype)).reshape(-1)
             row = rows[place.kind][self._row(place.rank, place.kind)]
             whole[place.held.start : place.held.stop] = row[place.columns]
-        for state, entries in zip(states, cut(self.config.vocab_size, self.tp.size, "ceil")):
-            state["embedding.weight"] = state["embedding.weight"][: len(entries)]
-        return merge_state(states, self.specs, self.tp, np.concatenate)
+        entries = cut(self.config.vocab_size, self.cut.axis_size(self.axis), "ceil")
+        for position, state in enumerate(states):
+            own = entries[self.cut.index(position, self.axis)]
+            state["embedding.weight"] = state["embedding.weight"][: len(own)]
+        return merge_state(states, self.specs, self.cut, np.concatenate)
+
+    def position(self, rank: int) -> int:
+        """The rank of `cut` that holds the same pieces."""
+        return self.mesh.index(rank, self.cut.axis_names)
 
     def names_on(self, rank: int) -> list[str]:
         """The names of the parameters that a rank has, each once."""

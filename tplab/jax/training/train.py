@@ -25,7 +25,7 @@ from tplab.pipeline.microbatches import split_batch
 from tplab.sharding import P
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
-from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
+from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
 from tplab.training.stop import Stop
 
 
@@ -41,8 +41,8 @@ def train(
     on: str | None = None,
     seed: int = 0,
 ) -> Trained:
-    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", context parallelism "cp" and tensor
-    parallelism "tp".
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", expert parallelism "ep", context
+    parallelism "cp" and tensor parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
 
@@ -60,8 +60,13 @@ def train(
     FileExistsError for an existing checkpoint without `resume`; CheckpointError for one that is damaged.
     Ctrl-C: the current step is finished, and what was trained until then is returned. The first step compiles.
     """
-    recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
-    recipe.check_mesh(mesh)
+    recipe, mesh = recipe or Recipe(), with_all_axes(mesh, config)
+    recipe.check_mesh(mesh, config)
+    if recipe.zero and config.experts is not None:
+        raise ValueError(
+            f"zero={recipe.zero} shares every parameter over one axis in JAX, and experts have fewer copies than the "
+            "rest: take zero=0, or torch, where zero=1 and 2 know both"
+        )
     first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
     stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
@@ -92,14 +97,15 @@ class _Loop:
     def __init__(self, config: GPTConfig, recipe: Recipe, mesh: Mesh, on: str | None, seed: int):
         self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
         self._tokens, self._data_axes = recipe.tokens_on(mesh, config.context), data_axes(mesh)
-        self._batch = P("dp", context_axis(mesh))
+        self._batch = P(batch_axes(mesh), context_axis(mesh))
         layers = gpt_layers(
             config,
             sequence_parallel=recipe.sequence_parallel,
-            data_axis="dp",
+            data_axis=batch_axes(mesh),
             context_axis=context_axis(mesh),
             layout=recipe.layout,
             scheme=recipe.scheme,
+            dispatch=recipe.dispatch,
         )
         if recipe.zero == 3:
             layers = [sharded_layer(layer, self._data_axes) for layer in layers]
@@ -120,7 +126,7 @@ class _Loop:
         def evaluate(stages: Stages, ids: Array, targets: Array) -> Array:
             pairs = split_batch(ids, targets, recipe.microbatches)
             whole = recipe.schedule(mesh.axis_size("pp"), recipe.microbatches)
-            return evaluate_batch(whole, stages, pairs, self._loss, data_axis=self._data_axes)
+            return evaluate_batch(whole, stages, pairs, self._cross_entropy, data_axis=self._data_axes)
 
         self._programs = step, evaluate
 
@@ -144,7 +150,7 @@ class _Loop:
         ).value  # fmt: skip
 
     def evaluate(self, stages: Stages, batch: tuple[np.ndarray, np.ndarray]) -> float:
-        """The loss on a batch, without dropout: forward only."""
+        """The cross-entropy of a batch, without dropout: forward only."""
         specs, batch = (stages.specs, self._batch, self._batch), tuple(map(self._tokens.arrange, batch))
         return float(
             run(self._programs[1], self._mesh, stages, *batch, in_specs=specs, out_specs=P(), on=self._on).value
@@ -180,5 +186,10 @@ class _Loop:
         )
         return loss, self.optimizer.reduced(grads)
 
-    def _loss(self, logits: Array, targets: Array) -> Array:
+    def _loss(self, outputs: Any, targets: Array) -> Array:
+        loss = self._cross_entropy(outputs, targets)
+        return loss + outputs[1] if isinstance(outputs, tuple) else loss
+
+    def _cross_entropy(self, outputs: Any, targets: Array) -> Array:
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
         return vocab_parallel_cross_entropy(logits, targets, "tp", self._config.vocab_size)

@@ -11,8 +11,8 @@ from tplab.data.buckets import Bucket, Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, all_reduce, axis_size, start
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable
-from tplab.torch.layers.parameters import axes_of_cuts
-from tplab.torch.ranks.rank import Pending, this_rank
+from tplab.torch.layers.parameters import copies_in
+from tplab.torch.ranks.rank import Pending
 
 
 def average_gradients(
@@ -47,15 +47,8 @@ def average_gradients(
 def copies_of(model: Model, axis: Axis) -> Callable[[Tensor], Axis]:
     """The part of `axis` along which ranks hold copies of a parameter: all of it, unless a module says that it is cut
     along some of the axes; () if it is cut along all of them."""
-    names = this_rank().mesh.names(axis)
     held = list(model.values()) if isinstance(model, Mapping) else [model]
-    cuts = [axes_of_cuts(module, is_told=True) for module in held if isinstance(module, nn.Module)]
-    cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
-
-    def copies(parameter: Tensor) -> Axis:
-        return tuple(name for name in names if name not in cut[parameter]) if parameter in cut else axis
-
-    return copies
+    return copies_in([module for module in held if isinstance(module, nn.Module)], axis)
 
 
 def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor], Axis]) -> tuple[Bucket, ...]:

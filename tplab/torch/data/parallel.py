@@ -65,9 +65,17 @@ class DataParallel:
     free a cycle that runs through a hook of this kind, as torch refers to the hooks twice.
     """
 
-    def __init__(self, parameters: Model, axis: Axis, bucket_bytes: float | None, find_unused: bool, from_first: bool):
+    def __init__(
+        self,
+        parameters: Model,
+        axis: Axis,
+        bucket_bytes: float | None,
+        find_unused: bool,
+        from_first: bool,
+        copies: Callable[[Tensor], Axis] | None = None,
+    ):
         parameters = readable_again(parameters)
-        copies = copies_of(parameters, axis)
+        copies = copies or copies_of(parameters, axis)
         named = trainable(parameters)
         self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
         self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes, copies)

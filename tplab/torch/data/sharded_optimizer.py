@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tplab.data.axes import data_axes
 from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
 from tplab.mesh import Axis
-from tplab.torch.comm.collectives import Handle
+from tplab.torch.comm.collectives import Handle, axis_size
 from tplab.torch.data.parameters import note_owner
 from tplab.torch.data.pieces import (
     Gather,
@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
             group["params"] = [p for p in dict.fromkeys(group["params"]) if p.requires_grad and p not in seen]
             seen.update(group["params"])
             made: dict[Tensor, nn.Parameter] = {}
-            for bucket in _buckets(group["params"], about):
+            for bucket in _buckets(group["params"], about, group.pop("axis", about.axis)):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
             group["params"] = [made[p] for p in group["params"]]
@@ -166,21 +166,22 @@ class About:
 class Bucket:
     """Some parameters of one dtype whose gradients, and later whose values, travel in one message.
 
+    axis     along which ranks hold copies of them: `about.axis`, or a part of it
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
     row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
 
     It does not keep the parameters alive, since their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], about: About):
-        self._parameters, self.about = [ref(p) for p in parameters], about
-        self.pieces, self.index = pieces_of(parameters, about.axis)
+    def __init__(self, parameters: Sequence[Tensor], about: About, axis: Axis):
+        self._parameters, self.about, self.axis = [ref(p) for p in parameters], about, axis
+        self.pieces, self.index = pieces_of(parameters, axis)
         self.dtype = parameters[0].dtype
         master = about.master_dtype or self.dtype
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece if piece.dtype == master else piece.to(master)) for piece in held]
         for parameter, shard in zip(parameters, self.shards):
-            note_owner(parameter, shard, self, about.axis)
+            note_owner(parameter, shard, self, axis)
         count_as("optimizer", [piece for piece, _ in self.copies()])
         self.row: Tensor | None = None
         self._handle: Handle | None = None
@@ -207,12 +208,14 @@ class Bucket:
         message = message_of(self.pieces, grads, self.shards[0], dtype)
         count_as("gradients", message)
         self._let_go()
-        self._handle = about.reduce(message, about.axis, about.op)
+        self._handle = about.reduce(message, self.axis, about.op)
 
     def end(self) -> None:
         """Wait for what was begun, and add this rank's part to its row."""
         if self._handle is not None:
             row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
+            if self.about.op == "mean" and self.axis != self.about.axis:  # the ranks that hold other pieces count too
+                row = row * (axis_size(self.axis) / axis_size(self.about.axis))
             self.row = row if self.row is None else self.row + row
             count_as("gradients", self.row)
             self._handle = None
@@ -239,7 +242,7 @@ class Bucket:
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        message = self.about.gather(row, self.about.axis).read()
+        message = self.about.gather(row, self.axis).read()
         wholes = wholes_in(self.pieces, message)
         count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):
@@ -272,11 +275,11 @@ def _groups(params: Params) -> list[dict[str, Any]]:
     return groups
 
 
-def _buckets(parameters: Sequence[Tensor], about: About) -> Iterable[Bucket]:
+def _buckets(parameters: Sequence[Tensor], about: About, axis: Axis) -> Iterable[Bucket]:
     """Buckets from the last parameter to the first, in the order in which the backward pass reaches them."""
     gradients = [Gradient(p.numel(), p.element_size(), (p.dtype, p.device)) for p in parameters]
     for bucket in buckets_of(gradients, about.bucket_bytes):
-        yield Bucket([parameters[index] for index in bucket.indices], about)
+        yield Bucket([parameters[index] for index in bucket.indices], about, axis)
 
 
 # --- stage 1 ----------------------------------------------------------------------------------------------------------
@@ -308,7 +311,8 @@ def shard_optimizer(
     optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. What it does to an
                     element may depend only on that element, as in SGD, Adam or AdamW: it never sees a whole matrix
     params          as for the optimizer: model.parameters(), or groups with options. Frozen parameters are left out; a
-                    tied one counts once. A parameter without a gradient is stepped with zeros
+                    tied one counts once. A parameter without a gradient is stepped with zeros. Of experts that are cut
+                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies of them
     op              how gradients are combined: "mean" or "sum"
     replicate_axis  the axis along which pieces have copies: gradients are combined along it too
     master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16

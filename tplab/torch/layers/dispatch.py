@@ -28,7 +28,7 @@ from tplab.torch.ranks.rank import this_rank
 
 Level = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [T, D], choices [T, k], weights [T, k]) -> y [T, D]. Experts count from 0 within a level, and -1 is none. Without
-weights all are 1."""
+weights all are 1. Choices may be on the CPU and the rest on the device "meta", where numbers cannot be read."""
 
 
 def local(compute: Callable[[Tensor, Sequence[int]], Tensor], experts: int) -> Level:
@@ -42,7 +42,7 @@ def local(compute: Callable[[Tensor, Sequence[int]], Tensor], experts: int) -> L
         y = compute(x[token], expert.bincount(minlength=experts).tolist())
         if weights is not None:
             y = y * weights[token, slot, None].to(y.dtype)
-        return y.new_zeros(x.shape).index_add(0, token, y)
+        return y.new_zeros(x.shape).index_add(0, token.to(y.device), y)
 
     return level
 
@@ -58,7 +58,7 @@ def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
 
     def level(x: Tensor, choices: Tensor, weights: Tensor | None) -> Tensor:
         owners = torch.where(choices >= 0, choices // here, -1)
-        goes = (owners[None] == torch.arange(num_ranks, device=x.device)[:, None, None]).any(-1)  # [R, T]
+        goes = (owners[None] == torch.arange(num_ranks, device=owners.device)[:, None, None]).any(-1)  # [R, T]
         target, token = goes.nonzero(as_tuple=True)
         counts = goes.sum(1)
         sizes, received = counts.tolist(), all_to_all(counts, axis).tolist()
@@ -69,9 +69,9 @@ def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
         is_there = owners[token] == target[:, None]
         rows = send(x[token])
         chosen = send(torch.where(is_there, choices[token] % here, -1).to(torch.int32)).long()
-        weighted = None if weights is None else send(weights[token] * is_there)
+        weighted = None if weights is None else send(weights[token] * is_there.to(weights.device))
         back = all_to_all(inner(rows, chosen, weighted), axis, sizes=received, received=sizes)
-        return back.new_zeros(x.shape).index_add(0, token, back)
+        return back.new_zeros(x.shape).index_add(0, token.to(back.device), back)
 
     return level
 
@@ -97,7 +97,7 @@ def gathered(axis: Axis, experts: int, inner: Level, *, is_split: bool = False) 
     here = experts // len(place.group)
 
     def level(x: Tensor, choices: Tensor, weights: Tensor | None) -> Tensor:
-        sizes = tuple(all_gather(torch.tensor([len(x)], device=x.device), axis).tolist())
+        sizes = tuple(all_gather(torch.tensor([len(x)], device=choices.device), axis).tolist())
         rows = all_gather(x, axis)
         chosen = all_gather(choices.to(torch.int32), axis).long()
         weighted = None if weights is None else all_gather(weights, axis)

@@ -14,10 +14,12 @@ from tplab.mesh import Axis
 from tplab.models.checks import ACTIVATIONS, check_dispatch, check_routed
 from tplab.sharding import P
 from tplab.torch.comm.collectives import axis_size
+from tplab.torch.comm.regions import copy_to, reduce_from
 from tplab.torch.layers.dispatch import Level, gathered, local, per_choice, per_rank
 from tplab.torch.layers.linear import share
 from tplab.torch.layers.parameters import drawn_uniform, note_cuts
 from tplab.torch.layers.router import Routed, Router
+from tplab.torch.private import no_dispatch
 
 
 class ParallelExperts(nn.Module):
@@ -34,7 +36,10 @@ class ParallelExperts(nn.Module):
       "gather"       every row to every rank, and the results' sum back: 2 (R-1) T rows, whatever is chosen
       "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
     tensor_axis       each expert's H features are cut over these ranks too, which exchange their tokens inside of it
+    same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
+                      2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
+    Meta tensors have no choices: all experts count as chosen equally often, and a token's as far apart as they can be.
     Ranks may have different numbers of tokens, also none. Gradients of experts are sums over the tokens of all ranks;
     their mean is over all ranks that have tokens, and not over the copies of an expert: `average_gradients` knows it.
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
@@ -54,12 +59,14 @@ class ParallelExperts(nn.Module):
         activation: str = "swiglu",
         dispatch: str = "all_to_all",
         tensor_axis: Axis | None = None,
+        same_tokens: bool = False,
     ):
         super().__init__()
         one_of("activation", activation, ACTIVATIONS)
         check_dispatch(dispatch, axis)
         self.width, self.hidden, self.routing, self.axis = width, hidden, routing, axis
         self.activation, self.dispatch, self.tensor_axis = activation, dispatch, tensor_axis
+        self.same_tokens = same_tokens and tensor_axis is not None
         experts = routing.experts
         share(experts, axis, "experts")
         if tensor_axis is not None:
@@ -76,17 +83,17 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x: Tensor, routed: Routed) -> Tensor:
         check_routed(x.shape, routed.choices.shape, self.width)
-        if routed.choices.is_meta:
-            raise ValueError(
-                "experts must know what each token has chosen, and meta tensors have no values; make the layer and its "
-                "input on the CPU"
-            )
-        return self._level()(x, routed.choices, routed.weights)
+        level, axis, choices, weights = self._level(), self.tensor_axis, routed.choices, routed.weights
+        if choices.is_meta:
+            choices = _equally_often(len(x), self.routing)
+        if axis is None or not self.same_tokens:
+            return level(x, choices, weights)
+        return reduce_from(level(copy_to(x, axis), choices, copy_to(weights, axis)), axis)
 
     def _level(self) -> Level:
         """What the tokens of this rank go through."""
         experts, level = self.routing.experts, local(self._mlps, len(self.up))
-        if self.tensor_axis is not None:
+        if self.tensor_axis is not None and not self.same_tokens:
             level = gathered(self.tensor_axis, len(self.up), level, is_split=True)
         if self.dispatch == "two_levels":
             outer, inner = self.axis
@@ -105,8 +112,15 @@ class ParallelExperts(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.width}, {self.hidden}, {self.routing}, {self.axis!r}, activation={self.activation!r}, "
-            f"dispatch={self.dispatch!r}, tensor_axis={self.tensor_axis!r}"
+            f"dispatch={self.dispatch!r}, tensor_axis={self.tensor_axis!r}, same_tokens={self.same_tokens}"
         )
+
+
+def _equally_often(tokens: int, rule: Routing) -> Tensor:
+    """Choices [T, k] that stand for those of meta tensors: each expert is chosen equally often, give or take one."""
+    with no_dispatch():
+        first = torch.arange(tokens, device="cpu")[:, None]
+        return (first + torch.arange(rule.top_k, device="cpu") * (rule.experts // rule.top_k)) % rule.experts
 
 
 class SharedExpert(nn.Module):

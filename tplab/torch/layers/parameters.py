@@ -7,7 +7,7 @@ the modelled clock making it takes no time, since it is not part of a step. As m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -82,3 +82,16 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
                 names = (name for axis in axes for name in this_rank().mesh.names(axis))
                 found[piece] = tuple(dict.fromkeys((*found.get(piece, ()), *names)))
     return found
+
+
+def copies_in(modules: Iterable[nn.Module], axis: Axis) -> Callable[[Tensor], Axis]:
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules says that
+    it is cut along some of the axes; () if it is cut along all of them."""
+    names = this_rank().mesh.names(axis)
+    cuts = [axes_of_cuts(module, is_told=True) for module in modules]
+    cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
+
+    def copies(parameter: Tensor) -> Axis:
+        return tuple(name for name in names if name not in cut[parameter]) if parameter in cut else axis
+
+    return copies

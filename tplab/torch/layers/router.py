@@ -13,6 +13,7 @@ from tplab.experts.routing import Routing
 from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
+from tplab.torch.comm.regions import copy_to
 from tplab.torch.layers.parameters import drawn_uniform
 
 
@@ -40,13 +41,14 @@ class Router(nn.Module):
 
     bias      a buffer of zeros, added where experts are chosen and not where they are weighted: see `balanced_bias`
     choices   given to forward, these are replayed: the weights are still this router's, and have its gradient
+    sequence_axis   along which ranks share each sequence and count as one: the weight's gradient is added up over them
     """
 
     bias: Tensor
 
-    def __init__(self, width: int, routing: Routing):
+    def __init__(self, width: int, routing: Routing, *, sequence_axis: Axis | None = None):
         super().__init__()
-        self.width, self.routing = width, routing
+        self.width, self.routing, self.sequence_axis = width, routing, sequence_axis
         self.weight = nn.Parameter(drawn_uniform((routing.experts, width), P(), width**-0.5))
         self.register_buffer("bias", torch.zeros(routing.experts))
 
@@ -54,7 +56,8 @@ class Router(nn.Module):
         rule = self.routing
         x = x.reshape(-1, self.width)
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        weight = self.weight if self.sequence_axis is None else copy_to(self.weight, self.sequence_axis)
+        logits = F.linear(x.to(wide), weight.to(wide))
         scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         if choices is None:
             choices = _with_room(_chosen(scores.detach() + self.bias, rule), rule)
@@ -101,20 +104,19 @@ def balance_loss(
     """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
 
     over       "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
-               "global": those of all ranks of `axis`, with an all_reduce of E numbers
+               "global": those of all ranks of `axis`
+    axis       what f counts is spread over these ranks: an all_reduce of E numbers, for each sequence
     p is the mean of this rank's scores, as probabilities. So the mean of the ranks' losses is that of the whole batch.
     See tplab.experts.losses for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
     each = check_balance(over, tokens, sequence, axis)
     probabilities = routed.scores / routed.scores.sum(-1, keepdim=True)
-    if over == "global" and axis is not None:
-        counts = chosen_counts(routed, axis).to(probabilities.dtype)[None]
-        total = tokens * axis_size(axis)
-    else:
-        chosen = F.one_hot(routed.choices.clamp(min=0), experts) * (routed.choices >= 0)[..., None]
-        counts, total = chosen.sum(1).unflatten(0, (-1, each)).sum(1).to(probabilities.dtype), each
-    fractions = counts / (total * routed.choices.shape[-1])
+    chosen = F.one_hot(routed.choices.clamp(min=0), experts) * (routed.choices >= 0)[..., None]
+    counts, total = chosen.sum(1).unflatten(0, (-1, each)).sum(1), each
+    if axis is not None:
+        counts, total = all_reduce(counts, axis), each * axis_size(axis)
+    fractions = counts.to(probabilities.dtype) / (total * routed.choices.shape[-1])
     return experts * (fractions * probabilities.unflatten(0, (len(fractions), -1)).mean(1)).sum(-1).mean()
 
 

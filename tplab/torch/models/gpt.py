@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import IGNORED, GPTConfig, gpt_layer_name, gpt_parameters
+from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, gpt_layer_name, gpt_parameters
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 from tplab.torch.comm.collectives import all_reduce, axis_size
-from tplab.torch.comm.regions import scatter_to
+from tplab.torch.comm.regions import reduce_from, scatter_to
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
+from tplab.torch.layers.experts import ParallelExperts
 from tplab.torch.layers.linear import ParallelMLP
 from tplab.torch.layers.norms import LayerNorm, RMSNorm
 from tplab.torch.layers.parameters import drawn_normal
+from tplab.torch.layers.router import Router, balance_loss
 from tplab.torch.layers.sequence_attention import token_positions
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
@@ -33,8 +35,11 @@ class GPT(nn.Module):
     data_axis           along which ranks have different ids, and draw different dropout masks
     context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
                         (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
+    expert_axis         along which ranks hold different experts, if the config has any, and have different ids; their
+                        tokens travel by this `dispatch` (`ParallelExperts`)
 
-    `loss` is the mean cross-entropy, computed on the sharded logits. `gpt_specs` says how the parameters lie on a mesh.
+    `loss` is the mean cross-entropy, computed on the sharded logits; with experts, the logits come with their balance
+    losses, and `loss` has added these. `gpt_specs` says how the parameters lie on a mesh.
     """
 
     def __init__(
@@ -47,26 +52,31 @@ class GPT(nn.Module):
         context_axis: Axis | None = None,
         layout: LayoutName = "zigzag",
         scheme: SequenceScheme = "ring",
+        expert_axis: Axis = "ep",
+        dispatch: str = "all_to_all",
     ):
         super().__init__()
         self.config, self.axis = config, axis
-        self.spread = spread = Spread(axis, sequence_parallel, data_axis, context_axis, layout=layout, scheme=scheme)
+        self.spread = spread = Spread(
+            axis, sequence_parallel, data_axis, context_axis, expert_axis, layout, scheme, dispatch
+        )
         self.embedding = spread.embedding(config)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config, spread) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, spread, number) for number in range(config.num_layers))
         self.norm = spread.norm(config)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, deviation), the same whole model on any mesh."""
-        draw_parameters(self, self.config, self.axis)
+        draw_parameters(self, self.config, self.spread)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         positions = self.spread.rows(self.positions.weight, ids)
-        x = dropout(self.embedding(ids) + positions, self._p, axis=self.spread.varies_along)
+        x: Any = (dropout(self.embedding(ids) + positions, self._p, axis=self.spread.varies_along),)
         for block in self.blocks:
-            x = block(x)
-        return self.embedding.logits(self.norm(x))
+            x = block(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        return _with(self.embedding.logits(self.norm(x[0])), *x[1:])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of targets [B, S], the same on every rank of `axis`; -100 is not counted.
@@ -74,8 +84,10 @@ class GPT(nn.Module):
         Along the context axis each rank has its share: the mean over ranks is that over all tokens. Average gradients
         along it, as along the data axis.
         """
-        loss = vocab_parallel_cross_entropy(self(ids), targets, self.axis, self.config.vocab_size, reduction="sum")
-        return loss / self.spread.tokens_per_rank(targets).to(loss.dtype)
+        logits = self(ids)
+        logits, balance = logits if isinstance(logits, tuple) else (logits, 0.0)
+        loss = vocab_parallel_cross_entropy(logits, targets, self.axis, self.config.vocab_size, reduction="sum")
+        return loss / self.spread.tokens_per_rank(targets).to(loss.dtype) + balance
 
     @property
     def _p(self) -> float:
@@ -83,18 +95,67 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or the block's experts in place of the MLP.
 
-    def __init__(self, config: GPTConfig, spread: Spread):
+    x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
+    """
+
+    def __init__(self, config: GPTConfig, spread: Spread, number: int):
         super().__init__()
         self.p, self.varies_along = config.dropout, spread.varies_along
         self.norm_1, self.attention = spread.norm(config), spread.attention(config)
-        self.norm_2, self.mlp = spread.norm(config), spread.mlp(config)
+        self.norm_2 = spread.norm(config)
+        experts = config.experts_in(number)
+        self.mlp = spread.mlp(config) if experts is None else BlockExperts(config, experts, spread)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *balance: Tensor) -> Any:
         p = self.p if self.training else 0.0
         x = x + dropout(self.attention(self.norm_1(x)), p, axis=self.varies_along)
-        return x + dropout(self.mlp(self.norm_2(x)), p, axis=self.varies_along)
+        y = self.mlp(self.norm_2(x))
+        if isinstance(self.mlp, BlockExperts):
+            y, own = y
+            balance = (own + sum(balance),)
+        return _with(x + dropout(y, p, axis=self.varies_along), *balance)
+
+
+class BlockExperts(nn.Module):
+    """The experts of a block.
+
+    x [B, S, D]   ->   y [B, S, D], and the balance loss [], times its factor
+
+    The ranks of the tensor axis hold features of every expert. They all have the same tokens; under sequence
+    parallelism each has its own, which they exchange.
+    """
+
+    def __init__(self, config: GPTConfig, experts: GPTExperts, spread: Spread):
+        super().__init__()
+        self.about = experts
+        self.sequence_axis = spread.axis if spread.sequence_parallel else None
+        self.counted_over = spread.counted_over(experts.over)
+        self.router = Router(config.width, experts.routing, sequence_axis=self.sequence_axis)
+        self.router.register_buffer("bias", self.router.bias, persistent=False)  # a loss balances, and not a bias
+        self.experts = ParallelExperts(
+            config.width,
+            experts.hidden,
+            experts.routing,
+            spread.expert_axis,
+            activation=config.activation,
+            dispatch=spread.dispatch,
+            tensor_axis=spread.axis,
+            same_tokens=not spread.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, about, axis = x.flatten(0, 1), self.about, self.sequence_axis
+        routed = self.router(rows)
+        y = self.experts(rows, routed).view(x.shape)
+        loss = about.balance * balance_loss(routed, over=about.over, axis=self.counted_over, sequence=x.shape[1])
+        return y, loss if axis is None else reduce_from(loss / axis_size(axis), axis)
+
+
+def _with(x: Tensor, *balance: Tensor) -> Any:
+    """x, or a tuple of x and the balance losses, where there are any."""
+    return (x, *balance) if balance else x
 
 
 # --- what the whole model and its layers share -----------------------------------------------------------------------
@@ -108,15 +169,20 @@ class Spread:
     sequence_parallel: bool
     data_axis: Axis | None
     context_axis: Axis | None
-    _: KW_ONLY
+    expert_axis: Axis
     layout: LayoutName
     scheme: SequenceScheme
+    dispatch: str
 
     @property
     def varies_along(self) -> Axis | None:
         """Along which axes ranks have different tokens, so that they draw different dropout masks."""
-        axes = (self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
-        return tuple(name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis)) or None
+        return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
+
+    def counted_over(self, over: str) -> Axis | None:
+        """The ranks among which are the tokens that a balance loss counts together, if this rank has not all."""
+        found = self.context_axis, self.axis if self.sequence_parallel else None
+        return _names(self.data_axis, self.expert_axis, *found) if over == "global" else _names(*found)
 
     def embedding(self, config: GPTConfig) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
@@ -167,9 +233,15 @@ class Spread:
         return 1 if self.sequence_parallel else None
 
 
-def draw_parameters(module: nn.Module, config: GPTConfig, axis: Axis, layer: int | None = None) -> None:
+def _names(*axes: Axis | None) -> Axis | None:
+    """The names of all these axes, each once; None if there is none."""
+    names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
+    return tuple(dict.fromkeys(names)) or None
+
+
+def draw_parameters(module: nn.Module, config: GPTConfig, spread: Spread, layer: int | None = None) -> None:
     """Draw the weights of a GPT, or of one of its layers, from N(0, deviation): the same ones on any mesh."""
-    about = gpt_parameters(config, axis)
+    about = gpt_parameters(config, spread.axis, spread.expert_axis)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             shape, spec, _, deviation = about[name if layer is None else gpt_layer_name(config, layer, name)]
@@ -189,6 +261,8 @@ def gpt_layers(
     context_axis: Axis | None = None,
     layout: LayoutName = "zigzag",
     scheme: SequenceScheme = "ring",
+    expert_axis: Axis = "ep",
+    dispatch: str = "all_to_all",
 ) -> list[LayerSpec]:
     """The layers of GPT(config, axis): num_layers + 2 of them, each of which is tensor-parallel along `axis`.
 
@@ -199,16 +273,15 @@ def gpt_layers(
     layers 1 to L        x -> x                          blocks
     layer L + 1          x -> logits [B, S, n]           norm, and the head, whose weight is tied to the embedding
 
-    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. Arguments are those of GPT. The
-    loss of the logits is vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
+    Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. From the first block with
+    experts on, the balance losses [] so far travel with x, and are returned with the logits. Arguments are those of
+    GPT. The loss of the logits is vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
-    spread, tied = (
-        Spread(axis, sequence_parallel, data_axis, context_axis, layout=layout, scheme=scheme),
-        "embedding.weight",
-    )
+    spread = Spread(axis, sequence_parallel, data_axis, context_axis, expert_axis, layout, scheme, dispatch)
+    tied = "embedding.weight"
     return [
         TiedSpec("embedding", GPTEmbedding, config, spread, weight=tied),
-        *[LayerSpec(GPTBlock, config, spread)] * config.num_layers,
+        *[LayerSpec(GPTBlock, config, spread, config.first_like(number)) for number in range(config.num_layers)],
         TiedSpec("embedding", GPTHead, config, spread, weight=tied),
     ]
 
@@ -221,7 +294,7 @@ class GPTEmbedding(nn.Module):
         self.p, self.spread = config.dropout, spread
         self.embedding = spread.embedding(config)
         self.positions = nn.Embedding(config.context, config.width)
-        draw_parameters(self, config, spread.axis, layer=0)
+        draw_parameters(self, config, spread, layer=0)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids) + self.spread.rows(self.positions.weight, ids)
@@ -231,9 +304,9 @@ class GPTEmbedding(nn.Module):
 class GPTBlock(Block):
     """A block, with the initial weights of a block in a GPT."""
 
-    def __init__(self, config: GPTConfig, spread: Spread):
-        super().__init__(config, spread)
-        draw_parameters(self, config, spread.axis, layer=1)
+    def __init__(self, config: GPTConfig, spread: Spread, number: int):
+        super().__init__(config, spread, number)
+        draw_parameters(self, config, spread, layer=1 + number)
 
 
 class GPTHead(nn.Module):
@@ -242,7 +315,7 @@ class GPTHead(nn.Module):
     def __init__(self, config: GPTConfig, spread: Spread):
         super().__init__()
         self.embedding, self.norm = spread.embedding(config), spread.norm(config)
-        draw_parameters(self, config, spread.axis, layer=config.num_layers + 1)
+        draw_parameters(self, config, spread, layer=config.num_layers + 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embedding.logits(self.norm(x))
+    def forward(self, x: Tensor, *balance: Tensor) -> Any:
+        return _with(self.embedding.logits(self.norm(x)), *balance)

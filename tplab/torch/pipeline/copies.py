@@ -15,8 +15,9 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, check_tied, check_tied_name
 from tplab.schedules.placement import Placement
-from tplab.torch.comm.collectives import all_reduce
+from tplab.torch.comm.collectives import all_reduce, axis_size
 from tplab.torch.comm.messages import receive, send
+from tplab.torch.layers.parameters import copies_in
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
 from tplab.torch.private import at_end_of_backward, base_of, post_accumulate_hooks
@@ -46,7 +47,8 @@ class _Copies(NamedTuple):
 class GradientSync:
     """What is done to gradients after the backward passes of a batch.
 
-    Over `data_axis` they are averaged, stage by stage. Then those of copies along `axis` are added up: each rank that
+    Over `data_axis` they are averaged, stage by stage; experts, of which its ranks hold different ones, over those that
+    have copies, and divided by the number of all. Then those of copies along `axis` are added up: each rank that
     holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
     last bit. At the end all are added to `.grad`, and the parameters' post-accumulate-grad hooks are called. A
     parameter with such hooks that needs nothing from other ranks does not wait for the end: `leaving` calls them as
@@ -119,11 +121,14 @@ class GradientSync:
         if self._data_axis is None or stage in self._reduced:
             return
         self._reduced.add(stage)
-        found = gradients[stage]
+        found, copies = gradients[stage], copies_in([self._stages[stage].module], self._data_axis)
         for parameter in self._stages[stage].parameters():
-            grad = found.get(parameter)
-            own = torch.zeros_like(parameter) if grad is None else grad
-            found[parameter] = all_reduce(own.detach(), self._data_axis, "mean")
+            grad, axis = found.get(parameter), copies(parameter)
+            own = (torch.zeros_like(parameter) if grad is None else grad).detach()
+            if axis == self._data_axis:
+                found[parameter] = all_reduce(own, axis, "mean")
+            else:
+                found[parameter] = (all_reduce(own, axis) if axis else own) / axis_size(self._data_axis)
 
     def finish(self, gradients: Mapping[int, Gradients]) -> None:
         """Average what has not been averaged, add up copies, and give every parameter its gradient."""

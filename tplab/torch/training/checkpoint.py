@@ -24,7 +24,7 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
     rank = this_rank()
     owned: dict[str, Owned] = {}
     specs = gpt_parameters(config)
-    copies = tuple(name for name in ("dp", "cp", "tp") if name in rank.mesh.axis_names)
+    copies = tuple(name for name in ("dp", "ep", "cp", "tp") if name in rank.mesh.axis_names)
     for piece in optimizer.pieces:
         about = specs[piece.name]
         unlike = {*optimizer.cut_along, *about.spec.axis_names}

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tplab.mesh import Axis
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import axis_index, axis_size
+from tplab.torch.data.average import copies_of
 from tplab.torch.data.clipping import gradient_norm, scale_to
-from tplab.torch.data.parallel import data_parallel
+from tplab.torch.data.parallel import DataParallel
 from tplab.torch.data.shard_gradients import shard_gradients
 from tplab.torch.data.sharded_optimizer import ShardedOptimizer
 from tplab.torch.pipeline.stages import Stages
@@ -43,25 +45,36 @@ class Piece(NamedTuple):
 class Optimizer:
     """AdamW as a recipe says. Gradients are sent during the last backward pass of a stage, or with ZeRO 2 of a part.
 
-    cut_along   the axes along which each rank has a part of the states: ("dp",) or ("dp", "cp"), or none
+    cut_along   the axes along which each rank has a part of the states, as ("dp",) or ("dp", "cp"), or none. Experts,
+                whose specs name "ep", have copies along the others alone
     """
 
     def __init__(self, stages: Stages, config: GPTConfig, recipe: Recipe):
         self._stages, self._config, self._clip = stages, config, recipe.clip
         self._data = data = data_axes(this_rank().mesh)
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        parameters = _as_they_leave(stages)
+        parameters, copies = _as_they_leave(stages), copies_of(stages, data)
         if recipe.zero in (1, 2):  # they differ in how many backward passes are a last one: `Recipe.num_parts`
-            self.inner = shard_gradients(adamw, parameters, data, bucket_bytes=recipe.bucket_bytes)
+            groups: dict[Axis, list[nn.Parameter]] = {}
+            for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: they have no ties
+                groups.setdefault(copies(parameter), []).append(parameter)
+            self.inner = shard_gradients(
+                adamw,
+                [{"params": group, "axis": axis} for axis, group in groups.items()],
+                data,
+                bucket_bytes=recipe.bucket_bytes,
+            )
         else:
             self.inner = adamw(parameters)
         if recipe.zero == 0:
-            data_parallel(parameters, data, bucket_bytes=recipe.bucket_bytes, broadcast=False)
+            DataParallel(parameters, data, recipe.bucket_bytes, find_unused=False, from_first=False, copies=copies)
         self.pieces = list(self._pieces(is_cut=recipe.zero == 3))
         self.cut_along = data if recipe.zero else ()
         specs = gpt_specs(config)
         self._counted = {piece.name: piece.own for piece in self.pieces if piece.is_counted}
-        self._specs = {name: P(("pp", *self.cut_along, *specs[name].axis_names)) for name in specs}
+        self._specs = {
+            name: P(tuple(dict.fromkeys(("pp", *self.cut_along, *spec.axis_names)))) for name, spec in specs.items()
+        }
 
     @torch.no_grad()
     def step(self, rate: float) -> float:

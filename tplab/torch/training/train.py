@@ -29,7 +29,7 @@ from tplab.torch.training.gpt_stages import load_whole, whole_of
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
-from tplab.training.recipe import Recipe, context_axis, data_axes, with_all_axes
+from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
 from tplab.training.stop import Stop
 
 
@@ -46,8 +46,8 @@ def train(
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> Trained:
-    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", context parallelism "cp" and tensor
-    parallelism "tp".
+    """Train a GPT on text, over a mesh of data parallelism "dp", pipelines "pp", expert parallelism "ep", context
+    parallelism "cp" and tensor parallelism "tp".
 
         train(GPTConfig(256, 64, 4, 4, context=64), Text(python_source()), Mesh(dp=2, pp=2, tp=2))
 
@@ -69,8 +69,8 @@ def train(
     Ctrl-C on simulated ranks: the current step is finished, and what was trained until then is returned. Elsewhere only
     the newest checkpoint is kept.
     """
-    recipe, mesh = recipe or Recipe(), with_all_axes(mesh)
-    recipe.check_mesh(mesh)
+    recipe, mesh = recipe or Recipe(), with_all_axes(mesh, config)
+    recipe.check_mesh(mesh, config)
     recipe.tokens_on(mesh, config.context)  # an error here is easier to read than one of a rank
     first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
@@ -104,10 +104,11 @@ def _train(
     layers = gpt_layers(
         config,
         sequence_parallel=recipe.sequence_parallel,
-        data_axis="dp",
+        data_axis=batch_axes(rank.mesh),
         context_axis=context_axis(rank.mesh),
         layout=recipe.layout,
         scheme=recipe.scheme,
+        dispatch=recipe.dispatch,
     )
     with device:
         stages = stages_of(layers, recipe.schedule_on(rank.mesh))
@@ -133,17 +134,20 @@ def _train(
     if folder is not None and done and not recipe.saves(done[-1].step - 1):  # it was stopped
         checkpoint.save(folder, done[-1].step, optimizer, config)
     held = whole_of(stages, config, is_cut=recipe.zero == 3)
-    return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index(data) == 0 else {}
+    copies = tuple(name for name in data if name != "ep")
+    return done, {name: x.cpu().numpy() for name, x in held.items()} if axis_index(copies) == 0 else {}
 
 
 def _run_batch(
     stages: Stages, batch: tuple[np.ndarray, np.ndarray], step: int, config: GPTConfig, recipe: Recipe
 ) -> float:
-    """Forward and backward: the mean loss over all tokens of the batch. The optimizer's hooks handle the gradients."""
+    """Forward and backward: the mean loss over all tokens of the batch, with the experts' balance losses. The
+    optimizer's hooks handle the gradients."""
     num_parts = recipe.num_parts
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size) / num_parts
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        logits, balance = outputs if isinstance(outputs, tuple) else (outputs, 0.0)
+        return (vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size) + balance) / num_parts
 
     rank, pairs = this_rank(), _pairs(stages, batch, config, recipe)
     schedule, size = recipe.schedule_on(rank.mesh), recipe.microbatches // num_parts
@@ -160,7 +164,7 @@ def _run_batch(
 
 
 def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> float:
-    """The loss on held-out text, without dropout: forward only."""
+    """The cross-entropy on held-out text, without dropout: forward only."""
     batch = text.held_out(recipe.batch_size, config.context, **_share())
     schedule = recipe.schedule(axis_size("pp"), recipe.microbatches)
     for module in stages.values():
@@ -169,7 +173,9 @@ def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> 
         schedule,
         stages,
         _pairs(stages, batch, config, recipe),
-        lambda logits, targets: vocab_parallel_cross_entropy(logits, targets, "tp", config.vocab_size),
+        lambda outputs, targets: vocab_parallel_cross_entropy(
+            outputs[0] if isinstance(outputs, tuple) else outputs, targets, "tp", config.vocab_size
+        ),
         data_axis=data_axes(this_rank().mesh),
     )
     for module in stages.values():
@@ -190,13 +196,15 @@ def _pairs(
 
 
 def _share() -> dict[str, int]:
-    return {"rank": axis_index("dp"), "num_ranks": axis_size("dp")}
+    axes = batch_axes(this_rank().mesh)
+    return {"rank": axis_index(axes), "num_ranks": axis_size(axes)}
 
 
 def _whole(held: list[dict[str, np.ndarray]], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
     """The state of the whole GPT, from what each rank holds of it."""
-    tp = Mesh(tp=mesh.axis_size("tp"))
-    states: list[dict[str, np.ndarray]] = [{} for _ in tp.ranks]
+    axes = ("tp",) if config.experts is None else ("ep", "tp")
+    cut = Mesh(**{name: mesh.axis_size(name) for name in axes})
+    states: list[dict[str, np.ndarray]] = [{} for _ in cut.ranks]
     for rank, pieces in enumerate(held):
-        states[mesh.index(rank, "tp")] |= pieces
-    return merge_state(states, gpt_specs(config), tp, np.concatenate)
+        states[mesh.index(rank, axes)] |= pieces
+    return merge_state(states, gpt_specs(config), cut, np.concatenate)

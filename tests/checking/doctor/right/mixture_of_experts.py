@@ -67,11 +67,22 @@ class Model(nn.Module):
         return self.outputs(x + self.moe(x))
 
 
+def clip_apart(model, group):
+    """The experts by the norm of all experts, and the rest by its own."""
+    experts = model.moe.experts
+    others = [p for p in model.parameters() if p is not experts]
+    square = experts.grad.square().sum()
+    dist.all_reduce(square, group=group)
+    for parameters, norm in (([experts], square.sqrt()), (others, nn.utils.get_total_norm([p.grad for p in others]))):
+        nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--clip-apart", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,6 +100,8 @@ def main():
         for name, p in model.named_parameters():
             dist.all_reduce(p.grad, group=mesh.get_group("edp") if "experts" in name else None)
             p.grad /= world
+        if args.clip_apart:
+            clip_apart(model, mesh.get_group("ep"))
         optimizer.step()
         mean = loss.detach() / world
         dist.all_reduce(mean)

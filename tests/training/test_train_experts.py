@@ -1,0 +1,256 @@
+"""A GPT with experts, trained on any mesh: losses, norms and parameters of one device; checkpoints for any mesh."""
+
+import shutil
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tplab.jax  # before JAX is used
+import tplab.torch
+from tests.training.models import X, Y
+from tplab import Mesh
+from tplab.data.text import Text
+from tplab.errors import ShapeError
+from tplab.experts import Routing
+from tplab.jax.private import in_float64
+from tplab.models.gpt import GPTConfig, GPTExperts, gpt_parameters, gpt_specs, gpt_state
+from tplab.models.state import split_state
+from tplab.schedules import gpipe, one_f_one_b, zb_v
+from tplab.torch.training.gpt_stages import held_of, load_whole
+from tplab.training.recipe import Recipe
+
+EXPERTS = GPTExperts(Routing(4, 2), 12, balance=0.1)
+MIXED = GPTExperts(
+    Routing(8, 3, score="sigmoid", groups=4, top_groups=2, scale=2.5), 8, blocks=(1, 2), balance=0.05, over="global"
+)
+CONFIG = GPTConfig(32, 16, 2, 2, 8, deviation=0.2, experts=EXPERTS)
+DEEP = GPTConfig(32, 16, 4, 2, 8, deviation=0.2, experts=MIXED, activation="swiglu", norm="rms", bias=False)
+TEXT = Text(np.random.default_rng(0).integers(0, 32, 500).astype(np.uint8).tobytes())
+SIZE, MOST = 8, 0.5
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def trained(
+    mesh: Mesh, steps: int, config: GPTConfig = CONFIG, folder: Any = None, lab: Any = tplab.torch, **recipe: Any
+) -> Any:
+    norms: list[float] = []
+    how = Recipe(steps, **{"batch_size": SIZE, "warmup": 2, "clip": MOST, **recipe})
+    resume = folder is not None and any(folder.iterdir())
+    with in_float64():
+        got = lab.train(
+            config, TEXT, mesh, how, folder=folder, resume=resume, show=lambda seen: norms.append(seen.gradient_norm)
+        )
+    return got, norms
+
+
+@cache
+def by_hand(steps: int, config: GPTConfig = CONFIG, microbatches: int = 1) -> Any:
+    """The same training on one device, with torch's optimizer and clipping: losses, norms and the last weights."""
+
+    def program():
+        recipe, model = Recipe(steps, warmup=2), tplab.torch.GPT(config)
+        model.load_state_dict({name: torch.tensor(x) for name, x in gpt_state(config).items()})
+        optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
+        losses, norms = [], []
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = recipe.rate(step)
+            batch = (torch.tensor(x).chunk(microbatches) for x in TEXT.batch(step, SIZE, config.context))
+            loss = torch.stack([model.loss(*pair) for pair in zip(*batch, strict=True)]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MOST)))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, norms, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+    return tplab.torch.run(program, Mesh(tp=1, ep=1)).per_rank[0]
+
+
+def same(got: Any, steps: int, config: GPTConfig = CONFIG, microbatches: int = 1) -> None:
+    (trained, norms), (losses, wanted, state) = got, by_hand(steps, config, microbatches)
+    assert min(wanted) > MOST  # it clips
+    np.testing.assert_allclose(trained.losses, losses[trained.first :], rtol=1e-9)
+    np.testing.assert_allclose(norms, wanted[trained.first :], rtol=1e-9)
+    assert trained.state.keys() == state.keys()
+    for name, x in state.items():
+        # AdamW divides the gradient of key's bias, which is nothing but roundings, by their size and 1e-8
+        np.testing.assert_allclose(trained.state[name], x, atol=1e-7 if name.endswith("key.bias") else 1e-9)
+
+
+def test_the_loss_is_cross_entropy_and_the_balance_of_every_sequence():
+    """Token by token, with the attention and the norms of the model."""
+    ids, targets = map(torch.tensor, TEXT.batch(0, 3, CONFIG.context))
+
+    def program():
+        model: Any = tplab.torch.GPT(CONFIG)
+        x, balance = model.embedding(ids) + model.positions.weight, 0.0
+        for block in model.blocks:
+            x = x + block.attention(block.norm_1(x))
+            tokens, router, experts = block.norm_2(x), block.mlp.router.weight, block.mlp.experts
+            scores = (tokens @ router.T).softmax(-1)
+            y = torch.zeros_like(x)
+            for row in range(3):
+                counts = torch.zeros(4)
+                for at in range(CONFIG.context):
+                    best = scores[row, at].topk(2)
+                    for weight, expert in zip(best.values / best.values.sum(), best.indices):
+                        hidden = F.gelu(experts.up[expert] @ tokens[row, at], approximate="tanh")
+                        y[row, at] = y[row, at] + weight * (experts.down[expert] @ hidden)
+                        counts[expert] += 1
+                balance = balance + 0.1 * 4 * (counts / counts.sum() * scores[row].mean(0)).sum() / 3
+            x = x + y
+        logits = model.norm(x) @ model.embedding.weight.T
+        wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + balance
+        return model.loss(ids, targets).item(), wanted.item()
+
+    got, wanted = tplab.torch.run(program, Mesh(tp=1, ep=1)).per_rank[0]
+    assert abs(got - wanted) < 1e-12
+
+
+@pytest.mark.timeout(300)
+def test_twenty_steps_on_four_axes():
+    same(trained(Mesh(dp=2, tp=2, pp=2, ep=2), 20, zero=0), 20)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        (Mesh(ep=4), {"zero": 0, "dispatch": "per_rank"}),
+        (Mesh(ep=2, dp=2, tp=2), {"zero": 1, "sequence_parallel": True, "dispatch": "gather"}),
+        (Mesh(tp=2, cp=2, ep=2), {"zero": 0, "sequence_parallel": True}),
+        (Mesh(dp=2, ep=2, cp=2), {"zero": 2}),
+        (Mesh(pp=2, ep=2), {"zero": 1, "schedule": zb_v, "checkpoint_every": 1}),
+        (Mesh(dp=2, tp=2), {}),
+    ],
+    ids=str,
+)
+def test_every_axis_beside_the_experts(mesh: Mesh, how: Any):
+    same(trained(mesh, 3, **how), 3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        (Mesh(dp=2, ep=2, pp=2, tp=2), {"zero": 0, "sequence_parallel": True}),
+        (Mesh(ep=4, cp=2), {"zero": 2}),
+        (Mesh(pp=4, ep=2), {"schedule": gpipe}),  # its first stage has no experts
+    ],
+    ids=str,
+)
+def test_some_blocks_have_experts_and_the_global_batch_is_balanced(mesh: Mesh, how: Any):
+    same(trained(mesh, 3, DEEP, microbatches=1, **how), 3, DEEP)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mesh", "config", "how"),
+    [
+        (Mesh(tp=2, ep=2), CONFIG, {"sequence_parallel": True}),
+        (Mesh(pp=2, ep=2), CONFIG, {"dispatch": "per_rank"}),
+        (Mesh(cp=2, ep=2), CONFIG, {"dispatch": "gather"}),
+    ],
+    ids=str,
+)
+def test_in_jax(mesh: Mesh, config: GPTConfig, how: Any):
+    same(trained(mesh, 3, config, lab=tplab.jax, zero=0, **how), 3, config)
+
+
+def test_a_microbatch_is_balanced_by_itself():
+    """The two microbatches of one device are the batches of two ranks, and not the batch of all."""
+    config = replace(CONFIG, experts=replace(EXPERTS, over="microbatch"))
+    same(trained(Mesh(dp=2), 3, config, microbatches=1), 3, config, microbatches=2)
+    same(trained(Mesh(ep=2), 3, config, microbatches=1), 3, config, microbatches=2)
+    assert by_hand(3, config, 2)[0] != by_hand(3, config)[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_cut_again(tmp_path):
+    """ep=2, then ep=4, ep=2 in JAX, and a pipeline with all of it: each goes on from the one before."""
+    for first, mesh, zero, lab in (
+        (0, Mesh(ep=2, tp=2), 1, tplab.torch),
+        (2, Mesh(ep=4), 0, tplab.torch),
+        (3, Mesh(ep=2), 0, tplab.jax),
+        (4, Mesh(pp=2, ep=2, dp=2), 1, tplab.torch),
+    ):
+        got = trained(mesh, 6, folder=tmp_path, lab=lab, save_every=1, zero=zero)
+        assert got[0].first == first
+        same(got, 6)
+        for step in range(max(first + 2, 3) if first != 4 else 7, 7):
+            shutil.rmtree(tmp_path / f"step-{step:08}")
+
+
+def test_a_checkpoint_of_other_experts_is_refused(tmp_path):
+    trained(Mesh(ep=2), 1, folder=tmp_path)
+    for changed in (replace(EXPERTS, routing=Routing(4, 1)), replace(EXPERTS, blocks=(1,)), None):
+        with pytest.raises(ValueError, match="is of a model with experts"):
+            trained(Mesh(ep=2), 2, replace(CONFIG, experts=changed), folder=tmp_path)
+
+
+def test_a_checkpoint_says_nothing_of_their_balance(tmp_path):
+    some = replace(EXPERTS, blocks=(1,))
+    trained(Mesh(ep=2), 1, replace(CONFIG, experts=some), folder=tmp_path)
+    got, _ = trained(Mesh(tp=2), 2, replace(CONFIG, experts=replace(some, balance=0.0, over="global")), folder=tmp_path)
+    assert got.first == 1
+
+
+def test_a_pipeline_averages_experts_over_their_copies():
+    """`train_batch` itself, with data_axis."""
+    lab, schedule = tplab.torch, one_f_one_b(2, 2)
+
+    def program():
+        stages = lab.stages_of(lab.gpt_layers(CONFIG), schedule)
+        load_whole(stages, CONFIG, gpt_state(CONFIG))
+        index = lab.axis_index(("dp", "ep"))
+        own = [torch.tensor(x[2 * index : 2 * index + 2, : CONFIG.context]) for x in (X, Y)]
+
+        def loss(outputs, targets):
+            return lab.vocab_parallel_cross_entropy(outputs[0], targets, "tp", CONFIG.vocab_size) + outputs[1]
+
+        mean = lab.train_batch(schedule, stages, lab.split_batch(*own, 2), loss, data_axis=("dp", "ep"))
+        held: Any = held_of(stages, CONFIG)
+        return mean.item(), {name: parameters[0].grad.numpy() for name, parameters in held.items()}
+
+    def whole():
+        model: Any = lab.GPT(CONFIG)
+        model.load_state_dict({name: torch.tensor(x) for name, x in gpt_state(CONFIG).items()})
+        model.loss(*(torch.tensor(x[:, : CONFIG.context]) for x in (X, Y))).backward()
+        return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+    mesh = Mesh(dp=2, pp=2, ep=2, tp=1)
+    pieces = split_state(lab.run(whole, Mesh(tp=1, ep=1)).per_rank[0], gpt_specs(CONFIG), mesh)
+    for (_, held), wanted in zip(lab.run(program, mesh).per_rank, pieces, strict=True):
+        for name, grad in held.items():
+            np.testing.assert_allclose(grad, wanted[name], atol=1e-12, err_msg=name)
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="zero=3 would share every parameter over the ranks of 'ep' too"):
+        trained(Mesh(ep=2), 1, zero=3)
+    with pytest.raises(ValueError, match="zero=1 shares every parameter over one axis in JAX"):
+        trained(Mesh(ep=2), 1, lab=tplab.jax, zero=1)
+    with pytest.raises(ValueError, match="dispatch is 'two_levels'; it must be one of"):
+        Recipe(dispatch="two_levels")
+    with pytest.raises(ShapeError, match=r"blocks \(0, 2\) have experts, and there are blocks 0 to 1"):
+        replace(CONFIG, experts=replace(EXPERTS, blocks=(0, 2)))
+    with pytest.raises(ValueError, match="over is 'all'"):
+        replace(EXPERTS, over="all")
+    with pytest.raises(ShapeError, match="experts is 4, which the 3 ranks of axis 'ep'"):
+        trained(Mesh(ep=3), 1, batch_size=6)
+    assert {name for name in gpt_parameters(DEEP) if ".2.mlp" in name} == {
+        "blocks.2.mlp.router.weight",
+        *(f"blocks.2.mlp.experts.{name}" for name in ("gate", "up", "down")),
+    }
