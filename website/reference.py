@@ -25,7 +25,10 @@ from website.docstrings import as_html, first_sentence
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "reference"
-CORE = ("tplab", "tplab.schedules", "tplab.sequence", "tplab.trace", "tplab.cost", "tplab.widgets")
+CORE = (
+    "tplab", "tplab.schedules", "tplab.pipeline", "tplab.data", "tplab.models", "tplab.sequence", "tplab.experts",
+    "tplab.forecast", "tplab.trace", "tplab.cost", "tplab.widgets"
+)  # fmt: skip
 ROOMS = {
     "run": "Run",
     "comm": "Collectives",
@@ -61,7 +64,7 @@ def pages() -> dict[str, str]:
     twins = {room: rooms[room] for room in order if room in rooms}
     core = {name: import_module(name) for name in CORE}
     found = {f"{FOLDER}/{room}.md": _twins_page(room, names) for room, names in twins.items()}
-    found |= {f"{FOLDER}/{_short(name)}.md": _core_page(module) for name, module in core.items()}
+    found |= {f"{FOLDER}/{short(name)}.md": _core_page(module) for name, module in core.items()}
     found[f"{FOLDER}/index.md"] = _index(twins, core)
     return found
 
@@ -116,7 +119,7 @@ def _twins_page(room: str, names: Mapping[str, Mapping[str, Any]]) -> str:
 def _core_page(module: ModuleType) -> str:
     parts = [f"# {module.__name__}", as_html(inspect.getdoc(module) or "")]
     for name in sorted(_public(module), key=str.lower):
-        parts.append(f"({_label(_short(module.__name__), name)})=\n## {name}")
+        parts.append(f"({_label(short(module.__name__), name)})=\n## {name}")
         parts.append(_about(name, getattr(module, name), module))
     return "\n\n".join(parts) + "\n"
 
@@ -127,14 +130,14 @@ def _index(twins: Mapping[str, Mapping[str, Mapping[str, Any]]], core: Mapping[s
         "# Reference",
         "Every public name. `tplab.torch` and `tplab.jax` have the same ones, but for [a few](../docs/twins.md).",
     ]
-    contents = [*twins, *map(_short, core)]
+    contents = [*twins, *map(short, core)]
     parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(contents) + "\n```")
     for room, names in twins.items():
         parts.append(f"## [{ROOMS.get(room, room.capitalize())}]({room}.md)")
         parts.append(_list(room, {name: next(iter(found.values())) for name, found in names.items()}))
     for name, module in core.items():
-        parts.append(f"## [{name}]({_short(name)}.md)")
-        parts.append(_list(_short(name), {one: getattr(module, one) for one in _public(module)}))
+        parts.append(f"## [{name}]({short(name)}.md)")
+        parts.append(_list(short(name), {one: getattr(module, one) for one in _public(module)}))
     return "\n\n".join(parts) + "\n"
 
 
@@ -268,5 +271,7 @@ def _label(page: str, name: str) -> str:
     return f"{page}-{name}{'-class' if name[0].isupper() else ''}".replace("_", "-").lower()
 
 
-def _short(name: str) -> str:
-    return "core" if name == "tplab" else name.removeprefix("tplab.")
+def short(name: str) -> str:
+    """The page of a package of the core. A room of the frameworks may have the same name."""
+    last = "core" if name == "tplab" else name.removeprefix("tplab.")
+    return f"core-{last}" if last in ROOMS else last

@@ -31,13 +31,19 @@ def section(name: str, page: str) -> str:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_on_one_page_and_in_the_index(package: str):
     twins = package in ("tplab.torch", "tplab.jax")
-    own = "core" if package == "tplab" else package.removeprefix("tplab.")
-    cores = {f"reference/{'core' if name == 'tplab' else name.removeprefix('tplab.')}.md" for name in reference.CORE}
-    where = set(pages()) - cores - {"reference/index.md"} if twins else {f"reference/{own}.md"}
+    cores = {f"reference/{reference.short(name)}.md" for name in reference.CORE}
+    where = set(pages()) - cores - {"reference/index.md"} if twins else {f"reference/{reference.short(package)}.md"}
     for name in import_module(package).__all__:
         if not name.startswith("_"):
             assert [page for page in where if re.search(rf"^## {name}$", pages()[page], re.MULTILINE)], name
             assert f"[`{name}`]" in pages()["reference/index.md"]
+
+
+def test_every_package_with_public_names_is_there():
+    names = (reference.ROOT / "tests" / "public_names.txt").read_text(encoding="utf8").split()
+    packages = {name.rpartition(".")[0] for name in names if not name.rpartition(".")[2].startswith("_")}
+    inner = {one for one in packages if one.count(".") > 1} | {"tplab.exercises.check"}  # for tplab's own rooms
+    assert packages - inner == {*PACKAGES}
 
 
 def test_every_link_of_the_index_has_a_target():
