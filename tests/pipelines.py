@@ -151,7 +151,7 @@ def run_jax(
         return loss, [grads[stage] for stage in range(schedule.num_stages)]
 
     with in_float64():
-        out = run(program, mesh, xs, ys, in_specs=P("dp") if callable(microbatches) else P())
+        out = run(program, mesh, xs, ys, in_specs=P("dp") if callable(microbatches) else P(), keep_values=0)
         placement = schedule.placement * len(own)
         results = [
             (float(loss), {n: {k: np.asarray(g) for k, g in grads[n][0].items()} for n in held})

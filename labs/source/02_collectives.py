@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P, cost
-from tplab.widgets import animate, curves, matrices, timeline
+from tplab.widgets import Bars, Row, animate, curves, knob, matrices, timeline
 
 # %% [markdown]
 # ## By hand: one table, seen from above
@@ -242,7 +242,10 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# `tplab.cost` has these formulas, and our programs send just those bytes:
+# ## Turn the knob
+#
+# `tplab.cost` has these formulas, and our programs send just those bytes. With more and more ranks, which of the five bars
+# stop growing? Guess, then turn the knob.
 
 # %%
 built = {
@@ -252,17 +255,28 @@ built = {
     "all_to_all": (trade, "ring"),
     "broadcast": (tree, "tree"),
 }
-print("Bytes that rank 0 sends, where a rank's input takes 480:")
-for name, (program, algorithm) in built.items():
-    line = f"{name:<15}"
-    for R in (2, 3, 5, 8):
-        trace = tt.run(program, Mesh(tp=R), torch.ones(R, 120), in_specs=P("tp")).trace
-        formula = cost.collective(name, 120 * 4, R, "h100", algorithm).bytes
-        assert trace.bytes_sent(rank=0) == formula
-        line += f"  {R} ranks: {formula:>5,.0f}"
-    print(line)
+
+def bars(R):
+    rows = []
+    for name, (program, algorithm) in built.items():
+        trace = tt.run(program, Mesh(tp=R), torch.ones(R, 240), in_specs=P("tp")).trace
+        sent = trace.bytes_sent(rank=0)
+        assert sent == cost.collective(name, 240 * 4, R, "h100", algorithm).bytes
+        rows.append(Row(name, {"sent": sent}))
+    most = max(rows, key=lambda row: row.total)
+    return Bars(rows, f"A rank's input takes 960 B. {most.label} sends the most.")
+
+knob("What rank 0 sends", "ranks", {R: bars(R) for R in (2, 3, 4, 6, 8)}, start=4,
+     about="bytes counted", unit="B")
 
 # %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# An all-reduce sends less than twice its input on any number of ranks, and a reduce-scatter or an all-to-all less than once.
+# The result of an all-gather grows with every rank, and so do its bytes. A tree sends once more for each doubling.
+#
+# </details>
+#
 # ## Few hops or few bytes?
 #
 # Each hop also has a **latency**, the time before its first byte arrives, and a ring of eight ranks takes fourteen

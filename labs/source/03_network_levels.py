@@ -126,42 +126,40 @@ for program in (one_ring, two_levels, library):
 # - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card.
 # - **Two levels** send $n$ per node through eight cards. While one level is busy, the other is idle, so their times add up.
 # - **Eight rings** is what NCCL does. It cuts the tensor into eight parts and sends each around a ring of its own, and every
-#   ring leaves the node from a different GPU. Now all cards and all NVLinks are busy all the time, and the slower of the two
-#   levels sets the pace:
+#   ring leaves the node from a different GPU. So a GPU sends over NVLink in seven rings, and over its card in one. Both go on
+#   at the same time, and the slower of the two levels sets the pace:
 #
-# $$t = \max\left(2\,\frac{R-1}{R}\,\frac{n}{B_\text{NVLink}},\;\; 2\,\frac{R-1}{R}\,\frac{n}{8\,B_\text{card}}\right)$$
+# $$t = 2\,\frac{R-1}{R}\,n\,\max\left(\frac{7}{8\,B_\text{NVLink}},\;\; \frac{1}{8\,B_\text{card}}\right)$$
 #
 # plus the latency of the hops, for $R$ ranks. It is a maximum and not a sum.
-#
+
+# %% [markdown]
 # ## Turn the knob
 #
 # How many cards should a node of eight H100s have? Change the number of nodes, and see where more cards stop helping.
 
 # %%
-from dataclasses import replace
-
-h100 = cost.find("h100")
+NVLINK, CARD = 450e9, 50e9  # bytes per second, each way
 
 def bars(nodes):
-    rows = []
+    rows, ranks = [], 8 * nodes
     for cards in (1, 2, 4, 8, 16):
-        cluster = replace(h100, cards=cards)
-        seconds = cluster.collective_seconds("all_reduce", 2**30, range(8 * nodes))
+        inside, across = 7 / 8 / NVLINK, 1 / cards / CARD
+        seconds = 2 * (ranks - 1) / ranks * 2**30 * max(inside, across)
+        pace = "NVLink sets the pace" if inside > across else "cards set the pace"
         label = f"{cards} card{'s' * (cards > 1)}"
-        rows.append(Row(label, {"all-reduce": seconds * 1e3}))
+        rows.append(Row(label, {"all-reduce": seconds * 1e3}, pace))
     where = f"{nodes} nodes of eight H100s"
-    return Bars(rows, f"{where} all-reduce 1 GiB. Modelled, data sheet.")
+    return Bars(rows, f"{where} all-reduce 1 GiB. By the formula, data sheet.")
 
 knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, unit="ms")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Every doubling halves the time, up to eight cards. In this model, sixteen would save only another tenth: eight cards of
-# 50 GB/s carry 400 GB/s, and an NVLink port carries 450 GB/s. (In each ring, one GPU of eight sends over its card and not over
-# NVLink. The model does not count that; with it, sixteen cards would save a fifth.) With one card per GPU, as in a DGX, the
-# two levels are nearly balanced.
-# On the data sheet, the number of nodes hardly matters.
+# Every doubling halves the time, up to eight cards. Sixteen would save only another fifth: eight cards of 50 GB/s carry
+# 400 GB/s, and then NVLink, with 450 GB/s for seven eighths of the bytes, sets the pace. With one card per GPU, as in a DGX,
+# the two levels are nearly balanced. On the data sheet, the number of nodes hardly matters.
 #
 # </details>
 #

@@ -58,7 +58,8 @@ print_in_sbh(**GPT3)
 #
 # $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
 #
-# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 has 80 GB.
+# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 lets a program use 85 GB (79.2
+# of 80 GiB).
 #
 # <details><summary>Answer</summary>
 #

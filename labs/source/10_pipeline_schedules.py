@@ -251,8 +251,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-H2, if $F = I = W$ | span: 0 | $2p - 1$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
-# Real costs are not F = I = W. Qi et al. **measured** $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 A100s, so $B$
-# is $1.48\,F$, and 0.6 ms for a message. With 24 microbatches of these, **simulated**:
+# Real costs are not F = I = W, and $B$ is rather $1.5\,F$. These were **measured** on A100s, in milliseconds. With 24
+# microbatches of them, **simulated**:
 
 # %%
 profile = Costs(18.522, 18.086, 9.337, transfer=0.601)  # ms
@@ -270,11 +270,27 @@ for name, schedule in rules.items():
 # The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs
 # nothing. What the paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in
 # more, with schedules that a search found for each model.
+
+# %% [markdown]
+# **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
+# With these, 24 microbatches and one program per rank:
 #
-# GPipe is even a little faster than 1F1B here, but keeps 24 microbatches. So begin with 1F1B, and as many microbatches
-# as the batch allows. If its bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most, and send
-# at least twice as many messages. ZB-H1 sends no more, and gains less. With a split backward, a microbatch is more
-# *bytes*: between I and W, a rank also keeps gradients of outputs ([lab 13](13_pipeline_memory.ipynb)).
+# | | a step, simulated | bytes kept by the fullest rank, counted | messages |
+# |---|---|---|---|
+# | GPipe | 1,433 ms | 3.1 | 336 |
+# | 1F1B | 1,457 ms | 1 | 336 |
+# | ZB-H1 | 1,310 ms | 1.3 | 336 |
+# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
+# | ZB-V | 1,189 ms | 1.3 | 672 |
+#
+# The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+# microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
+# ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
+# messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+#
+# With a split backward, a microbatch is more *bytes*: between I and W, a rank also keeps gradients of outputs
+# ([lab 13](13_pipeline_memory.ipynb)).
 
 # %% [markdown]
 # ## A bug to repair

@@ -269,9 +269,48 @@ print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} 
 # The ends hold more. The first rank has the embedding, and the last rank has a head of the same
 # size. The last rank also keeps the logits of its one microbatch for the backward pass, and their gradient is as
 # large again. So at 16 ranks the last one holds about 20 GB, and the one before it 9 GB.
+
+# %% [markdown]
+# Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two stages
+# on eight B200s, four copies of each stage. ZeRO's stage 1 divides Adam's 12 bytes by the four copies, so a parameter takes
+# $2 + 4 + 12/4 = 9$ bytes ([lab 17](17_zero.ipynb)). A layer has 0.856 billion parameters, and each end has 1.05 billion:
+
+# %%
+from tplab.forecast.measured import ON_B200  # GiB that Megatron allocated
+
+layers, tokens, width, vocabulary = 6, 4096, 8192, 128_256  # of one stage
+states = 9 * (layers * 855_654_400 + width * vocabulary)
+kept = layers * 16 * tokens * width * 2  # of one microbatch
+logits = 2 * tokens * vocabulary * 4  # and their gradient
+by_formula = {"first": states + 2 * kept, "last": states + kept + logits}
+for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
+    print(f"{stage:5} stage: {num_bytes / 1e9:.1f} GB by the formula,",
+          f"{measured * 2**30 / 1e9:.1f} GB measured")
+
+# %% [markdown]
+# The formula is within 5% of both. What it leaves out is small: workspaces of libraries, and that a block of Llama keeps a
+# little more than 16 times its input.
 #
-# [SimuMax](https://github.com/MooreThreads/SimuMax) measured this for 12 layers of Llama 3 70B in two stages on B200s:
-# Megatron allocated 71.5 GB on ranks of the first stage, and 67.6 GB on those of the last.
+# **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
+# With these, 24 microbatches and one program per rank:
+#
+# | | a step, simulated | bytes kept by the fullest rank, counted | messages |
+# |---|---|---|---|
+# | GPipe | 1,433 ms | 3.1 | 336 |
+# | 1F1B | 1,457 ms | 1 | 336 |
+# | ZB-H1 | 1,310 ms | 1.3 | 336 |
+# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
+# | ZB-V | 1,189 ms | 1.3 | 672 |
+#
+# The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+# microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
+# ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
+# messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+
+# %% [markdown]
+# **In JAX**, all ranks run one program, and each has room for the fullest. So this lab runs no JAX:
+# [lab 12](12_pipeline_in_jax.ipynb) counts the bytes of such a program.
 
 # %% [markdown]
 # ## A bug to repair

@@ -275,7 +275,7 @@ memory_timeline(runs, title="A pipeline of four ranks")
 # | 1F1B, a checkpoint every $k$ | $(p - r) L s / (p k)$, and one piece | 4/3 |
 #
 # Is that worth a third more FLOPs? Take 32 blocks, 4,096 wide, with fused attention and sequences of 4,096 tokens in
-# bfloat16, under 1F1B on 8 H100s, which let a program use 85 GB each (79.2 of 80 GiB). We leave out the embedding.
+# bfloat16, under 1F1B on 8 H100s. An H100 lets a program use 85 GB (79.2 of 80 GiB). We leave out the embedding.
 
 # %%
 blocks, width, tokens, ranks = 32, 4096, 4096, 8

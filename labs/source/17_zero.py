@@ -290,15 +290,21 @@ timeline(traces[True])
 #
 # ## Turn the knob: how many ranks?
 #
-# Take a model of 30 billion parameters, and H100s, which let a program use 85 GB (79.2 of 80 GiB). Guess first: how many ranks does each stage need?
+# Take a model of 30 billion parameters. An H100 lets a program use 85 GB (79.2 of 80 GiB). Guess first: how many ranks
+# does each stage need?
 
 # %%
+from tplab.cost import H100_MEASURED
+from tplab.forecast.memory import usable_bytes
+
+LIMIT = usable_bytes(H100_MEASURED.chip)
+
 def sizes(ranks):
     rows = []
     for name, stage in names.items():
         each = bytes_per_parameter(stage, ranks)._asdict()
         row = {kind: 30e9 * size for kind, size in each.items()}
-        fits = "fits into 85 GB" if sum(row.values()) < 85e9 else ""
+        fits = f"fits into {LIMIT / 1e9:.0f} GB" if sum(row.values()) < LIMIT else ""
         rows.append(Row(name, row, fits))
     fitting = ", ".join(row.label for row in rows if row.note) or "none"
     return Bars(rows, f"On {ranks} ranks, these fit: {fitting}.")

@@ -378,8 +378,24 @@ for scheme in ("ZeRO 3", "ZeRO++"):
 #
 # ## A bug to repair
 #
-# A colleague reduce-scatters codes of gradients. The result is right if all scales are equal. Run the check, then
-# repair `add_up`. Codes may be `int8`.
+# A code means nothing without its scale. [In vLLM](https://github.com/vllm-project/vllm/pull/54683), ranks quantised
+# with a scale each, gathered the codes, and read all of them with one scale. If they had equally many tokens, no error
+# was raised. Here is the same with the eight numbers from above:
+
+# %%
+def with_one_scale(x):  # x [n]   ->   [R n]
+    scale = x.abs().max() / 7
+    codes = (x / scale).round().to(torch.int8)
+    return tt.all_gather(codes, "dp") * scale  # this rank's scale, for all codes
+
+wrong = tt.run(with_one_scale, Mesh(dp=2), x, in_specs=P("dp")).per_rank
+matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
+
+# %% [markdown]
+# Rank 0 reads rank 1's codes five times too large, and rank 1 reads those of rank 0 five times too small.
+#
+# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients. Its result is right if all scales are
+# equal. Run the check, then repair `add_up`. Codes may be `int8`.
 #
 # <details><summary>A hint</summary>
 #

@@ -326,6 +326,46 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
 print(tj.explain(jitted, params, x))
 
 # %% [markdown]
+# ## On real processes
+#
+# So far, everything was simulated. `tplab.record` writes down what the ranks of a real run send, and `merge` makes one trace
+# of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command is the same:
+
+# %%
+import tempfile
+from pathlib import Path
+
+from tplab.torch import launch
+from tplab.trace import merge
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
+net = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
+for step in range(2):
+    net(torch.randn(8, 512)).pow(2).mean().backward()
+dist.destroy_process_group()
+"""
+folder = Path(tempfile.mkdtemp())
+(folder / "train.py").write_text(SCRIPT)
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+command = [*torchrun, "--nproc-per-node=2", "-m", "tplab.record", "train.py"]
+subprocess.run(command, cwd=folder, check=True, capture_output=True)
+recorded = merge(folder / "tplab_trace").trace
+simulated = launch(folder / "train.py", ranks=2).trace
+for name, trace in {"torchrun": recorded, "simulated": simulated}.items():
+    sent = trace.select(rank=0, kind="collective", op="all_reduce")
+    num_bytes = sent.bytes_sent(rank=0)
+    print(f"{name:9} {len(sent.events)} all_reduces, {num_bytes:,} B per rank")
+
+# %% [markdown]
+# Five all-reduces: one in the first step, and four in the second, as in the picture above.
+#
 # ## Your turn: send once per step
 #
 # A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends

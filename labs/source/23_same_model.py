@@ -33,8 +33,7 @@ from tplab.torch import all_reduce, axis_size, copy_to, scatter_to
 # %% [markdown]
 # ## A script
 #
-# A bug that stops a program is found the same day. This lab is about bugs that stop nothing: a gradient that is too
-# large, a norm that leaves something out, a missing sum.
+# A bug that stops a program is found the same day. This lab is about bugs that stop nothing.
 #
 # Our script trains a small tensor-parallel MLP on several data-parallel ranks. It accumulates the gradients of five
 # microbatches, averages them over `dp`, and clips them. What does every rank have, and what do only some of them have?
@@ -103,9 +102,8 @@ def train(steps=3, model=MLP, backward=backward, average=average, norm=norm,
 out = tt.run(train, MESH, distributed=True)
 
 # %% [markdown]
-# This is one step on simulated H100s. For each microbatch, one `all_reduce` along `tp` adds up the outputs, and another one
-# adds up a gradient in the backward pass. Then four along `dp` average the loss and the three gradients, and the last one
-# makes the norm:
+# This is one step on simulated H100s. For each microbatch, one `all_reduce` along `tp` adds up the outputs, and one in the
+# backward pass adds up a gradient. Four along `dp` average the loss and the gradients, and the last one makes the norm:
 
 # %%
 from tplab.widgets import timeline
@@ -129,7 +127,7 @@ timeline(tt.run(one_step, MESH, distributed=True, cluster="h100").trace)
 #
 # **By hand.** Two ranks hold 1 and 2. If the type is V, the tensor is [1, 2], and each rank may compute `tanh` of its own
 # number. If it is P, the tensor is 3. But tanh(1) + tanh(2) is 1.73, and tanh(3) is 1.00. So a nonlinear function of a P is
-# a bug, and only the type shows it: the numbers are 1 and 2 in both cases.
+# a bug, and only the type shows it.
 #
 # **Predict.** In `forward`, which types do `x` (after `copy_to`), `h`, `y` and the result have along `tp`? Which type does
 # `loss` have along `dp`?
@@ -145,8 +143,7 @@ timeline(tt.run(one_step, MESH, distributed=True, cluster="h100").trace)
 print(tt.run(one_step, MESH, types=True, distributed=True).types)
 
 # %% [markdown]
-# Every type changes at a collective, or where pieces meet in a product. Follow `tp` through `forward`: I, R, V(1), P,
-# I.
+# Every type changes at a collective, or where pieces meet in a product.
 #
 # ## Build it: compare with one rank
 #
@@ -185,15 +182,17 @@ def doctor(**changes):
 print(doctor())
 
 # %% [markdown]
-# What comes later in a step follows from what came before, so the doctor stops at the first difference. We have 3 x 2
-# ranks and five microbatches because a factor then tells you where it comes from. On 2 x 2 ranks, a factor of 2 could
-# come from either axis.
+# The doctor stops at the first difference, because the others follow from it. We have 3 x 2 ranks and five microbatches, so
+# that a factor tells you where it comes from. On 2 x 2 ranks, a factor of 2 could come from either axis.
+#
+# The doctor needs simulated ranks: it looks at the tensors of all ranks after each operation, and runs the script again and
+# again. What real processes or GPUs send is recorded, as in [lab 22](22_your_own_program.ipynb).
 #
 # ## Six versions
 #
-# Each version replaces one function of the script. Read it, guess what is wrong and by which factor, and then run the
-# doctor. It names what is first wrong. To find the cause, it runs the script again with one thing changed. If the step
-# is right then, the change is the proof. Repair the version until the cell prints `None`.
+# Each version replaces one function of the script. Guess what is wrong and by which factor, and then run the doctor. To find
+# the cause, it runs the script again with one thing changed. If the step is right then, the change is the proof. Repair the
+# version until the cell prints `None`.
 #
 # **Version 1.** The loop that averages gradients, now with `torch.distributed`.
 
@@ -223,13 +222,13 @@ print(doctor(model=Model2).first)
 # <details><summary>Answer</summary>
 #
 # The gradient of scale is partial along tp: each rank has only the part that comes through its own columns of up. copy_to
-# turns I into R, and its backward pass is the missing sum.
+# turns I into R, and its backward pass is the missing sum. There is no factor, because the missing terms are no multiple of
+# the others.
 # </details>
 #
-# The doctor prints no factor, because the missing terms are not a multiple of the others. The same happened in
-# [torchtitan](https://github.com/pytorch/torchtitan/issues/1805).
+# The same happened in [torchtitan](https://github.com/pytorch/torchtitan/issues/1805).
 #
-# **Version 3.** This model has one `copy_to` more. In the forward pass it does nothing. Is it harmless?
+# **Version 3.** This model has one `copy_to` more, which does nothing in the forward pass.
 
 # %% tags=["nbval-ignore-output"]
 class Model3(MLP):
@@ -248,7 +247,7 @@ print(doctor(model=Model3).first)
 # A user of [torchtitan's experts](https://github.com/pytorch/pytorch/issues/160285) found doubled gradients behind
 # equivalent loss curves.
 #
-# **Version 4.** Somebody has moved `zero_grad`.
+# **Version 4.** `zero_grad` has moved.
 
 # %% tags=["nbval-ignore-output"]
 def backward_4(net, batch):
@@ -299,10 +298,9 @@ print(doctor(report=report_6).first)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The model is right. Rank 0 logs the loss of its own rows, which is off by a different factor in each step.
+# The model is right. Rank 0 logs the loss of its own rows, which is off by a different factor in each step. This makes all
+# other bugs harder to find.
 # </details>
-#
-# The mildest bug makes all others harder to find.
 #
 # ## Turn the knob
 #
@@ -356,9 +354,8 @@ for model in (MLP, Model2, Model3):
     print(f"{model.__name__:6} rank 0 sends {sent} B along tp")
 
 # %% [markdown]
-# With 4,096 tokens of 4,096 bfloat16 numbers, each of these all-reduces sends 32 MiB per rank, so somebody may well
-# remove one. The doctor costs a few runs of a small model on a CPU. **Decide:** run it for each new layout, before the
-# layout gets a GPU.
+# With 4,096 tokens of 4,096 bfloat16 numbers, each of these all-reduces sends 32 MiB per rank, so it is tempting to remove
+# one. The doctor costs a few runs of a small model on a CPU. **Decide:** run it for each new layout, before it gets a GPU.
 #
 # ## Types find it without a reference
 #
@@ -372,13 +369,13 @@ typed = tt.run(version_2, MESH, types=True, distributed=True).types
 print(*typed.faults, sep="\n")
 
 # %% [markdown]
-# Version 4 has no wrong type: it drops some of the terms, and the rest has the right type. So types judge lines, and
-# the doctor judges numbers.
+# Version 4 has no wrong type: it drops terms, and the rest has the right type. So types judge lines, and the doctor judges
+# numbers.
 #
-# **The twin.** In JAX, a `jit` over sharded arrays is one program for one device, which XLA divides, so bugs 1, 2, 3 and 5
-# cannot happen there. In `shard_map` you write the collectives, and they can. `shard_map` also tracks over which axes a
-# value varies (`check_vma`). It knows that `w` is the same on all devices, so `jax.grad` adds up the gradient of `w` over
-# `dp`. The mean below, which would be right in torch, comes too late:
+# **The twin.** In JAX, a `jit` over sharded arrays is one program, which XLA divides, so bugs 1, 2, 3 and 5 cannot happen. In
+# `shard_map` you write the collectives, and they can. `shard_map` also tracks over which axes a value varies (`check_vma`).
+# `w` is the same on all devices, so `jax.grad` adds up its gradient over `dp`. The mean below, which would be right in torch,
+# comes too late:
 
 # %% tags=["nbval-ignore-output"]
 import jax
@@ -423,7 +420,6 @@ check_token_mean(token_mean)
 #
 # This step has two bugs that cancel each other in the loss, but not in the gradients. Repair both. Your step must be
 # right on any mesh, and each rank may use only its own rows. The doctor points at one bug, and the types at the other.
-# The doctor states a cause only if a run with its repair was right.
 
 # %% tags=["nbval-ignore-output"]
 def step(net, x, y):
@@ -463,14 +459,12 @@ check_step(step)
 # | a cell of a notebook | `%%ranks dp=3 tp=2 --doctor` on its first line |
 # | a JAX step | `tplab.jax.same_model(make_step, args, mesh=Mesh(dp=4))` |
 #
-# The exit code is 0 for the same model, 1 for another one, 2 if the script could not run and 3 if the two runs do not
-# tell, so the doctor fits into a test.
+# The exit code is 0 for the same model, 1 for another one, 2 if the script could not run and 3 if the doctor cannot tell.
 
 # %% [markdown]
 # ## To take away
 #
-# - A falling loss says little. Compare the first step on many ranks with that on one, in order: weights, samples, loss,
-#   gradients, norm, update, log.
+# - A falling loss says little. Compare the first step on many ranks with that on one rank.
 # - Give each axis a different size. Then a factor names the axis. If there is no factor, terms are missing.
 # - Each tensor is R, I, V or P along each axis. Collectives turn one type into another, and each has its counterpart in
 #   the backward pass.

@@ -31,7 +31,7 @@ from tplab import Mesh
 from tplab.cost import H100_MEASURED
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.activations import layer_tensors
-from tplab.forecast.measured import runs
+from tplab.forecast.measured import ON_B200, runs
 from tplab.forecast.memory import memory, usable_bytes
 from tplab.widgets import Bars, Row, knob
 
@@ -49,14 +49,8 @@ def row(label, held, unit=GB, measured=None):
     return Row(label, parts, measured=measured)
 
 TWELVE = replace(Model.find("llama3-70b"), layers=12)
-MEASURED = {  # SimuMax 4dcaae5, Apache-2.0: GiB on the ranks of each stage
-    (1, 2, 4): (66.55, 62.97),
-    (2, 1, 4): (60.68,),
-    (4, 1, 2): (39.07,),
-    (8, 1, 1): (28.29,),
-}
 layouts = {}
-for (tp, pp, dp), measured in MEASURED.items():
+for (tp, pp, dp), measured in ON_B200.items():  # GiB on the ranks of each stage
     plan = Plan(tp=tp, pp=pp, dp=dp, zero=1, sequence_parallel=True)
     held = memory(TWELVE, plan, batch=8 * dp, sequence=4096)
     rows = [row(f"stage {i}", held[i], GIB, measured[i]) for i in range(pp)]
@@ -75,7 +69,8 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 # In mixed precision, each parameter has a copy in bfloat16 (2 bytes) and a gradient, which is often summed up in float32 (4).
 # Adam has a float32 copy of the parameter and two moments (12 more). That makes 18 bytes, or 16 with gradients in 16 bits.
 #
-# **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that, and does it fit on a GPU with 80 GB?
+# **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that? An H100 lets a program use
+# 85 GB (79.2 of 80 GiB).
 #
 # <details><summary>Answer</summary>
 #
@@ -182,6 +177,10 @@ for rank, held in enumerate(planned):
 # runs at the top the forecast is off by 0.1% at most, without any fitting. For nanotron, four constants were fitted to half of
 # 803 runs; on the other half the median error is 10.5%.
 #
+# This lab runs no JAX: what a compiled step keeps is XLA's choice, and `compiled.memory_analysis()` says how many bytes a device
+# needs, before the step runs.
+
+# %% [markdown]
 # ## Other software, other memory
 #
 # **torch's FSDP** differs in two places. If a step has several microbatches, their gradients are added up in float32 and stay
@@ -206,8 +205,8 @@ for run in runs():
 #
 # ## Turn the knob
 #
-# Llama 3 70B is on 128 H100s: tensor parallelism over 4, two stages, and data parallelism over 16. An H100 with 80 GiB lets a
-# program have 79.2 GiB, 85 GB. Try one plan after the other. Before each of them, guess which parts of the bars will shrink.
+# Llama 3 70B is on 128 H100s: tensor parallelism over 4, two stages, and data parallelism over 16. Try one plan after the
+# other. Before each of them, guess which parts of the bars will shrink.
 
 # %%
 BIG = Model.find("llama3-70b")
@@ -243,26 +242,43 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 #
 # </details>
 #
-# ## A bug to repair
+# ## A bug to repair: the mean of all stages
 #
-# A colleague has written how many microbatches a stage of a 1F1B pipeline keeps. It is right for stage 0 when
-# there are many microbatches, the only case that was tried. Elsewhere it says too much, so a job that would have fitted was not
-# started. Repair it for every stage and every number of microbatches.
+# NVIDIA's Megatron-Bridge prints the memory of its fullest rank before it trains. Until July 2026 it [divided all
+# parameters by the number of stages](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), although stages differ. For
+# eight layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. Here is such an estimate
+# for a 1F1B pipeline, and what it says of the eight stages of Llama 3 8B:
 
 # %%
-def in_flight(stage, stages, microbatches):  # stage 0 is the first one
-    return stages
+def stage_bytes(cut, microbatches, layer, ends, kept):  # ->   the bytes of each stage
+    # cut: how many layers each stage has. layer: parameters of a layer. ends: those
+    # of the embedding, and of the output matrix. kept: bytes of a layer per microbatch
+    stages = len(cut)
+    parameters = (sum(cut) * layer + 2 * ends) / stages
+    in_flight = stages
+    return [18 * parameters + in_flight * layers * kept for layers in cut]
+
+said = stage_bytes([4] * 8, 64, 218_112_000, 525_336_576, 67_108_864)
+held = memory(small, Plan(pp=8, recompute="full"), batch=64, sequence=8192)
+for s in (0, 1, 7):
+    ours, theirs = said[s] / GB, held[s].total / GB
+    print(f"stage {s}: this says {ours:.1f} GB, the forecast {theirs:.1f} GB")
+
+# %% [markdown]
+# Two lines are wrong. Repair them for every cut, every stage and every number of microbatches: what are the parameters of a
+# stage, and how many microbatches does it have in flight at most? (Logits and buffers stay out of it.)
 
 # %%
-from tplab.exercises.will_it_fit import check_in_flight
+from tplab.exercises.will_it_fit import check_stage_bytes
 
-check_in_flight(in_flight)
+check_stage_bytes(stage_bytes)
 
 # %% [markdown]
 # ## Your turn: make it fit
 #
 # None of these four jobs fits into the 85 GB of an H100. The list of remedies begins with what changes a job least. Choose for
-# each job the first one that is enough. What fills the memory, and which remedy divides just that?
+# each job the first one that is enough, and work out how many GB its fullest rank then holds. A tenth more or less is good
+# enough. What fills the memory, which remedy divides just that, and by what?
 
 # %%
 from tplab.exercises.will_it_fit import JOBS, REMEDIES, check_remedies
@@ -271,7 +287,7 @@ for name, job in JOBS.items():
     print(f"{name}: {job}")
 print("\nremedies:", *REMEDIES, sep="\n  ")
 
-my_remedies = {"A": "", "B": "", "C": "", "D": ""}
+my_remedies = {"A": ("", 0), "B": ("", 0), "C": ("", 0), "D": ("", 0)}  # and its GB
 
 # %%
 check_remedies(my_remedies)

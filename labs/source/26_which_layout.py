@@ -290,6 +290,9 @@ for axis in mesh.axis_names:
     print(f"{axis}: forecast {int(said[0][axis]):,} B, rank 0 sent {counted:,} B")
 
 # %% [markdown]
+# This lab runs no JAX, because a forecast is only as good as the steps that it was tried on, and none of the published ones
+# that it knows ran in JAX.
+#
 # ## A bug to repair
 #
 # A colleague compares plans by this utilisation, and always chooses full recomputation. A well-known

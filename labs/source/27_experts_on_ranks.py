@@ -28,7 +28,7 @@ import torch
 import tplab.torch as tt
 from tplab import Mesh, P
 from tplab.experts import Routing, contiguous, expected_copies, rows_between
-from tplab.widgets import Bars, Row, animate, knob
+from tplab.widgets import Bars, Row, animate, experts, knob
 
 # %% tags=["opening-picture"]
 EXPERTS, D = 4, 2
@@ -136,7 +136,7 @@ def layer(x, dispatch):
     return y, routed.choices
 
 results, both = {}, P(("node", "ep"))
-specs = {"in_specs": (both, None), "out_specs": (both, both)}
+specs = {"in_specs": (both, None), "out_specs": (both, both), "cluster": "h100"}
 for dispatch in ("all_to_all", "per_rank", "gather", "two_levels"):
     done = tt.run(layer, Mesh(node=2, ep=2), x, dispatch, **specs)
     results[dispatch] = done.value[0]
@@ -156,6 +156,13 @@ print("all equal" if all(same) else "off")
 # %%
 between = done.trace.select(kind="collective", axis="node", rank=0)
 print(f"two_levels: {sum(e.bytes for e in between.events):,} B to the other node")
+
+# %% [markdown]
+# `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same position in the other node, and from
+# there to the rank that holds the expert. Hover over a block to see how many rows it stands for.
+
+# %%
+experts(done.trace, done.value[1])
 
 # %% [markdown]
 # ## The twin in JAX
@@ -309,7 +316,7 @@ check_rows_sent(rows_sent)
 # [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (671
 # and 37 billion parameters; groups on nodes).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [28 Balance of experts](28_balance_of_experts.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -715,6 +715,17 @@ def test_other_values_and_other_names():
     report = check_parallel(Hand, whole, **options, names={"norm.weight": "last.weight"})
     assert "names= says if it is called otherwise" in report.of("norm.weight", "value").words
 
+    def a_buffer_on_one(whole):
+        model = Hand(whole).double()
+        if lab.axis_index("tp"):
+            held = model.norm.weight.detach()
+            del model.norm.weight
+            model.norm.register_buffer("weight", held)
+        return model
+
+    row = check_parallel(a_buffer_on_one, whole, **options).of("norm.weight", "value")
+    assert "no such parameter on rank 1: " in row.words
+
 
 def test_specs_of_a_parameter_that_the_model_does_not_have():
     with pytest.raises(SpecError, match="specs name 'qkw"):
@@ -782,8 +793,9 @@ def test_what_the_numbers_say():
 
     assert "the right pieces on the wrong ranks: rank 0 has that of rank 1" in words(cut[1:] + cut[:1], column)
     assert words([whole, whole, whole, whole + 1]).endswith("only ranks 0, 1, 2 are right")
-    assert words([None] * 4) == "no gradient on every rank: it takes no part in the loss there"
-    assert words([whole] * 3 + [None]) == "no gradient on rank 3: it takes no part in the loss there"
+    why = "the loss does not depend on it there, or autograd does not see that it does"
+    assert words([None] * 4) == f"no gradient on every rank: {why}"
+    assert words([whole] * 3 + [None]) == f"no gradient on rank 3: {why}"
     assert "zero on every rank" in words([0 * whole] * 4)
     assert "not finite on rank 2" in words([whole, whole, whole * np.nan, whole])
     assert "rank 0 holds [8, 3]; copies of [8, 12] would be [8, 12]" in words(cut)

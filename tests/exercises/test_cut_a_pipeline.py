@@ -49,6 +49,10 @@ def best_cut(key, in_flight=lambda rank, ranks: ranks - rank):
     return cut
 
 
+def without_weights(costs, weights, kept, ranks, limit):
+    return best_cut(max)(costs, [0] * len(costs), kept, ranks, limit)
+
+
 MODEL = [LayerSpec(nn.Embedding, 65, WIDTH), *[LayerSpec(Residual)] * 8, LayerSpec(nn.Linear, WIDTH, 65, bias=False)]
 IDS = torch.arange(64).reshape(4, 16)
 
@@ -80,10 +84,19 @@ def test_the_small_models_can_be_checked_in_the_head():
 @pytest.mark.parametrize(
     "cut, said",
     [
-        (best_cut(lambda sums: max(sums) - min(sums)), "The busiest rank's work is 7, where 6 is possible"),
+        (
+            best_cut(lambda sums: max(sums) - min(sums)),
+            "The busiest rank does 53.8% of the work, where 46.2% is possible",
+        ),
         (best_cut(max, lambda rank, ranks: ranks), "Only rank 0 does: later ranks have more room"),
-        (best_cut(max, lambda rank, ranks: 1), "[0, 2, 4, 6] gives rank 0 10 bytes.\nUnder 1F1B, rank 0 of 3 keeps 3"),
-        (best_cut(max, lambda rank, ranks: 0), "[0, 1, 7] gives rank 1 24 bytes.\nUnder 1F1B, rank 1 of 2 keeps 1"),
+        (
+            best_cut(max, lambda rank, ranks: 1),
+            "[0, 2, 4, 6] gives rank 0 10 B.\nIts layers' weights take 4 B, with their gradients",
+        ),
+        (best_cut(max, lambda rank, ranks: 1), "Under 1F1B, rank 0 of 3 keeps 3 microbatches, 6 B."),
+        (best_cut(max, lambda rank, ranks: 0), "rank 1 24 B.\nIts layers' weights take 18 B"),
+        (best_cut(max, lambda rank, ranks: 0), "rank 1 of 2 keeps 1 microbatch, 6 B."),
+        (without_weights, "[0, 1, 7] gives rank 1 24 B.\nIts layers' weights take 18 B"),
         (lambda costs, *rest: [0, 2, 3, 4], "is within the limit, but takes"),
         (lambda costs, *rest: [0, 1, 4], "it returned [0, 1, 4]; the bounds of 3 stages are [0, ..., 4], 4 rising"),
         (lambda costs, *rest: [0, 1, 1, 4], "4 rising numbers"),

@@ -131,6 +131,44 @@ class AnotherStyle(Row):
         return y
 
 
+class OtherNames(Row):
+    def __init__(self, given: nn.Module):
+        super().__init__(given)
+        self.w, self.bias = self.weight, None
+        del self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.w, "tp")
+
+
+class NoParameters(nn.Module):
+    """Right numbers, and nothing that an optimizer would find."""
+
+    def __init__(self, given: Any):
+        super().__init__()
+        self.weight = given.weight.detach().chunk(axis_size("tp"))[axis_index("tp")].clone()
+        self.bias = given.bias.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight, "tp") + self.bias
+
+
+class BiasDetached(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight, "tp") + self.bias.detach()
+
+
+class BiasOnOneRank(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return all_reduce(y if axis_index("tp") else y + self.bias, "tp")
+
+
+class NoReturn(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[return]
+        all_reduce(x @ self.weight, "tp")
+
+
 class Raises(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
@@ -155,7 +193,12 @@ def test_the_layer():
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
         (Changes, ("it changes its argument given.weight in place",)),
         (DividedBias, ("value of transformer.h.0.mlp.c_proj.bias", "1/2 of the reference on every rank")),
-        (AsLinear, ("its parameter weight has shape [32, 64]", "of nn.Linear is the transpose")),
+        (AsLinear, ("its weight has shape [32, 64]", "of nn.Linear is the transpose")),
+        (OtherNames, ("its parameters are w. ", "make self.weight and self.bias")),
+        (NoParameters, ("its parameters are none. ", "each an nn.Parameter")),
+        (BiasDetached, ("no gradient on every rank", "or autograd does not see that it does")),
+        (BiasOnOneRank, ("gradient of transformer.h.1.mlp.c_proj.bias: no gradient on rank 1: the loss",)),
+        (NoReturn, ("its forward returned None; is a `return` missing?",)),
         (Raises, ("RuntimeError", "return x @ self.weight.T")),
         (lambda given: given.missing, ("AttributeError", "given.missing")),
     ],

@@ -123,6 +123,19 @@ def padded_inside_in_jax(x):
     return tj.all_reduce(y, "gpu").reshape(-1, x.shape[1])
 
 
+def of_three_columns(x):
+    gathered = across_first(tt)(x)
+    return gathered.reshape(-1, 3)
+
+
+def detached_on_three_nodes(x):
+    return across_first(tt)(x.detach() + 0 * x if tt.axis_size("node") == 3 else x)
+
+
+def owners_on_three_nodes(x):
+    return (by_regions if tt.axis_size("node") == 3 else across_first(tt))(x)
+
+
 NO_GRADIENT = "the result is right, but it has no gradient: something cuts it off from the arguments"
 
 
@@ -130,15 +143,33 @@ NO_GRADIENT = "the result is right, but it has no gradient: something cuts it of
     ("gather_all", "hints"),
     [
         (padded_inside, ("a GPU sends 8 rows inside its node, where 4 would do", "adding them to zeros")),
-        (padded_across, ("a GPU sends 2 rows over axes other than gpu, where 1 would do", "adding them to zeros")),
-        (padded, ("a GPU sends 10 rows over axes other than gpu, where 1 would do", "adding them to zeros")),
+        (
+            padded_across,
+            ("a GPU sends 2 rows in messages that may leave its node, where 1 would do", "adding them to zeros"),
+        ),
+        (padded, ("a GPU sends 10 rows in messages that may leave its node, where 1 would do", "adding them to zeros")),
         (lambda x: tt.all_gather(across_first(tt)(x), "gpu")[: tt.axis_size(("node", "gpu"))], ("already there",)),
         (lambda x: across_first(tt)(x.detach()), (NO_GRADIENT,)),
         (lambda x: across_first(tt)(x).detach(), (NO_GRADIENT,)),
         (lambda x: across_first(tt)(x).data, (NO_GRADIENT,)),
         (lambda x: across_first(tt)(x / 5 + x.detach() * 4 / 5), ("but the gradient of x is not",)),
+        (of_three_columns, ("y has shape [10, 3]", "The right one has shape [6, 5]")),
+        (detached_on_three_nodes, ("but the gradient of x is not, on Mesh(node=3, gpu=2)",)),
+        (owners_on_three_nodes, ("it adds up gradients over other ranks on one mesh than on another",)),
     ],
-    ids=["padded inside", "padded across", "padded", "twice inside", "detached first", "detached", "data", "a fifth"],
+    ids=[
+        "padded inside",
+        "padded across",
+        "padded",
+        "twice inside",
+        "detached first",
+        "detached",
+        "data",
+        "a fifth",
+        "three columns",
+        "detached on one mesh",
+        "two meanings",
+    ],
 )
 def test_a_gather_of_another_kind_is_refused(gather_all: Callable, hints: tuple[str, ...]):
     expect(check_gather_all(gather_all), False, *hints)
@@ -157,9 +188,15 @@ def test_a_gather_of_another_kind_is_refused_in_jax():
     ("gather_all", "hint"),
     [
         (lambda x: tt.all_gather(tt.all_gather(x, "node"), "gpu"), "ordered by GPU and then by node"),
-        (lambda x: tt.all_gather(tt.all_gather(x, "gpu"), "node"), "a GPU sends 3 rows over axes other than gpu"),
-        (lambda x: tt.all_gather(x, ("node", "gpu")), "a GPU sends 5 rows over axes other than gpu, where 1 would do"),
-        (lambda x: tt.all_gather(x, "gpu"), "shape [3, 3]"),
+        (
+            lambda x: tt.all_gather(tt.all_gather(x, "gpu"), "node"),
+            "a GPU sends 3 rows in messages that may leave its node",
+        ),
+        (
+            lambda x: tt.all_gather(x, ("node", "gpu")),
+            "a GPU sends 5 rows in messages that may leave its node, where 1 would do",
+        ),
+        (lambda x: tt.all_gather(x, "gpu"), "shape [3, 5]"),
     ],
     ids=["unsorted", "inside first", "one ring", "inside only"],
 )

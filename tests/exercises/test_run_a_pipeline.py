@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from labs.source import build
 from tplab.exercises.run_a_pipeline import check_ahead, check_train_split, running_ahead
 from tplab.schedules import one_f_one_b
 from tplab.torch import axis_index, axis_size, receive, send
@@ -23,6 +24,10 @@ def test_ahead_solved():
     assert running_ahead([3, 2, 1, 0], 8) == one_f_one_b(4, 8)
 
 
+def returns_nothing(rank, ranks):
+    2 * (ranks - 1 - rank)  # pyright: ignore[reportUnusedExpression]
+
+
 @pytest.mark.parametrize(
     "ahead, said",
     [
@@ -34,6 +39,8 @@ def test_ahead_solved():
         (lambda rank, ranks: -1, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1.5, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1 // rank, "ZeroDivisionError"),
+        (returns_nothing, "with 4 ranks it returns [None, None, None, None]; is a `return` missing?"),
+        (lambda rank, ranks: None if rank else ranks, "is a `return` missing?"),
     ],
 )
 def test_ahead_not_solved(ahead, said: str):
@@ -115,7 +122,8 @@ def worker(mistake: str = ""):
                     for weight, grad in zip(weights, torch.autograd.grad(y, weights, dy)):
                         weight.grad = grad
                 else:
-                    y.backward(-dy if mistake == "sign" else dy, inputs=weights, retain_graph=mistake == "graph kept")
+                    given = -dy if mistake == "sign" else dy  # type: ignore
+                    y.backward(given, inputs=weights, retain_graph=mistake == "graph kept")
         return None if mistake == "no loss" else total
 
     return train_split
@@ -240,6 +248,14 @@ def by_the_library(schedule, stage, microbatches, loss):
     from tplab.torch import stages_of, train_batch
 
     return train_batch(schedule, stages_of([stage], schedule), microbatches, loss)
+
+
+def test_the_labs_train_unchanged_is_told_that_there_are_i_and_w():
+    cells = (cell.source for cell in build.read_source("11_run_a_pipeline").cells if cell.cell_type == "code")
+    names: dict[str, Any] = {"axis_index": axis_index, "axis_size": axis_size, "receive": receive, "send": send}
+    exec(next(source for source in cells if source.startswith("def train(")), names)
+    verdict = check_train_split(names["train"])
+    assert verdict.passed is False and "whose actions are F, I and W: " in verdict.text, verdict
 
 
 def test_the_librarys_worker_is_not_an_answer():

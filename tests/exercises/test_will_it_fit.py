@@ -1,4 +1,4 @@
-"""Lab 25's exercises: microbatches in flight, and remedies; each wrong answer gets words that are true."""
+"""Lab 25's exercises: the bytes of each stage, and remedies; each wrong answer gets words that are true."""
 
 from __future__ import annotations
 
@@ -10,15 +10,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tplab.exercises.will_it_fit import JOBS, LIMIT, REMEDIES, check_in_flight, check_remedies, first_enough
+from labs.source import build
+from tplab.exercises.will_it_fit import (
+    JOBS,
+    LIMIT,
+    REMEDIES,
+    check_remedies,
+    check_stage_bytes,
+    first_enough,
+)
 from tplab.schedules import one_f_one_b
 from tplab.schedules.action import F
 from tplab.schedules.simulation import peak_activations
 
-RIGHT = {"A": "ZeRO 1", "B": "full recomputation", "C": "ZeRO 3", "D": "sequence parallelism"}
+FIRST = {"A": "ZeRO 1", "B": "full recomputation", "C": "ZeRO 3", "D": "sequence parallelism"}
+RIGHT = {"A": ("ZeRO 1", 74), "B": ("full recomputation", 63), "C": ("ZeRO 3", 79), "D": ("sequence parallelism", 76)}
+"""By hand. A: Adam's 48 GB are divided by 4. B: of the activations, 32 inputs of 0.4 GB are left. C: 18 bytes for each
+of 70.6 billion parameters, on 16 ranks. D: the activations are divided by 4."""
 
 
-# --- microbatches in flight ----------------------------------------------------------------------------------------
+# --- the bytes of each stage ---------------------------------------------------------------------------------------
+
+
+def kept_by(stage: int, stages: int, microbatches: int) -> int:
+    return min(stages - stage, microbatches)
+
+
+def stage_bytes(of_parameters: Any = None, in_flight: Callable[[int, int, int], int] = kept_by, states: int = 18):
+    """The solution, or one with other parameters, other microbatches in flight, or other bytes per parameter."""
+
+    def fn(cut, microbatches, layer, ends, kept):
+        stages = len(cut)
+        own = [n * layer + ends * (s == 0) + ends * (s == stages - 1) for s, n in enumerate(cut)]
+        held = of_parameters(cut, layer, ends) if of_parameters else own
+        return [states * held[s] + in_flight(s, stages, microbatches) * n * kept for s, n in enumerate(cut)]
+
+    return fn
 
 
 def counted(stage: int, stages: int, microbatches: int) -> int:
@@ -28,10 +55,6 @@ def counted(stage: int, stages: int, microbatches: int) -> int:
     return int(np.cumsum(np.where(row == F, 1, -1)).max())
 
 
-def borrows(stage: int, stages: int, microbatches: int) -> int:
-    return int(peak_activations(one_f_one_b(stages, microbatches))[stage])
-
-
 def by_cases(stage: int, stages: int, microbatches: int) -> int:
     left = stages - stage
     if left > microbatches:
@@ -39,44 +62,86 @@ def by_cases(stage: int, stages: int, microbatches: int) -> int:
     return left
 
 
-@pytest.mark.parametrize("right", [lambda s, n, m: min(n - s, m), by_cases, counted])
-def test_right(right: Callable[[int, int, int], Any]):
-    assert check_in_flight(right).passed
+def borrows(cut, microbatches, layer, ends, kept):
+    return peak_activations(one_f_one_b(len(cut), microbatches))
+
+
+def changes(cut, microbatches, layer, ends, kept):
+    cut[0] += 1
+    return stage_bytes()(cut, microbatches, layer, ends, kept)
+
+
+def in_numpy(cut, microbatches, layer, ends, kept):
+    return np.array(stage_bytes()(cut, microbatches, layer, ends, kept), float)
+
+
+def as_a_tuple(cut, microbatches, layer, ends, kept):
+    return tuple(stage_bytes()(cut, microbatches, layer, ends, kept))
+
+
+@pytest.mark.parametrize(
+    "right", [stage_bytes(), stage_bytes(in_flight=by_cases), stage_bytes(in_flight=counted), in_numpy, as_a_tuple]
+)
+def test_right(right: Callable[..., Any]):
+    assert check_stage_bytes(right).passed
+
+
+def mean(cut, layer, ends):
+    return len(cut) * [(sum(cut) * layer + 2 * ends) / len(cut)]
 
 
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        (lambda s, n, m: n, "Stage 0 is right"),
-        (lambda s, n, m: min(n, m), "stage 1 keeps"),
-        (lambda s, n, m: m, "as in GPipe"),
-        (lambda s, n, m: n - s, "more microbatches than there are"),
-        (lambda s, n, m: min(n - 1 - s, m), "kept too"),
-        (lambda s, n, m: min(s + 1, m), "wrong direction"),
-        (lambda s, n, m: max(n - s, m), "stage 0 keeps"),
-        (lambda s, n, m: min(n - s, m) + 1, "stage 0 keeps"),
-        (lambda s, n, m: [4, 3, 2, 1][s], "3 stages"),
-        (lambda s, n, m: str(min(n - s, m)), "says '4'"),
-        (lambda s, n, m: print(end="") if s else n, "Is a `return` missing?"),
-        (lambda s, n, m: min(n - s, m) if m > 1 else 0, "With 2 stages and 1 microbatch, stage 0"),
-        (lambda s, n, m: 1 // (s - 1), "ZeroDivisionError for stage 1 of 4"),
-        (lambda s, n, m: [4, 3, 2, 1] if (n, m) == (4, 8) else 0, "says [4, 3, 2, 1]"),
-        (lambda s, n, m: np.ones(2), "ValueError"),
-        (lambda s, n, m: min(n - s, m, 16), "24 stages"),
+        (stage_bytes(mean), "are the mean of all stages"),
+        (stage_bytes(lambda cut, layer, ends: [n * layer for n in cut]), "leave out the embedding"),
+        (stage_bytes(lambda cut, layer, ends: [n * layer + 2 * ends for n in cut]), "Only the first stage has"),
+        (
+            stage_bytes(
+                lambda cut, layer, ends: [
+                    sum(cut) / len(cut) * layer + ends * (s in (0, len(cut) - 1)) for s, n in enumerate(cut)
+                ]
+            ),
+            "In stage_bytes(cut=(1, 2, 2, 3)",
+        ),
+        (stage_bytes(states=16), "with gradients in float32"),
+        (stage_bytes(in_flight=lambda s, n, m: n), "How many forward passes does a later stage run"),
+        (stage_bytes(in_flight=lambda s, n, m: min(n, m)), "stage 1 takes"),
+        (stage_bytes(in_flight=lambda s, n, m: m), "as in GPipe"),
+        (stage_bytes(in_flight=lambda s, n, m: n - s), "more microbatches than there are"),
+        (stage_bytes(in_flight=lambda s, n, m: min(n - 1 - s, m)), "kept too"),
+        (stage_bytes(in_flight=lambda s, n, m: min(s + 1, m)), "wrong direction"),
+        (stage_bytes(in_flight=lambda s, n, m: 1), "How many does a stage keep at once?"),
+        (stage_bytes(in_flight=lambda s, n, m: min(n - s, m) + 1), "stage 0 takes"),
+        (stage_bytes(in_flight=lambda s, n, m: [4, 3, 2, 1][s]), "In stage_bytes(cut=(3, 1, 2)"),
+        (stage_bytes(mean, lambda s, n, m: n), "are the mean of all stages"),
+        (stage_bytes(mean, lambda s, n, m: n), "How many forward passes does a later stage run"),
+        (lambda *case: stage_bytes()(*case).clear(), "is a `return` missing?"),
+        (lambda *case: max(stage_bytes()(*case)), "return one number for each of 4 stages"),
+        (lambda *case: 1 // 0, "ZeroDivisionError in stage_bytes(cut=(4, 4, 4, 4)"),
+        (changes, "it changes the list"),
         (borrows, "`peak_activations` does the work"),
         ([4, 3, 2, 1], "type list"),
         (partial(min, 4), "type partial"),
     ],
 )
-def test_wrong(wrong: Callable[[int, int, int], Any], hint: str):
-    verdict = check_in_flight(wrong)
+def test_wrong(wrong: Callable[..., Any], hint: str):
+    verdict = check_stage_bytes(wrong)
     assert verdict.passed is False and hint in verdict.text, verdict
 
 
 def test_a_stub_is_not_started():
-    def in_flight(stage: int, stages: int, microbatches: int) -> Any: ...
+    def stage_bytes(cut, microbatches, layer, ends, kept) -> Any: ...
 
-    assert check_in_flight(in_flight).passed is None
+    assert check_stage_bytes(stage_bytes).passed is None
+
+
+def test_the_labs_version_is_the_mean_of_the_stages_and_stage_0s_microbatches():
+    cells = (cell.source for cell in build.read_source("25_will_it_fit").cells if cell.cell_type == "code")
+    names: dict[str, Any] = {}
+    exec(next(source for source in cells if source.startswith("def stage_bytes(")).partition("said = ")[0], names)
+    test_wrong(names["stage_bytes"], "are the mean of all stages")
+    test_wrong(names["stage_bytes"], "How many forward passes does a later stage run")
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------
@@ -84,7 +149,7 @@ def test_a_stub_is_not_started():
 
 def test_no_job_fits_and_each_has_a_first_remedy():
     assert all(job.peak(job.plan)[0] > LIMIT for job in JOBS.values())
-    assert {name: first_enough(job) for name, job in JOBS.items()} == RIGHT
+    assert {name: first_enough(job) for name, job in JOBS.items()} == FIRST
 
 
 def test_each_remedy_is_possible():
@@ -103,11 +168,11 @@ def test_every_forecast_is_clearly_on_one_side_of_the_limit():
 
 def test_every_other_choice_is_refused_with_what_happens():
     for name, choice in product(JOBS, REMEDIES):
-        if RIGHT[name] == choice:
+        if FIRST[name] == choice:
             continue
-        verdict = check_remedies(RIGHT | {name: choice})
-        (line,) = [line for line in verdict.text.splitlines() if line.startswith(f"{name}:")]
         plan = REMEDIES[choice](JOBS[name].plan)
+        verdict = check_remedies(RIGHT | {name: (choice, JOBS[name].peak(plan)[0] / 1e9)})
+        (line,) = [line for line in verdict.text.splitlines() if line.startswith(f"{name}:")]
         if plan == JOBS[name].plan:
             said = ("is on already", "cannot be halved", "tp is 1")
         else:
@@ -115,16 +180,27 @@ def test_every_other_choice_is_refused_with_what_happens():
         assert verdict.passed is False and any(words in line for words in said), line
 
 
+def test_trying_every_remedy_tells_nothing_without_the_gigabytes():
+    for name, gb in product(REMEDIES, (None, 0, "70", True, 10.0, 300)):
+        verdict = check_remedies(dict.fromkeys(JOBS, (name, gb)))  # type: ignore[arg-type]
+        assert verdict.passed is False and "fits" not in verdict.text and "right:" not in verdict.text, verdict
+        assert " down to " not in verdict.text, verdict
+
+
 def test_a_remedy_is_known_by_its_name_however_it_is_written():
-    assert check_remedies({name: f" {choice.upper()} " for name, choice in RIGHT.items()}).passed
+    assert check_remedies({name: (f" {choice.upper()} ", gb) for name, (choice, gb) in RIGHT.items()}).passed
+    assert check_remedies({name: [choice, np.float64(gb)] for name, (choice, gb) in RIGHT.items()}).passed  # type: ignore[arg-type]
 
 
 def test_what_is_missing_or_not_in_the_list_is_said():
-    assert check_remedies(dict.fromkeys(JOBS, "")).passed is None
-    assert "B: no remedy yet" in check_remedies(RIGHT | {"B": ""}).text
-    assert "'zero one' is not in the list" in check_remedies(RIGHT | {"A": "zero one"}).text
+    assert check_remedies(dict.fromkeys(JOBS, ("", 0))).passed is None
+    assert check_remedies(dict.fromkeys(JOBS, "")).passed is None  # type: ignore[arg-type]
+    assert "B: no remedy yet" in check_remedies(RIGHT | {"B": ("", 70)}).text
+    assert "'zero one' is not in the list" in check_remedies(RIGHT | {"A": ("zero one", 74)}).text
+    assert "B: how many GB" in check_remedies(RIGHT | {"B": "full recomputation"}).text  # type: ignore[dict-item]
+    assert "A: with ZeRO 1, the forecast is not 61 GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 61)}).text
     assert "type list" in check_remedies([*RIGHT.values()]).text  # pyright: ignore[reportArgumentType]
-    assert "A: tp is 1" in check_remedies(RIGHT | {"A": "sequence parallelism"}).text
-    assert "B: ZeRO 1 is on already" in check_remedies(RIGHT | {"B": "ZeRO 1"}).text
-    assert "C: a microbatch of 1 cannot be halved" in check_remedies(RIGHT | {"C": "half the microbatch"}).text
+    assert "A: tp is 1" in check_remedies(RIGHT | {"A": ("sequence parallelism", 74)}).text
+    assert "B: ZeRO 1 is on already" in check_remedies(RIGHT | {"B": ("ZeRO 1", 63)}).text
+    assert "C: a microbatch of 1 cannot be halved" in check_remedies(RIGHT | {"C": ("half the microbatch", 79)}).text
     assert "ZeRO 1 brings 109.9 GB down to 73.7 GB" in check_remedies(RIGHT).text

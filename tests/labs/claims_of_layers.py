@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import tplab.torch as tt
 from tests.labs import entries
 from tests.labs.prose import numbers, printed
+from tests.labs.schedules import RULES, WHICH, on_profile
 from tplab import Mesh, P
 from tplab.cost import Link, activation_bytes, find
 from tplab.cost.measured import RingAttention, ring_attention
@@ -17,19 +18,14 @@ from tplab.exercises.three_dimensions import CLUSTERS, LAYOUTS, NETWORKS, modell
 from tplab.forecast import Model, Plan
 from tplab.forecast.activations import kept
 from tplab.forecast.measured import pairs
+from tplab.forecast.memory import usable_bytes
 from tplab.schedules import (
     Costs,
-    Schedule,
-    Simulation,
     gpipe,
-    interleaved_1f1b,
     naive,
     one_f_one_b,
     simulate,
-    v_half,
     zb_h1,
-    zb_h2,
-    zb_v,
 )
 from tplab.trace.trace import Trace
 
@@ -105,24 +101,6 @@ def computing(fn: Any) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------- lab 10
-
-PROFILE = Costs(18.522, 18.086, 9.337, transfer=0.601)
-"""ms. Qi et al. 2024 (arXiv:2401.10241), the table of bubble rates: 8 A100s, 24 microbatches."""
-
-
-def on_profile(schedule: Schedule) -> Simulation:
-    return simulate(schedule, PROFILE)
-
-
-def messages(schedule: Schedule) -> int:
-    return sum(event.kind == "send" for event in on_profile(schedule).trace.events)
-
-
-FAST = zb_v(8, 24), interleaved_1f1b(8, 24, virtual_stages=4)
-OTHERS = (
-    *(rule(8, 24) for rule in (gpipe, one_f_one_b, zb_h1, zb_h2, v_half)),
-    interleaved_1f1b(8, 24, virtual_stages=2),
-)
 
 
 def either_is_faster() -> bool:
@@ -214,7 +192,11 @@ CLAIMS = (
     Given(BLOCK, "four times as wide as $x$"),
     Given(BLOCK, "four times as much as the one that lab 01's order needs"),
     # ------------------------------------------------------------------------------------------------------------------
-    Claim(MEMORY, "An H100 has 80 GB", lambda: [SHEET.chip.memory / 1e9]),
+    Claim(
+        MEMORY,
+        "An H100 lets a program use 85 GB (79.2 of 80 GiB)",
+        lambda: [usable_bytes(H100.chip) / 1e9, usable_bytes(H100.chip) / 2**30, 80],
+    ),
     Claim(
         MEMORY,
         "2.7 GiB for one layer, and 257 GiB for 96",
@@ -302,39 +284,13 @@ CLAIMS = (
     ),
     Claim(
         SCHEDULES,
-        r"measured $F = 18.5$, $I = 18.1$ and $W = 9.3$ ms for a GPT on 8 A100s, so $B$ is $1.48\,F$, and 0.6 ms",
-        lambda: [18.522, 18.086, 9.337, 8, (18.086 + 9.337) / 18.522, 0.601],  # as PROFILE
-    ),
-    Claim(
-        SCHEDULES,
         "idles for 10.8%",
-        lambda: [100 * (1 - 24 * (18.522 + 18.086 + 9.337) / on_profile(zb_h2(8, 24)).makespan)],
+        lambda: [100 * (1 - 24 * (18.522 + 18.086 + 9.337) / on_profile(RULES["ZB-H2"]).makespan)],
     ),
     Given(
         SCHEDULES, "is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in more"
     ),  # abstract
-    Claim(
-        SCHEDULES,
-        "GPipe is even a little faster than",
-        lambda: 0.95 < on_profile(gpipe(8, 24)).makespan / on_profile(one_f_one_b(8, 24)).makespan < 1,
-    ),
-    Claim(SCHEDULES, "but keeps 24 microbatches", lambda: [on_profile(gpipe(8, 24)).peak_activations.max()]),
-    Claim(
-        SCHEDULES,
-        "ZB-V and interleaving with $v = 4$ shorten the step most, and send at least twice as many messages",
-        lambda: (
-            max(on_profile(one).makespan for one in FAST) < min(on_profile(one).makespan for one in OTHERS)
-            and min(map(messages, FAST)) >= 2 * messages(one_f_one_b(8, 24))
-        ),
-    ),
-    Claim(
-        SCHEDULES,
-        "ZB-H1 sends no more, and gains less",
-        lambda: (
-            messages(zb_h1(8, 24)) == messages(one_f_one_b(8, 24))
-            and on_profile(zb_h1(8, 24)).makespan > max(on_profile(one).makespan for one in FAST)
-        ),
-    ),
+    *((SCHEDULES, entry) for entry in WHICH),
     # ------------------------------------------------------------------------------------------------------------------
     Claim(SEQUENCE, "that is 4 GiB in each layer", lambda: [2 * 2 * 8 * 128 * 2**20 / 2**30]),
     Claim(

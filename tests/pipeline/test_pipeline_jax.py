@@ -259,7 +259,7 @@ def test_data_pipeline_and_tensor_parallelism():
         loss, grads = train_batch(schedule, stages, split_batch(x, x[:, ::-1], 2), mean_squares, data_axis="dp")
         return loss, [grads[number] for number in range(2)]
 
-    out = run(program, Mesh(dp=2, pp=2, tp=2), x, in_specs=P("dp"))
+    out = run(program, Mesh(dp=2, pp=2, tp=2), x, in_specs=P("dp"), keep_values=0)
 
     def whole(x):
         stages = stages_of(layers, gpipe(1, 4))
@@ -385,7 +385,7 @@ def test_bytes_held_are_those_of_the_vjp():
     """What F keeps is part of what `saved_tensors` lists: no weights, nothing that is cheap to make again. At the end
     nothing is held, and the most is what the simulation says."""
     schedule = zb_h1(3, 4)
-    trace = run(in_a_pipeline, Mesh(pp=3), schedule, X, out_specs=(P(), P("pp"))).trace
+    trace = run(in_a_pipeline, Mesh(pp=3), schedule, X, out_specs=(P(), P("pp")), keep_values=0).trace
 
     def middle(params, x):
         for layer in params:
@@ -426,7 +426,7 @@ def test_what_xla_allocates_falls_with_the_schedule():
         found[rule] = temporary_bytes(this, Mesh(pp=2))
         copies = re.findall(rf"f64\[{8 if rule is gpipe else 2},64,32\]\S* copy\(", text_of(this, Mesh(pp=2)))
         assert len(copies) <= 5  # of zeros, before the loop
-        slots = run(this, Mesh(pp=2)).trace.peak_bytes.max()
+        slots = run(this, Mesh(pp=2), keep_values=0).trace.peak_bytes.max()
         # of each of the 4 layers its tanh; and what enters, where it is not the batch's own
         assert slots == one * (8 * 5 if rule is gpipe else 2 * 4)
         inputs, inbox, outside = 2 * 8 * one, 8 * one, 12 * one
@@ -634,7 +634,7 @@ def test_times_on_the_clock_of_a_cluster():
         x = jnp.ones((32, 64), jnp.float32)
         return train_batch(schedule, (linear, w), [(x, x)] * 4, mean_squares)
 
-    trace = run(program, Mesh(pp=2), cluster="h100").trace
+    trace = run(program, Mesh(pp=2), cluster="h100", keep_values=0).trace
     flops = trace.select(rank=0, op="F0").column("flops")
     assert flops.tolist()[0] >= 2 * 32 * 64 * 64
     costs = measured_costs(schedule, trace)

@@ -100,7 +100,7 @@ ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-20, 
 def bits(result):
     """A result as something that compares to the last bit."""
     if isinstance(result, torch.Tensor):
-        flat = result.detach().resolve_conj().contiguous().reshape(-1)
+        flat = result.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1)
         return result.dtype, tuple(result.shape), flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
     if isinstance(result, dict):
         return {key: bits(value) for key, value in result.items()}
@@ -206,7 +206,10 @@ def test_awkward_shapes():
         nan = torch.arange(6.0).where(torch.arange(6) % 3 != i, torch.nan)  # which would come first or last on a ring
         results += [op(nan, "tp", op=how) for op in (all_reduce, reduce_scatter, reduce) for how in ("max", "min")]
         results += [all_reduce(columns, "tp"), ring_shift(columns, "tp"), all_reduce(large[:, :4099], "tp", "mean")]
-        return [*results, all_reduce(torch.view_as_complex(large[:, :2].contiguous()).conj(), "tp")]
+        conj = torch.view_as_complex(large[:, :2].contiguous()).conj()  # conjugate, and negative, only once it is read
+        one = torch.arange(2.0)[::2]  # of one element, with a stride of 2
+        results += [op(x, "tp") for op in (all_reduce, all_gather, ring_shift) for x in (conj, conj.imag, one)]
+        return [*results, start(broadcast, one, "tp").wait(), ppermute(conj, "tp", [(i, i) for i in range(3)])]
 
     both(program, Mesh(tp=3))
 
@@ -238,6 +241,9 @@ def test_handles():
         x += 100  # does not travel
         y = down.wait() + up.wait()
         results = [y, whole.wait(), total.wait(), total.wait()]
+        with torch.inference_mode():
+            mean = start(all_reduce, x, "tp", "mean")
+            results += [mean.wait(), start(all_gather, mean.wait(), "dp").wait()]
         over_dp, over_tp = start(all_reduce, x, "dp"), start(all_reduce, x, "tp")
         first, second = (over_dp, over_tp) if i else (over_tp, over_dp)  # ranks wait in different orders
         return [*results, first.wait(), second.wait()]

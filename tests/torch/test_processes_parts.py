@@ -121,9 +121,11 @@ def nested(code):
 
 def test_what_ranks_tell_each_other_survives_the_way():
     header = Header(side(1, "all_gather", (2, 3)), 4, Label(7, (0, 2)))
-    frame, buffer = encode(header), empty_frame()
-    buffer[: len(frame)] = frame
-    assert decode(buffer) == header
+    long = header._replace(side=header.side._replace(held="\N{FIRE}\ud800" * 500))
+    for sent in (header, long):
+        frame, buffer = encode(sent), empty_frame()
+        buffer[: len(frame)] = frame
+        assert decode(buffer) == sent
     for told in (report(0, 2, (1,)), report(1, 3, None)):
         assert Report.from_text(told.to_text()) == told
     said = Raised(b"a pickle", "ShapeError", "too small", "cell 1, line 2", [("file.py", 3, "f")], False, True)

@@ -46,6 +46,9 @@ class Programs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Inner(Programs): ...
+
+
 def test_nothing_is_in_force_while_nobody_listens():
     assert not num_modes()
     with Names() as one:
@@ -59,12 +62,13 @@ def test_nothing_is_in_force_while_nobody_listens():
 
 def test_it_is_below_the_programs_modes_which_leave_in_any_order():
     names = Names()
-    with Programs():
+    with Programs(), Inner():
         with names:
             torch.ones(2)
             kinds = [type(mode) for mode in dispatch_modes()]
         torch.ones(3)
-    assert kinds == [Watcher, Programs] and names.heard == ["ones"]
+        left = [type(mode) for mode in dispatch_modes()]
+    assert kinds == [Watcher, Programs, Inner] and left == kinds[1:] and names.heard == ["ones"]
     programs = Programs()
     with names:
         programs.__enter__()
@@ -105,6 +109,29 @@ def test_one_that_leaves_inside_a_backward_pass_hears_no_more_and_the_mode_leave
     with Names() as again:
         torch.ones(2)
     assert again.heard == ["ones"] and names.heard == heard and not num_modes()
+
+
+def test_one_that_comes_or_leaves_inside_an_operation_does_so_with_the_next():
+    guest = Names()
+
+    class Host(Names):
+        def starts(self, func, args, kwargs):
+            if not self.heard:
+                guest.__enter__()
+            return super().starts(func, args, kwargs)
+
+        def ended(self, func, args, kwargs, result, note):
+            super().ended(func, args, kwargs, result, note)
+            if len(self.heard) == 2:
+                self.__exit__()
+
+    host = Host()
+    host.__enter__()
+    _ = (torch.ones(2) + 1) * 2
+    assert (host.heard, guest.heard) == (["ones", "add"], ["add", "mul"])
+    assert dispatch_modes() == [watcher()]
+    guest.__exit__()
+    assert not num_modes()
 
 
 def test_each_thread_has_its_own():

@@ -218,3 +218,18 @@ def test_what_does_not_fit_is_refused():
 
     with pytest.raises(TraceError, match="no tokens travel to experts in this trace"):
         experts(tt.run(plain, Mesh(ep=2), torch.ones(2, 2), cluster="h100").trace)
+
+
+def test_ranks_that_share_no_experts_with_rank_0_are_not_shown():
+    """On dp x ep, where whole tensors are also gathered along dp."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        tt.all_gather(x, "dp")
+        return tt.MixtureOfExperts(WIDTH, 6, RULE, "ep")(x)[1].choices
+
+    both = P(("dp", "ep"))
+    x = torch.randn(16, WIDTH)
+    out = tt.run(program, Mesh(dp=2, ep=2), x, in_specs=both, out_specs=both, cluster="h100")
+    (seen,), (given,) = layers_of(out.trace), layers_of(out.trace, out.value[:8])
+    assert seen.ranks == given.ranks == (0, 1)
+    assert (seen.loads == counted(out.value[:8], ranks=2)).all() and (given.loads == seen.loads).all()

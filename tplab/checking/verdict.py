@@ -285,4 +285,5 @@ def _judge_none(pieces: Sequence[np.ndarray | None], reference: np.ndarray | Non
     if not np.any(reference):
         return Verdict(True, 0.0, 0.0, f"no {what}, and zero in the reference")
     where = "every rank" if len(without) == len(pieces) else ranks_text(without)
-    return Verdict(False, np.inf, 0.0, f"no {what} on {where}: it takes no part in the loss there", "missing")
+    why = "the loss does not depend on it there, or autograd does not see that it does"
+    return Verdict(False, np.inf, 0.0, f"no {what} on {where}: {why}", "missing")

@@ -98,6 +98,7 @@ SIZES = (
     (14, 8, 4, 8),  # a batch that 4 does not divide
     (8, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
     (2**16, 8192, 28_672, 64),
+    (24, 8, 8, 4),  # here the mesh whose two parts are most alike sends a third more
     (10, 10, 10, 1),
 )
 """(batch, width, hidden, ranks) of the cases."""

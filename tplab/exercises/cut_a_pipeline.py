@@ -18,6 +18,7 @@ from tplab.exercises.verdict import Refused, Verdict, check, on, refuse, right, 
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, partition
 from tplab.schedules import Costs, interleaved_1f1b, measured_costs, one_f_one_b, simulate
+from tplab.units import bytes_text
 from tplab.widgets.matrices import Panel
 
 BYTES_PER_PARAMETER = 16
@@ -197,7 +198,7 @@ def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
     most = max(trials[0].takes(trials[0].best().bounds))
     for percent in range(95, 0, -5):
         limit = most * percent // 100
-        trial = Trial(f"your model on 4 ranks, {limit:,} bytes each", *measured, 4, limit)
+        trial = Trial(f"your model on 4 ranks, {bytes_text(limit)} each", *measured, 4, limit)
         try:
             trial.best()
         except ShapeError:
@@ -224,10 +225,14 @@ def _refuse_unless_best(trial: Trial, bounds: list[int]) -> None:
     panels = _panels(trial, bounds)
     for rank, num_bytes in enumerate(takes):
         if num_bytes > trial.limit:
-            text = f", {trial.name}: {bounds} gives rank {rank} {num_bytes:,} bytes."
             held = trial.ranks - rank
-            hint = f"Under 1F1B, rank {rank} of {trial.ranks} keeps {held} microbatch{'es' if held > 1 else ''}."
-            refuse(f"{text}\n{hint}", panels)
+            weights, activations = map(bytes_text, trial.parts(bounds)[rank].values())
+            refuse(
+                f", {trial.name}: {bounds} gives rank {rank} {bytes_text(num_bytes)}.\nIts layers' weights take "
+                f"{weights}, with their gradients and Adam's averages. Under 1F1B, rank {rank} of {trial.ranks} keeps "
+                f"{held} microbatch{'es' if held > 1 else ''}, {activations}.",
+                panels,
+            )
     if max(has) > best.largest * (1 + 1e-9):
         worse = trial.makespan(bounds) / trial.makespan(best.bounds)
         text = f", {trial.name}: {bounds} is within the limit, but takes {worse:.2f} times as long as needed."
@@ -250,7 +255,11 @@ def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
             "This would be the best cut if every rank kept as many microbatches as there are ranks. Only rank 0 does: "
             "later ranks have more room."
         )
-    return f"The busiest rank's work is {largest:,g}, where {least:,g} is possible. All other ranks wait for it."
+    all_work = sum(trial.costs)
+    return (
+        f"The busiest rank does {largest / all_work:.1%} of the work, where {least / all_work:.1%} is possible. All "
+        "other ranks wait for it."
+    )
 
 
 def _careful(trial: Trial) -> tuple[int, ...] | None:
@@ -281,7 +290,7 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
     took = [held + int(most) for held, most in zip(out.per_rank, out.trace.peak_bytes)]
     free = replace(trial, limit=math.inf).best().bounds
     return (
-        f"We ran your model with this cut on {trial.ranks} ranks. The fullest rank took {max(took):,} bytes of "
-        f"{trial.limit:,}. Without the limit it would have taken {max(trial.takes(free)):,} bytes, and the "
-        f"batch {trial.makespan(free) / trial.makespan(bounds):.2f} times the time."
+        f"We ran your model with this cut on {trial.ranks} ranks. The fullest rank took {bytes_text(max(took))} of "
+        f"{bytes_text(trial.limit)}. Without the limit it would have taken {bytes_text(max(trial.takes(free)))}, and "
+        f"the batch {trial.makespan(free) / trial.makespan(bounds):.2f} times the time."
     )

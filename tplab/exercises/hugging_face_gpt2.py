@@ -126,7 +126,8 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
             before = Untouched({"given.weight": theirs.weight, "given.bias": theirs.bias}, generators=False)
             block.mlp.c_proj = mine = layer(theirs)
             harm.append(before.damage())
-            _refuse_other_shapes(mine, theirs)
+            _refuse_other_parameters(mine, theirs)
+            mine.register_forward_hook(_refuse_none)
             held.append(sum(parameter.numel() for parameter in block.mlp.c_proj.parameters()))
         return whole
 
@@ -155,17 +156,25 @@ def check_row(layer: Callable[..., Any]) -> Verdict:
     )
 
 
-def _refuse_other_shapes(mine: Any, given: Any) -> None:
+def _refuse_other_parameters(mine: Any, given: Any) -> None:
     """Refuse a layer whose parameters cannot be compared with those of the given one."""
     rows, columns = given.weight.shape
-    for name, parameter in mine.named_parameters():
-        shape = list(parameter.shape)
-        if name not in ("weight", "bias") or shape[-1] != columns:
-            refuse(
-                f": its parameter {name} has shape {shape}. The check compares parameters with those of `given`: call "
-                f"them weight and bias, and let each rank have rows of given.weight, which is [{rows}, {columns}]. "
-                "(The weight of nn.Linear is the transpose.)"
-            )
+    names = [name for name, _ in mine.named_parameters()]
+    if set(names) != {"weight", "bias"}:
+        refuse(
+            f": its parameters are {' and '.join(names) or 'none'}. The check compares them with those of `given`: "
+            "make self.weight and self.bias, each an nn.Parameter."
+        )
+    if (shape := list(mine.weight.shape))[-1] != columns:
+        refuse(
+            f": its weight has shape {shape} on this rank. Let each rank have rows of given.weight, which is "
+            f"[{rows}, {columns}]. (The weight of nn.Linear is the transpose.)"
+        )
+
+
+def _refuse_none(layer: Any, args: Any, output: Any) -> None:
+    if output is None:
+        refuse(": its forward returned None; is a `return` missing?")
 
 
 def _share_of_work(layer: Callable[..., Any]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen
 from tplab.exercises.trials import trials, weight
-from tplab.exercises.verdict import hint, on, refuse
+from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -25,7 +25,7 @@ def _gpus_first(seen: Seen) -> np.ndarray:
 
 GATHER_ALL = Exercise(
     name="gather_all",
-    tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 3)).astype(float)},
+    tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 2 + mesh.axis_size("gpu"))).astype(float)},
     specs={"x": P(("node", "gpu"))},
     plain=lambda tensors: {"y": tensors["x"]},
     results={"y": P()},
@@ -64,20 +64,20 @@ ADDED = (
 
 
 def few_rows(answer: Answer, again: str, added: str = "") -> None:
-    """Refuse a program of two levels that sends more rows, of three numbers each, to other nodes or inside its node
-    than it must. Inside, all ranks together count: in some ways to gather, one of them sends more than its share.
+    """Refuse a program of two levels that sends more rows of its argument x to other nodes or inside its node than it
+    must. Inside, all ranks together count: in some ways to gather, one of them sends more than its share.
 
     again   the hint for too many inside        added   the hint where rows are added up, if they need not be
     """
     for mesh in answer.exercise.meshes:
         nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
-        trace = answer.run(mesh).trace
-        inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / ROW
-        across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / ROW - inside
+        trace, row = answer.run(mesh).trace, 4 * answer.tensors(mesh)["x"].shape[1]  # bytes in float32
+        inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / row
+        across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / row - inside
         first = "Which of the two levels should come first?"
-        for sent, enough, is_inside, along, where, why in (
-            (across, nodes - 1, False, "over axes other than gpu", "to other nodes", first),
-            (inside, (gpus - 1) * nodes, True, "inside its node", "inside its node", again),
+        for sent, enough, is_inside, where, why in (
+            (across, nodes - 1, False, "in messages that may leave its node", first),
+            (inside, (gpus - 1) * nodes, True, "inside its node", again),
         ):
             if (sent.sum() <= enough * mesh.size) if is_inside else nodes == 1 or sent.max() <= enough:
                 continue
@@ -85,45 +85,50 @@ def few_rows(answer: Answer, again: str, added: str = "") -> None:
                 why = added
             table = sent.reshape(nodes, gpus)
             but(
-                f"on {mesh} a GPU sends {sent.max():.0f} rows {along}, where {enough} would do.\n{why}\nOne row per "
+                f"on {mesh} a GPU sends {sent.max():.0f} rows {where}, where {enough} would do.\n{why}\nOne row per "
                 f"node, one column per GPU: the rows that it sends {where}.",
                 [Panel("yours", table, table > enough), Panel("enough", np.full(table.shape, enough))],
             )
 
 
-ROW = 3 * 4  # bytes of three float32
-
-
 def _what_flows_back(answer: Answer) -> str:
-    """Which gradient a row gets, in words. Refuses a gather that lets none through, or leaves damage behind.
+    """Which gradient a row gets, in words: the same on every mesh. Refuses a gather that lets none through, or leaves
+    damage behind.
 
     How often the gradient counts depends on who uses the rows: `all_gather` adds up what all ranks say of a row, and
     `gather_from` takes what its owner says. Both are right.
     """
-    mesh = GATHER_ALL.meshes[0]
-    tensors = answer.tensors(mesh)
-    with on(mesh):
-        *_, trial = trials(answer.framework, answer.fn, replace(GATHER_ALL, gradients=("x",)), mesh, tensors)
-    if trial.damage:
-        but(trial.damage)
-    once, got = weight(tensors["x"]), np.concatenate([found["dx"] for found in trial.found])
-    known = {
-        "Its gradient is what the owner of a row says of it: right where all ranks go on with the same work.": once,
-        "Its gradient adds up what all ranks say of a row: right where each goes on with work of its own.": (
-            mesh.size * once
-        ),
-        "Its gradient adds up what the ranks along gpu say of a row, but not those along node.": (
-            mesh.axis_size("gpu") * once
-        ),
-        "Its gradient adds up what the ranks along node say of a row, but not those along gpu.": (
-            mesh.axis_size("node") * once
-        ),
-    }
-    said = hint(got, known, slack=1e-4)
+    said = list(GRADIENTS)
+    for mesh in GATHER_ALL.meshes:
+        tensors = answer.tensors(mesh)
+        with on(mesh):
+            *_, trial = trials(answer.framework, answer.fn, replace(GATHER_ALL, gradients=("x",)), mesh, tensors)
+        if trial.damage:
+            but(trial.damage)
+        once, got = weight(tensors["x"]), np.concatenate([found["dx"] for found in trial.found])
+        fits = [text for text, times in GRADIENTS.items() if np.allclose(got, times(mesh) * once, rtol=0, atol=1e-4)]
+        if not fits:
+            refuse(
+                f": the rows are right, but the gradient of x is not, on {mesh}. Is something cut off on the way, by "
+                "`detach` or `stop_gradient`?\nOne row per rank: the gradient of a loss that weights every entry of y.",
+                [Panel("yours, dx", got), Panel("right", mesh.size * once)],
+            )
+        said = [text for text in said if text in fits]
     if not said:
-        refuse(
-            f": the rows are right, but the gradient of x is not, on {mesh}. Is something cut off on the way, by "
-            "`detach` or `stop_gradient`?\nOne row per rank: the gradient of a loss that weights every entry of y.",
-            [Panel("yours, dx", got), Panel("right", mesh.size * once)],
-        )
-    return said
+        but("it adds up gradients over other ranks on one mesh than on another.")
+    return said[0]
+
+
+GRADIENTS: dict[str, Callable[[Mesh], int]] = {
+    "Its gradient is what the owner of a row says of it: right where all ranks go on with the same work.": lambda _: 1,
+    "Its gradient adds up what all ranks say of a row: right where each goes on with work of its own.": (
+        lambda mesh: mesh.size
+    ),
+    "Its gradient adds up what the ranks along gpu say of a row, but not those along node.": (
+        lambda mesh: mesh.axis_size("gpu")
+    ),
+    "Its gradient adds up what the ranks along node say of a row, but not those along gpu.": (
+        lambda mesh: mesh.axis_size("node")
+    ),
+}
+"""What the gradient of a row may be, and how often it then counts what one rank says of it."""

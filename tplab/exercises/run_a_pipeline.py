@@ -44,6 +44,8 @@ def check_ahead(ahead: Ahead) -> Verdict:
         where = f"{ranks} ranks and {microbatches} microbatches"
         with on(f"with {where}"):
             numbers = [ahead(rank, ranks) for rank in range(ranks)]
+            if None in numbers:
+                refuse(f": with {ranks} ranks it returns {numbers}; is a `return` missing?")
             if not all(isinstance(num, int | np.integer) and num >= 0 for num in numbers):
                 refuse(f": with {ranks} ranks it gives {numbers}; give whole numbers, 0 or more.")
             schedule = running_ahead(numbers, microbatches)
@@ -139,7 +141,8 @@ def but(text: str) -> None:
 def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
     """Refuse a loss or a gradient that is not that of one device."""
     where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {schedule.name}"
-    with on(f"with {schedule.name}"):
+    split = ", whose actions are F, I and W" if any(action.kind == "W" for action in schedule.by_rank()[0]) else ""
+    with on(f"with {schedule.name}{split}"):
         per_rank = _run(lambda stage: (_trained(fn, schedule, stage), _gradients(stage)), mesh).per_rank
     loss, grads, last = _plain(mesh.size)
     returned = per_rank[-1][0]

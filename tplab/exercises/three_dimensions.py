@@ -106,7 +106,7 @@ def check_layouts(chosen: Mapping[str, str]) -> Verdict:
             lines.append(f"{cluster}: {layout} is the fastest, {time_text(took, 's')} per step")
         else:
             right = False
-            slower = f"takes {took / least:.1f} times as long as the fastest"
+            slower = f"takes {took / least:.3g} times as long as the fastest"
             lines.append(f"{cluster}: {layout} {slower}. {_hint(layout, cluster)}")
     return Verdict(right, "\n".join(lines))
 

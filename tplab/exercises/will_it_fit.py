@@ -1,75 +1,142 @@
-"""The exercises of lab 25: how many microbatches a stage keeps, and which remedy makes a training job fit."""
+"""The exercises of lab 25: the bytes of each stage of a pipeline, and which remedy makes a training job fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from tplab.cost import H100_MEASURED
-from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right
+from tplab.exercises.verdict import Verdict, check, on, refuse, right
 from tplab.forecast import Model, Plan
-from tplab.forecast.memory import memory, usable_bytes
+from tplab.forecast.memory import Held, memory, usable_bytes
 from tplab.schedules import one_f_one_b
 from tplab.schedules.simulation import peak_activations
 
-# --- microbatches in flight ----------------------------------------------------------------------------------------
+# --- the bytes of each stage ---------------------------------------------------------------------------------------
 
-SIZES = ((4, 8), (4, 4), (3, 7), (8, 3), (8, 5), (2, 1), (1, 6), (16, 32), (24, 50))
-"""(stages, microbatches): more microbatches than stages, as many, and fewer."""
-
-
-@check("in_flight", not_with=("peak_activations", "in_flight", "memory"))
-def check_in_flight(fn: Callable[[int, int, int], Any]) -> Verdict:
-    """Whether `fn(stage, stages, microbatches)` is how many microbatches a stage of a 1F1B pipeline keeps at most."""
-    for stages, microbatches in SIZES:
-        want = peak_activations(one_f_one_b(stages, microbatches)).astype(int).tolist()
-        got, wrong = [], []
-        for stage in range(stages):
-            with on(f"for stage {stage} of {stages}, with {_microbatches(microbatches)}"):
-                got.append(fn(stage, stages, microbatches))
-                wrong += [stage] if bool(got[stage] != want[stage]) else []
-        if wrong:
-            stage = wrong[0]
-            text = (
-                f" is not right yet. With {_stages(stages)} and {_microbatches(microbatches)}, stage {stage} keeps at "
-                f"most {want[stage]}, and in_flight says {got[stage]!r}.\n{_hint(got, stages, microbatches)}"
-            )
-            refuse(text.rstrip())
-    return right(f" is right: it agrees with the schedule for {len(SIZES)} pipelines, on every stage.")
+STATES = 18
+"""Bytes per parameter: in bfloat16, its gradient in float32, and what Adam keeps."""
 
 
-def _microbatches(count: int) -> str:
-    return f"{count} microbatch{'es' if count != 1 else ''}"
+@dataclass(frozen=True)
+class Case:
+    """A pipeline: layers of each stage; parameters of a layer and of either end; bytes that a layer keeps."""
+
+    cut: tuple[int, ...]
+    microbatches: int
+    layer: int
+    ends: int
+    kept: int
+
+    def parameters(self, ends: int = 1) -> np.ndarray:
+        """Of each stage, with so many times the embedding on the first and the output matrix on the last one."""
+        held = np.array(self.cut) * self.layer
+        held[[0]] += ends * self.ends
+        held[[-1]] += ends * self.ends
+        return held
+
+    def in_flight(self) -> np.ndarray:
+        """The microbatches that each stage keeps at most, counted in the schedule."""
+        return peak_activations(one_f_one_b(len(self.cut), self.microbatches)).astype(int)
+
+    def bytes_of_stages(self, parameters: Any, in_flight: Any, states: int = STATES) -> np.ndarray:
+        return states * parameters + in_flight * np.array(self.cut) * self.kept
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"stage_bytes({shown})"
 
 
-def _stages(count: int) -> str:
-    return f"{count} stage{'s' if count != 1 else ''}"
+CASES = (
+    Case((4, 4, 4, 4), 8, 1000, 3000, 700),
+    Case((1, 2, 2, 3), 8, 1000, 500, 90_000),
+    Case((3, 1, 2), 2, 640, 1100, 2000),
+    Case((2, 2, 2, 2, 2), 3, 10, 7, 100),
+    Case((5,), 4, 100, 60, 3000),
+    Case((1, 3), 1, 512, 64, 4096),
+)
+"""More microbatches than stages, as many, and fewer; equal stages and unequal ones; a single one."""
+
+OF_PARAMETERS: Mapping[str, Callable[[Case], Any]] = {
+    "": Case.parameters,
+    "Its parameters are the mean of all stages, and the fullest stage has more. Who has the embedding, and who the "
+    "output matrix?": lambda case: np.full(len(case.cut), case.parameters().mean()),
+    "Its parameters leave out the embedding of the first stage and the output matrix of the last one.": (
+        lambda case: case.parameters(ends=0)
+    ),
+    "Only the first stage has the embedding, and only the last one has the output matrix.": (
+        lambda case: case.parameters(ends=0) + 2 * case.ends
+    ),
+    "Every stage has its own layers, and not equally many.": (
+        lambda case: replace(case, cut=len(case.cut) * (sum(case.cut) / len(case.cut),)).parameters()
+    ),
+}
+"""What is wrong with the parameters -> the parameters of each stage that this would give."""
+
+OF_IN_FLIGHT: Mapping[str, Callable[[Case], Any]] = {
+    "": Case.in_flight,
+    "For its activations, stage 0 is right if there are many microbatches. How many forward passes does a later stage "
+    "run before its first backward pass?": lambda case: len(case.cut),
+    "Its activations are those of every microbatch, as in GPipe. In 1F1B a stage begins backward passes earlier.": (
+        lambda case: case.microbatches
+    ),
+    "For its activations, can a stage keep more microbatches than there are?": (
+        lambda case: len(case.cut) - np.arange(len(case.cut))
+    ),
+    "Its activations are those before the first pair of a forward and a backward pass. The pair's own is kept too.": (
+        lambda case: np.minimum(len(case.cut) - 1 - np.arange(len(case.cut)), case.microbatches)
+    ),
+    "Its microbatches are in the wrong direction: the first stage waits longest for its first backward pass.": (
+        lambda case: np.minimum(np.arange(len(case.cut)) + 1, case.microbatches)
+    ),
+    "Its activations are those of one microbatch. How many does a stage keep at once?": lambda case: 1,
+}
+"""What is wrong with the activations -> the microbatches that this would give."""
+
+OF_STATES = {"": STATES, "Are the bytes per parameter those above, with gradients in float32?": 16}
 
 
-def _hint(got: list[Any], stages: int, microbatches: int) -> str:
-    if None in got:
-        return "Is a `return` missing?"
-    stage = np.arange(stages)
-    known = {
-        "Stage 0 is right. How many forward passes does a later stage run before its first backward pass?": stages,
-        "That is every microbatch, as in GPipe. In 1F1B a stage begins backward passes earlier.": microbatches,
-        "Can a stage keep more microbatches than there are?": stages - stage,
-        "These are the forward passes before the first pair of a forward and a backward pass. The pair's own is kept "
-        "too.": np.minimum(stages - 1 - stage, microbatches),
-        "This is in the wrong direction: the first stage waits longest for its first backward pass.": np.minimum(
-            stage + 1, microbatches
-        ),
-    }
-    return hint(got, known) if all(isinstance(one, Real) for one in got) else ""
+@check("stage_bytes", not_with=("peak_activations", "in_flight", "memory"))
+def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
+    """Whether `fn(cut, microbatches, layer, ends, kept)` is the bytes of each stage of a 1F1B pipeline: 18 for each of
+    its parameters, and what its layers keep for the microbatches in flight."""
+    for case in CASES:
+        with on(f"in {case}"):
+            given = list(case.cut)
+            got = fn(given, case.microbatches, case.layer, case.ends, case.kept)
+            if given != list(case.cut):
+                refuse(": it changes the list that it is given.")
+            if got is None:
+                refuse(f": {case} returned None; is a `return` missing?")
+            if np.shape(got) != (len(case.cut),):
+                refuse(f": {case} is {got!r}; return one number for each of {len(case.cut)} stages.")
+        found, want = np.array(got, float), case.bytes_of_stages(case.parameters(), case.in_flight())
+        if (wrong := np.flatnonzero(~np.isclose(found, want, rtol=1e-9))).size:
+            stage = int(wrong[0])
+            text = f" is not right yet. In {case}, stage {stage} takes {want[stage]:,} B, and yours are"
+            refuse(f"{text} {found[stage]:,.0f}.\n{_hint(found, case)}".rstrip())
+    return right(f" is right: it agrees with the schedule for {len(CASES)} pipelines, on every stage.")
+
+
+def _hint(got: np.ndarray, case: Case) -> str:
+    """What is wrong with these bytes: with one of their parts, or with several."""
+    ways = product(OF_STATES.items(), OF_PARAMETERS.items(), OF_IN_FLIGHT.items())
+    for said in sorted(ways, key=lambda way: sum(bool(text) for text, _ in way)):
+        (_, states), (_, parameters), (_, in_flight) = said
+        if np.allclose(got, case.bytes_of_stages(parameters(case), in_flight(case), states), rtol=1e-9, atol=0):
+            return "\n".join(text for text, _ in said if text)
+    return ""
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------
 
 GB = 1e9
+KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
 LIMIT = usable_bytes(H100_MEASURED.chip)
 """What an H100 with 80 GiB lets a program have: 79.2 GiB, 85 GB."""
 
@@ -83,20 +150,27 @@ class Job:
     batch: int
     sequence: int
 
+    def fullest(self, plan: Plan) -> tuple[Held, int]:
+        """What the fullest rank holds, and the stage it is in."""
+        held = memory(self.model, plan, self.batch, self.sequence)
+        stage = max(range(len(held)), key=lambda one: held[one].total)
+        return held[stage], stage
+
     def peak(self, plan: Plan) -> tuple[int, int]:
         """The bytes that the fullest rank holds, and the stage it is in."""
-        held = [one.total for one in memory(self.model, plan, self.batch, self.sequence)]
-        return max(held), held.index(max(held))
+        held, stage = self.fullest(plan)
+        return held.total, stage
 
     def __str__(self) -> str:
         plan = self.plan
         said = [f"tp {plan.tp}, pp {plan.pp}, dp {plan.dp}"]
         said += ["sequence parallel"] * plan.sequence_parallel + [f"ZeRO {plan.zero}" if plan.zero else "no ZeRO"]
         said += [{"none": "no recomputation", "full": "full recomputation"}[plan.recompute]]
-        peak, stage = self.peak(plan)
+        held, stage = self.fullest(plan)
+        parts = ", ".join(f"{kind} {getattr(held, kind) / GB:.1f}" for kind in KINDS)
         return (
             f"{self.model.name}, {', '.join(said)},\n   microbatches of {plan.microbatch} x {self.sequence:,} tokens: "
-            f"{peak / GB:.0f} GB in stage {stage}"
+            f"{held.total / GB:.0f} GB in stage {stage},\n   of that {parts}"
         )
 
 
@@ -136,28 +210,42 @@ def first_enough(job: Job) -> str:
     return next(name for name, remedy in REMEDIES.items() if job.peak(remedy(job.plan))[0] <= LIMIT)
 
 
-def check_remedies(chosen: Mapping[str, str]) -> Verdict:
-    """Whether `chosen` has, for each job, the first remedy of the list that makes it fit."""
+def check_remedies(chosen: Mapping[str, tuple[str, float]]) -> Verdict:
+    """Whether `chosen` has, for each job, the first remedy of the list that makes it fit, and the GB that the fullest
+    rank then holds, to a tenth."""
     if not isinstance(chosen, Mapping):
         return Verdict(False, f"my_remedies: this is an object of type {type(chosen).__name__}. Write a dict.")
-    if not any(chosen.values()):
+    if not any(name for name, _ in map(_pair, chosen.values())):
         return Verdict(None, "my_remedies: not started. Put a remedy between the quotation marks of each job.")
-    judged = {name: _judged(job, chosen.get(name) or "") for name, job in JOBS.items()}
+    judged = {name: _judged(job, *_pair(chosen.get(name))) for name, job in JOBS.items()}
     is_right = all(passed for _, passed in judged.values())
     title = "my_remedies: all four jobs fit." if is_right else "my_remedies is not right yet."
     return Verdict(is_right, "\n".join([title, *(f"{name}: {text}" for name, (text, _) in judged.items())]))
 
 
-def _judged(job: Job, choice: Any) -> tuple[str, bool]:
-    """(what a remedy does to a job, whether it is the right one)."""
+def _pair(choice: Any) -> tuple[str, Any]:
+    """A remedy and its GB, of which one or both may be missing."""
+    name, gb, *_ = [*choice, None, None] if isinstance(choice, tuple | list) else [choice, None]
+    return str(name or "").strip(), gb
+
+
+def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
+    """(what a remedy does to a job, whether it is the right one, with the right GB)."""
     names = {name.casefold(): name for name in REMEDIES}
-    name = names.get(str(choice).strip().casefold())
+    name = names.get(choice.casefold())
     if name is None:
         return (f"{choice!r} is not in the list" if choice else "no remedy yet"), False
     changed = REMEDIES[name](job.plan)
     if changed == job.plan:
         return f"{_no_change(name, job.plan)}. What is the largest part?", False
     (before, _), (peak, stage) = job.peak(job.plan), job.peak(changed)
+    if not isinstance(gb, Real) or isinstance(gb, bool) or not gb:
+        return "how many GB does the fullest rank then hold? Write a number after the remedy", False
+    if abs(float(gb) - peak / GB) > 0.1 * peak / GB:
+        return (
+            f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
+            "what stays?"
+        ), False
     said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB, in stage {stage}"
     if peak > LIMIT:
         return f"{said}, and the limit is {LIMIT / GB:.1f} GB. What is the largest part?", False

@@ -66,10 +66,10 @@ def experts(
         out = tt.run(program, Mesh(ep=4), x, in_specs=P("ep"), out_specs=P("ep"), cluster="h100")
         experts(out.trace, out.value[1])
 
-    trace     of a run with a cluster. All layers that rank 0 takes part in are shown, each after the one before. Their
-              backward passes send the same rows again, and are not shown
-    choices   what the router chose, [tokens of all ranks, k], or one such table for each layer: with it, an expert says
-              which tokens it has. A trace keeps the values of messages with up to 64 numbers, and needs it otherwise
+    trace     of a run with a cluster. All layers of rank 0, and of the ranks that share its experts, follow one
+              another. Their backward passes send the same rows again, and are not shown
+    choices   what the router chose, [tokens of these ranks, k], or one such table for each layer: with it, an expert
+              says which tokens it has. A trace keeps values of messages with up to 64 numbers, and needs it otherwise
     experts   how many there are; needed where the trace does not say it, as in programs that compute in other ways than
               the layers of tplab. Expert e is on rank e // (E / R) of R
     step      where the playhead starts

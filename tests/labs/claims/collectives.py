@@ -20,7 +20,20 @@ def bus_bandwidth(gpu: str, op: str) -> float:
     return max(laps * 7 / 8 * nbytes / seconds for nbytes, seconds in collective_times(gpu, op, 8))
 
 
+def sends(op: str, ranks: int) -> float:
+    """Of its input."""
+    return collective(op, 1.0, ranks, SHEET.inner_link, "ring").bytes
+
+
 CLAIMS = (
+    Claim(
+        "An all-reduce sends less than twice its input on any number of ranks, and a reduce-scatter or an all-to-all "
+        "less than once",
+        lambda: all(
+            sends("all_reduce", ranks) < 2 and sends("reduce_scatter", ranks) < 1 and sends("all_to_all", ranks) < 1
+            for ranks in range(2, 1025)
+        ),
+    ),
     Claim(
         "Three hops are faster for a hundred numbers, fourteen for a hundred million",
         lambda: doubling(4 * 100) < ring(4 * 100) and ring(4 * 1e8) < doubling(4 * 1e8),

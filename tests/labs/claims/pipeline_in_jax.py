@@ -4,6 +4,8 @@ import re
 
 from tests.labs.entries import Claim, Given
 from tests.labs.prose import printed
+from tests.labs.schedules import PROFILE, RULES, WHICH
+from tplab.schedules import simulate
 
 
 def longer() -> list[float]:
@@ -18,6 +20,11 @@ def longer() -> list[float]:
 
 
 CLAIMS = (
+    *WHICH,
+    Claim(
+        "1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms",
+        lambda: [1, *(simulate(RULES[name], PROFILE, lockstep=True).makespan for name in ("1F1B", "GPipe", "ZB-H1"))],
+    ),
     Given("A tick is over when its slowest rank is done"),
     Claim("1F1B takes about a quarter longer", lambda: all(1.2 < times < 1.3 for times in longer())),
     Given("each tick takes as long as its slowest rank"),

@@ -1,6 +1,9 @@
 """Lab 13: what the ranks of a pipeline hold, by its formulas, and what Megatron allocated."""
 
 from tests.labs.entries import Claim, Given
+from tests.labs.schedules import WHICH
+from tplab.forecast import Model, Plan
+from tplab.forecast.activations import kept
 from tplab.forecast.measured import ON_B200
 
 WIDTH, TOKENS, BLOCKS, VOCABULARY, RANKS = 4096, 4096, 32, 128_000, 16
@@ -10,7 +13,13 @@ HEAD, LOGITS = 16 * WIDTH * VOCABULARY / 1e9, TOKENS * VOCABULARY * 4 / 1e9
 GPT_LITE = (65 + 200) * 768
 """Parameters of its embeddings: of 65 characters and 200 positions."""
 
+LLAMA = Model.find("llama3-70b")
+HALF = 9 * (6 * LLAMA.layer_parameters + LLAMA.hidden * LLAMA.vocab), 6 * 16 * 4096 * 8192 * 2
+"""Of six layers and an end: parameters with their states, under ZeRO 1 on four copies; and what a microbatch keeps."""
+BY_FORMULA = HALF[0] + 2 * HALF[1], HALF[0] + HALF[1] + 2 * 4096 * 128_256 * 4
+
 CLAIMS = (
+    *WHICH,
     Given("some have more than an eighth, because 8 ranks cannot share 12 blocks equally"),
     Claim("With Adam they add 3 MB", lambda: [16 * GPT_LITE / 1e6]),
     Claim(
@@ -22,7 +31,11 @@ CLAIMS = (
         lambda: [RANKS, BLOCKS_WITH_ADAM + HEAD + ACTIVATIONS + 2 * LOGITS, BLOCKS_WITH_ADAM + 2 * ACTIVATIONS],
     ),
     Claim(
-        "Megatron allocated 71.5 GB on ranks of the first stage, and 67.6 GB on those of the last",
-        lambda: [gib * 2**30 / 1e9 for gib in ON_B200[1, 2, 4]],
+        "The formula is within 5% of both",
+        lambda: all(abs(one / (gib * 2**30) - 1) < 0.05 for one, gib in zip(BY_FORMULA, ON_B200[1, 2, 4], strict=True)),
+    ),
+    Claim(
+        "a block of Llama keeps a little more than 16 times its input",
+        lambda: 16 < kept(LLAMA, Plan(pp=2), 4096).layer / (4096 * LLAMA.hidden * 2) < 19,
     ),
 )

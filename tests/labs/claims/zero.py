@@ -86,7 +86,7 @@ CLAIMS = (
     ),
     Given("and 16,384 tokens per rank, on eight H100s"),
     Claim(
-        "H100s, which let a program use 85 GB (79.2 of 80 GiB)",
+        "An H100 lets a program use 85 GB (79.2 of 80 GiB)",
         lambda: [usable_bytes(H100_MEASURED.chip) / 1e9, usable_bytes(H100_MEASURED.chip) / 2**30, 80],
     ),
     Given("as long as a layer computes for longer than its message takes"),

@@ -26,6 +26,7 @@ from tplab.torch.checking.recut import modules_like, recuts
 from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
 from tplab.torch.ranks.values import dtype_name
 from tplab.torch.run import run
+from tplab.units import ranks_text
 
 
 def check_parallel(
@@ -330,8 +331,8 @@ def _is_constant(x: Tensor) -> bool:
 
 
 def _absent(pieces: Sequence[Any]) -> Verdict:
-    ranks = [str(rank) for rank, piece in enumerate(pieces) if piece is None]
-    where = "" if len(ranks) == len(pieces) else f" on ranks {', '.join(ranks)}"
+    ranks = [rank for rank, piece in enumerate(pieces) if piece is None]
+    where = "" if len(ranks) == len(pieces) else f" on {ranks_text(ranks)}"
     words = (
         f"the model has no such parameter{where}: it is neither counted nor trained there; names= says if it is called "
         "otherwise"

@@ -74,7 +74,7 @@ class Header(NamedTuple):
     label: Label
 
     def to_text(self) -> bytes:
-        return json.dumps(self).encode()
+        return json.dumps(self, ensure_ascii=False).encode(errors="surrogatepass")
 
     @classmethod
     def from_text(cls, text: bytes) -> Header:
@@ -115,5 +115,5 @@ def decode(frame: Tensor) -> Header:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as one row of bytes."""
-    return x.view(-1).view(torch.uint8)
+    """The memory of a contiguous tensor as one row of bytes. A dim of size 1 may have any stride."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

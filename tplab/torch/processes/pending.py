@@ -69,11 +69,13 @@ class ProcessPending(Pending):
         """Continue in a separate thread, so that it really overlaps with what the rank computes."""
         if self.flight is not None:
             self._flies = True
-            Thread(target=self._fly, args=(torch.get_num_threads(),), daemon=True).start()
+            about = torch.get_num_threads(), torch.is_inference_mode_enabled()  # a new thread has its own
+            Thread(target=self._fly, args=about, daemon=True).start()
 
-    def _fly(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # a new thread would use all cores
-        self._travel()
+    def _fly(self, num_threads: int, is_inference: bool) -> None:
+        torch.set_num_threads(num_threads)
+        with torch.inference_mode(is_inference):
+            self._travel()
 
     def _travel(self) -> None:
         try:

@@ -16,7 +16,7 @@ def values_of(x: Tensor) -> np.ndarray | None:
     tensors have none."""
     if x.is_meta:
         return None
-    x = x.detach().cpu()
+    x = x.detach().cpu().resolve_conj().resolve_neg()
     if x.dtype in WITHOUT_KERNELS:
         x = x.view(BITS[x.itemsize])
     elif x.dtype is torch.complex32:

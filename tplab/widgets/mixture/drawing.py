@@ -77,8 +77,8 @@ def draw(layers: Sequence[Layer], unit: str, width: float = WIDE) -> Scene:
     place = Place(width, len(first.ranks), first.here)
     sheet = Scene(width, place.height)
     sheet.text(0, 12, "tokens of", size=10.5, fill=DIM, anchor="lm")
-    sheet.text(place.experts + 22, 12, "rows of each expert", size=10.5, fill=DIM, anchor="lm")
-    sheet.text(place.times, 12, "time of each rank", size=10.5, fill=DIM, anchor="lm")
+    for x, what, of in ((place.experts + 22, "rows", " of each expert"), (place.times, "time", " of each rank")):
+        sheet.text(x, 12, what + of * place.is_wide, size=10.5, fill=DIM, anchor="lm")
     for number, rank in enumerate(first.ranks):
         middle = place.top(number) + place.rank / 2
         sheet.text(0, middle, f"rank {rank}" if place.is_wide else str(rank), size=11, bold=True, anchor="lm")
@@ -182,10 +182,9 @@ class _Drawing:
                 with sheet.about(self._about_expert(expert)):
                     sheet.box(left, y, place.times - left - 8, place.expert)
                 if place.expert > 9:
-                    size = left + total * per_row + 4
-                    sheet.text(
-                        size, y + place.expert / 2, f"{total}", size=9.5, fill=INK if total else DIM, anchor="lm"
-                    )
+                    x, fill = left + total * per_row + 4, INK if total else DIM
+                    sheet.box(x - 1, y + 2, sheet.width_of(f"{total}", 9.5) + 2, place.expert - 4, fill=PAPER)
+                    sheet.text(x, y + place.expert / 2, f"{total}", size=9.5, fill=fill, anchor="lm")
             x = left
             for source, rows in enumerate(loads):
                 box = (x, y + 1, rows * per_row, place.expert - 2)

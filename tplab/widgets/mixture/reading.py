@@ -149,8 +149,9 @@ def _taking_part(trace: Trace) -> list[_Log]:
     found, new = dict[int, _Log](), [0]
     while new:
         rank = new.pop()
-        found[rank] = _Log(trace, rank)
-        new += {other for event in found[rank].sent for other in _group(trace, event)} - {*found, *new}
+        found[rank] = log = _Log(trace, rank)
+        sent = [log.sent[place] for levels, _ in _found(log) for level in levels for place in level]
+        new += {other for event in sent for other in _group(trace, event)} - {*found, *new}
     return [found[rank] for rank in sorted(found)]
 
 

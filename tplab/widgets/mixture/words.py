@@ -39,7 +39,7 @@ def _computing(layer: Layer, unit: str) -> str:
     else:
         text = f"rank {layer.ranks[most]} computes {rows[most]} rows, and rank {layer.ranks[least]} only {rows[least]}"
     idle = int((layer.loads.sum(0) == 0).sum())
-    text += f"; {idle} of {layer.loads.shape[1]} experts have none" if idle else ""
+    text += f"; {idle} of {layer.loads.shape[1]} experts {'has' if idle == 1 else 'have'} none" if idle else ""
     lost = sum(layer.dropped)
     text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:

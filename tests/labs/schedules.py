@@ -1,0 +1,122 @@
+"""The paragraph "Which schedule?", which labs 10, 12 and 13 share: its text, and what each of its figures is."""
+
+from functools import cache
+
+import torch
+
+import tplab.torch as tt
+from tests.labs.entries import Claim, Entry, Given
+from tplab import Mesh
+from tplab.pipeline import LayerSpec
+from tplab.schedules import (
+    Costs,
+    Schedule,
+    Simulation,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from tplab.torch.models.plain import PlainBlock
+
+PROFILE = Costs(18.522, 18.086, 9.337, transfer=0.601)
+"""ms. Qi et al. 2024 (arXiv:2401.10241), the table of bubble rates: 8 A100s, 24 microbatches."""
+
+RULES = {
+    "GPipe": gpipe(8, 24),
+    "1F1B": one_f_one_b(8, 24),
+    "ZB-H1": zb_h1(8, 24),
+    "ZB-H2": zb_h2(8, 24),
+    "interleaved, $v = 4$": interleaved_1f1b(8, 24, virtual_stages=4),
+    "ZB-V": zb_v(8, 24),
+}
+ROWS = {
+    "GPipe": "1,433 ms | 3.1 | 336",
+    "1F1B": "1,457 ms | 1 | 336",
+    "ZB-H1": "1,310 ms | 1.3 | 336",
+    "ZB-H2": "1,237 ms | 2.4 | 336",
+    "interleaved, $v = 4$": "1,220 ms | 1.2 | 1,488",
+    "ZB-V": "1,189 ms | 1.3 | 672",
+}
+
+PARAGRAPH = f"""\
+**Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
+With these, 24 microbatches and one program per rank:
+
+| | a step, simulated | bytes kept by the fullest rank, counted | messages |
+|---|---|---|---|
+{chr(10).join(f"| {name} | {row} |" for name, row in ROWS.items())}
+
+The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
+ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
+messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+"""
+
+
+def on_profile(schedule: Schedule) -> Simulation:
+    return simulate(schedule, PROFILE)
+
+
+def messages(schedule: Schedule) -> int:
+    return sum(event.kind == "send" for event in on_profile(schedule).trace.events)
+
+
+@cache
+def most_kept(name: str) -> float:
+    """The activations of the fullest rank, counted, for 32 equal blocks on 8 ranks."""
+    schedule, block = RULES[name], LayerSpec(PlainBlock, tt.GPTConfig(32, 32, 32, num_heads=2, context=16))
+
+    def program() -> None:
+        x = torch.zeros(1, 16, 32)
+        stages = tt.stages_of([block] * 32, schedule, "uniform")
+        tt.train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, lambda y, x: (y - x).square().mean())
+
+    return float(max(tt.run(program, Mesh(pp=8)).trace.peak_bytes))
+
+
+def relative(name: str) -> float:
+    return most_kept(name) / most_kept("1F1B")
+
+
+def figures(name: str) -> list[float]:
+    return [on_profile(RULES[name]).makespan, relative(name), messages(RULES[name])]
+
+
+def times(name: str) -> float:
+    return on_profile(RULES[name]).makespan / on_profile(RULES["1F1B"]).makespan
+
+
+FAST = "ZB-V", "interleaved, $v = 4$"
+
+WHICH: tuple[Entry, ...] = (
+    Claim(
+        "Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s",
+        lambda: [18.522, 18.086, 9.337, 0.601, 8],  # as PROFILE
+    ),
+    *(Claim(row, lambda name=name: figures(name)) for name, row in ROWS.items()),
+    Claim("GPipe is hardly faster, and keeps three times as much", lambda: 0.95 < times("GPipe") < 1),
+    Claim(
+        "ZB-V and interleaving with $v = 4$ shorten the step most",
+        lambda: max(map(times, FAST)) < min(times(name) for name in RULES if name not in FAST),
+    ),
+    Claim(
+        "They keep a quarter more, and send at least twice as many messages",
+        lambda: (
+            all(1.2 < relative(name) < 1.3 for name in FAST)
+            and min(messages(RULES[name]) for name in FAST) >= 2 * messages(RULES["1F1B"])
+        ),
+    ),
+    Claim(
+        "ZB-H1 sends no more, keeps as much as they do, and gains less",
+        lambda: (
+            messages(RULES["ZB-H1"]) == messages(RULES["1F1B"])
+            and 1.2 < relative("ZB-H1") < 1.3
+            and times("ZB-H1") > max(map(times, FAST))
+        ),
+    ),
+    Given("bytes kept by the fullest rank"),
+)
