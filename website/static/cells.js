@@ -123,9 +123,8 @@ async function draw(model, host, words) {
 }
 
 function run(last) {
-  if (running) return;
   queue = cells.slice(0, cells.indexOf(last) + 1).filter((cell) => cell === last || cell.ran !== cell.source);
-  next();
+  if (!running) next();
 }
 
 function next() {
