@@ -101,6 +101,7 @@ class Cell {
     }
     const view = shown["application/vnd.jupyter.widget-view+json"], model = models.get(view?.model_id);
     if (model) draw(model, this.add("output", node("div", "")), shown["text/plain"]);
+    else if (shown["image/png"]) this.add("output", Object.assign(new Image(), { src: `data:image/png;base64,${shown["image/png"]}`, alt: shown["text/plain"] }));
     else this.add("output text_plain", node("pre", "", shown["text/plain"]));
   }
 
