@@ -40,9 +40,7 @@ def part(said: list[dict], name: str) -> list:
     return [one[name] for one in said if name in one]
 
 
-@pytest.mark.parametrize(
-    "lab, many", [("10_pipeline_schedules", 22), ("21_balance", 10), ("26_which_layout", 17)]
-)
+@pytest.mark.parametrize("lab, many", [("10_pipeline_schedules", 22), ("21_balance", 10), ("26_which_layout", 17)])
 def test_cells_show_on_the_page_what_they_show_in_the_notebook(folder: Path, lab: str, many: int):
     cells = [
         cell for cell in nbformat.read(build.LABS / f"{lab}.ipynb", as_version=4).cells if cell.cell_type == "code"
@@ -59,7 +57,8 @@ def test_cells_show_on_the_page_what_they_show_in_the_notebook(folder: Path, lab
         assert [data["text/plain"] for data in part(said, "shown")] == shown
         assert part(said, "error") == [] and part(said, "done") == [True]
         kinds = {"application/vnd.jupyter.widget-view+json", "image/png"}
-        assert sum(bool(kinds & data.keys()) for data in part(said, "shown")) == sum("image/png" in output.get("data", {}) for output in outputs)
+        pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+        assert sum(bool(kinds & data.keys()) for data in part(said, "shown")) == pictures
 
 
 def test_what_needs_a_framework_says_so_and_an_error_has_its_own_words_first(folder: Path):
