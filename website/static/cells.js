@@ -66,7 +66,7 @@ class Cell {
     });
   }
 
-  get source() { return this.code.textContent.replace(/\n$/, ""); }
+  get source() { return this.code.innerText.replace(/\n+$/, ""); } // a browser may write a line break as an element
 
   begin() {
     this.output ??= this.box.querySelector(".cell_output") ?? this.box.appendChild(node("div", "cell_output"));
