@@ -35,8 +35,8 @@ def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
         if old.stem not in labs:
             old.unlink()
     pyodide.write(out, numpy_from_cdn)
-    if in_browser := lite.labs(labs):
-        lite.write(out, in_browser, address())
+    if any(any(lite.on_the_page(lite.sources_of(name))) for name in labs):
+        lite.write(out, lite.labs(labs), address())
     return built(PAGES, out, DOCTREES, Path(__file__).parent)
 
 

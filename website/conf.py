@@ -79,7 +79,8 @@ def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str,
 
 def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Each page says what a browser may load for it; before anything is loaded, so at the top of its head."""
-    has_lab = any(f'data-kind="{kind}"' in context.get("body", "") for kind in pyodide.KINDS)
+    marks = ("tag_runs", *(f'data-kind="{kind}"' for kind in pyodide.KINDS))
+    has_lab = any(mark in context.get("body", "") for mark in marks)
     context["metatags"] = meta(has_lab, pyodide.has_numpy(Path(app.outdir))) + context.get("metatags", "")
 
 

@@ -17,8 +17,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from email.message import Message
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +31,8 @@ from packaging.utils import canonicalize_name
 
 from labs.source import build
 from website import pyodide
+from website.compiled import downloaded
+from website.making import needing
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "requirements" / "browser.lock"
@@ -42,6 +45,7 @@ EXTENSIONS = ("jupyterlite_pyodide_kernel", "jupyterlab_widgets", "anywidget")  
 KERNEL = "@jupyterlite/pyodide-kernel-extension:kernel"
 STARTS_WITH = ["micropip", "piplite", "ipykernel", "comm", "pyodide-kernel", "jedi", "ipython"]
 COMPILED = ("numpy", "pillow")
+KINDS_OF_FILES = (".py", ".js", ".css", ".csv", ".json")  # of tplab: code, and what was measured
 TPLAB = ["numpy", "pillow", "ipywidgets", "anywidget", "traitlets"]
 """What tplab imports for the labs that are shown here. It does without matplotlib, whose fonts are nicer."""
 NO_USE = {"jupyterlab-widgets", "widgetsnbextension"}  # ipywidgets asks for them, and they are no Python
@@ -59,10 +63,30 @@ def labs(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _imports(name) & FRAMEWORKS]
 
 
+def needs_framework(module: str) -> bool:
+    """Whether a module cannot be imported without a framework, or is of no use without one."""
+    if module in FRAMEWORKS or module.startswith(("torch.", "tplab.torch.", "tplab.jax.", "jax.")):
+        return True
+    files = pyodide.needed(module) if module.startswith("tplab") else []
+    return any(file.parts[:2] in (("tplab", "torch"), ("tplab", "jax")) for file in files)
+
+
+def sources_of(name: str) -> list[str]:
+    """The code cells of a lab."""
+    book = nbformat.read(build.LABS / f"{name}.ipynb", as_version=4)
+    return [cell.source for cell in book.cells if cell.cell_type == "code"]
+
+
+def on_the_page(cells: Sequence[str]) -> list[bool]:
+    """Of each cell of a lab, whether it runs on the lab's page. Where most of them cannot, none does."""
+    needs = needing(cells, cache(needs_framework))
+    return [2 * sum(needs) <= len(cells) and not one for one in needs]
+
+
 def _imports(name: str) -> set[str]:
     found: set[str] = set()
-    for cell in nbformat.read(build.LABS / f"{name}.ipynb", as_version=4).cells:
-        for node in ast.walk(ast.parse(cell.source)) if cell.cell_type == "code" else ():
+    for source in sources_of(name):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -73,7 +97,7 @@ def _imports(name: str) -> set[str]:
 def write(site: Path, names: Iterable[str], address: str) -> None:
     """Write the notebooks of these labs and what opens and runs them; links to other pages lead to `address`."""
     books = {name: notebook(name, address) for name in names}
-    mark, made_of = _mark(books), site / FOLDER / "made_of"
+    mark, made_of = _mark(books) + str(pyodide.has_numpy(site)), site / FOLDER / "made_of"
     if made_of.is_file() and made_of.read_text() == mark:
         return
     shutil.rmtree(WORK, ignore_errors=True)
@@ -82,12 +106,12 @@ def write(site: Path, names: Iterable[str], address: str) -> None:
     for name, text in books.items():
         (contents / f"{name}.ipynb").write_text(text, encoding="utf8")
         shutil.copy(build.LABS / "images" / f"{name}.png", contents / "images")
-    wheels = _downloaded()
+    wheels = downloaded_wheels()
     for name in ("jupyterlite_core", "jupyterlite_pyodide_kernel", "doit", "pkginfo"):
         zipfile.ZipFile(_named(wheels, name)).extractall(WORK / "tools")
     kernel = WORK / "tools" / f"{_named(wheels, 'jupyterlite_pyodide_kernel').name.rsplit('-', 3)[0]}.data"
     own = sorted(path for path in kernel.rglob("*.whl") if not path.name.startswith("widgetsnbextension"))
-    _write_packages(site / pyodide.FOLDER, [*wheels, *own])
+    write_packages(site / pyodide.FOLDER, [*wheels, *own], STARTS_WITH)
     _build(site / FOLDER, [_named(wheels, name) for name in EXTENSIONS])
     made_of.write_text(mark)
 
@@ -118,7 +142,7 @@ def notebook(name: str, address: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- wheels
 
 
-def _downloaded() -> list[Path]:
+def downloaded_wheels() -> list[Path]:
     """The wheels that the lock file pins; they are downloaded if it has changed."""
     stamp, mark = WHEELS / "lock", hashlib.sha256(LOCK.read_bytes()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != mark:
@@ -136,18 +160,23 @@ def _named(wheels: list[Path], name: str) -> Path:
     return wheel
 
 
-def _write_packages(folder: Path, wheels: Iterable[Path]) -> None:
-    """Write the wheels that Python needs, and the list of them."""
+def write_packages(folder: Path, wheels: Iterable[Path], wanted: Sequence[str] = ()) -> None:
+    """Write the wheels that Python needs for tplab and what else is wanted, and the list of them."""
     lock = json.loads((pyodide.installed() / "pyodide-lock.json").read_text(encoding="utf8"))
     found = {name: lock["packages"][name] for name in COMPILED}
-    for package in found.values():
-        package["file_name"] = pyodide.numpy_from() + package["file_name"]
     (folder / "wheels").mkdir(parents=True, exist_ok=True)
+    for package in found.values():
+        address = pyodide.numpy_from() + package["file_name"]
+        wheel = downloaded(address, package["sha256"], pyodide.CACHE) if pyodide.has_numpy(folder.parent) else None
+        if wheel:
+            shutil.copy(wheel, folder / "wheels")
+        package["file_name"] = f"wheels/{wheel.name}" if wheel else address
+    WORK.mkdir(parents=True, exist_ok=True)
     tplab = WORK / "tplab-0-py3-none-any.whl"
-    _write_tplab(tplab)
+    write_tplab(tplab)
     known = {str(entry["name"]): (wheel, entry) for wheel in [*wheels, tplab] for entry in [_entry(wheel)]}
     known["tplab"][1]["depends"] = TPLAB
-    waiting = [*STARTS_WITH, "tplab"]
+    waiting = [*wanted, "tplab"]
     while waiting:
         name = waiting.pop()
         if name not in found:
@@ -185,11 +214,11 @@ def _needs(about: Message) -> list[str]:
 
 def _sources() -> list[Path]:
     """Of tplab, without its twins, which need a framework."""
-    files = (path for path in sorted((ROOT / "tplab").rglob("*.*")) if path.suffix in (".py", ".js", ".css"))
+    files = (path for path in sorted((ROOT / "tplab").rglob("*.*")) if path.suffix in KINDS_OF_FILES)
     return [path for path in files if path.relative_to(ROOT).parts[1] not in ("torch", "jax")]
 
 
-def _write_tplab(wheel: Path) -> None:
+def write_tplab(wheel: Path) -> None:
     """tplab as a wheel: its files as they are."""
     about = "Metadata-Version: 2.1\nName: tplab\nVersion: 0\n"
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in _sources()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def making(cells: Sequence[str]) -> str:
@@ -26,6 +26,33 @@ def making(cells: Sequence[str]) -> str:
             start = min([one.lineno, *(each.lineno for each in getattr(one, "decorator_list", ()))])
             lines.append("\n".join(source.splitlines()[start - 1 : one.end_lineno]))
     return "\n".join(reversed(lines))
+
+
+def needing(cells: Sequence[str], is_missing: Callable[[str], bool]) -> list[bool]:
+    """Of each cell, whether it does more than to import what is missing somewhere: whether it reads a name that comes
+    from there, or from such a cell.
+
+    is_missing   of a module: whether it cannot be imported
+    """
+    missing, found = set[str](), []
+    for source in cells:
+        needs = False
+        for one in ast.parse(source).body:
+            if isinstance(one, ast.Import):
+                missing |= {name for alias in one.names if is_missing(alias.name) for name in _imported(alias)}
+            elif isinstance(one, ast.ImportFrom):
+                for alias in one.names:
+                    if is_missing(one.module or "") or is_missing(f"{one.module}.{alias.name}"):
+                        missing |= {*_imported(alias)}
+            else:
+                needs |= bool(names_read(one) & missing)
+        missing |= names_made(ast.parse(source)) if needs else set()
+        found.append(needs)
+    return found
+
+
+def _imported(alias: ast.alias) -> list[str]:
+    return [(alias.asname or alias.name).partition(".")[0]]
 
 
 _FUNCTIONS = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -63,7 +90,7 @@ def _made(node: ast.AST, whole: bool = False) -> Iterable[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+        return [name for alias in node.names for name in _imported(alias)]
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]
     if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store) and not whole:

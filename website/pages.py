@@ -30,6 +30,10 @@ DOCS = (
 ABOUT = ("CONTRIBUTING", "CHANGELOG")
 
 
+RUNS = "runs"
+"""The tag of cells that run on their page."""
+
+
 class StaleLabError(Exception):
     """A notebook shows something else than its cells do now."""
 
@@ -69,15 +73,17 @@ class Pages:
         path = f"labs/{name}.ipynb"
         book = nbformat.read(ROOT / path, as_version=4)
         book.cells = [cell for cell in book.cells if cell.source != build.closing_line()]
+        runs = iter(lite.on_the_page([cell.source for cell in book.cells if cell.cell_type == "code"]))
         sources: list[str] = []
         for cell in book.cells:
             if cell.cell_type == "code":
                 sources.append(cell.source)
                 self._show(cell, name, making(sources))
+                cell.metadata.tags = [*cell.metadata.get("tags", []), *[RUNS] * next(runs)]
             else:
                 cell.source = self.linked(cell.source.replace(build.badges(name), launch(name)), path)
             if cell.source == build.setup_cell():
-                cell.metadata.tags = ["hide-input"]
+                cell.metadata.tags.append("hide-input")
         return nbformat.writes(book)
 
     def _show(self, cell: nbformat.NotebookNode, name: str, python: str) -> None:

@@ -31,7 +31,7 @@ FOR_PYTHON = {
     "worker-src": "'self' blob:",  # the blob, and what it imports
     "connect-src": "'self'",
 }
-"""What a page with a `pipeline_lab` or a `layout_lab` may do besides."""
+"""What a page may do besides that has a `pipeline_lab`, a `layout_lab` or cells that run there."""
 
 
 def policy(has_lab: bool, has_numpy: bool = False) -> str:

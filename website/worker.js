@@ -1,4 +1,4 @@
-// Python for a lab of a page: Pyodide and tplab from this site, NumPy too, or from
+// Python for a lab of a page, or for its cells: Pyodide and tplab from this site, NumPy too, or from
 // the CDN that Pyodide is released on.
 // Questions come as messages and are answered in their order; until Python is there, it says how far it is.
 import { loadPyodide } from "./pyodide.mjs";
@@ -47,35 +47,43 @@ async function step(what, promise) {
   }
 }
 
-async function start() {
+// For a lab: NumPy, and those files of tplab that it needs. For cells: all that tplab imports, and IPython.
+async function start(forCells) {
   const about = await step("python", fetch(here("about.json")).then((response) => response.json()));
   const numpyFrom = about.numpyFrom || here(".");
   host = new URL(numpyFrom).host;
   const text = `Python is loading: ${Math.ceil(about.bytes / 1e6)} MB, which the browser keeps.`;
   tell({ progress: { text, share: 0 } });
   countDownloads(about.counted, text);
-  const python = await step("python", loadPyodide({ indexURL: here("."), packageBaseUrl: numpyFrom }));
+  const packages = forCells ? { lockFileURL: here("lite-lock.json") } : { packageBaseUrl: numpyFrom };
+  const python = await step("python", loadPyodide({ indexURL: here("."), ...packages }));
   tell({ progress: { text: `NumPy is loading from ${host}.`, share: 1 } });
-  await step("numpy", loadNumPy(python));
+  await step("numpy", loadNumPy(python, forCells ? "tplab" : "numpy"));
   tell({ progress: { text: "tplab is starting.", share: 1 } });
+  if (forCells) {
+    const code = await step("python", fetch(here("cells.py")).then((response) => response.text()));
+    cells = await step("tplab", Promise.resolve().then(() => python.runPython(`${code}\nCells`)(say)));
+    return python;
+  }
   const sources = await step("python", fetch(here("tplab.zip")).then((response) => response.arrayBuffer()));
   python.unpackArchive(sources, "zip", { extractDir: "/tplab" });
   python.runPython("import sys; sys.path.insert(0, '/tplab')");
   return python;
 }
 
-async function loadNumPy(python) {
+const say = (text, buffers) => tell({ ...JSON.parse(text), buffers: buffers.toJs() });
+
+async function loadNumPy(python, wanted) {
   const said = [];
-  await python.loadPackage("numpy", { messageCallback: () => {}, errorCallback: (text) => said.push(text) });
+  await python.loadPackage(wanted, { messageCallback: () => {}, errorCallback: (text) => said.push(text) });
   if (!python.loadedPackages.numpy) throw new Error(said.join("; ") || "it did not come");
 }
 
-const starting = start();
-let remote = null, turn = Promise.resolve();
+let starting = null, remote = null, cells = null, turn = Promise.resolve();
 
 // room: the folder of tplab.widgets that computes this lab.
 async function answer({ first, room, question }) {
-  const python = await starting;
+  const python = await (starting ??= start(false));
   try {
     remote ??= python.runPython(`from tplab.widgets.${room}.remote import Remote\nRemote`)(JSON.stringify(first));
     const found = remote.ask(JSON.stringify(question));
@@ -87,6 +95,17 @@ async function answer({ first, room, question }) {
   }
 }
 
+// A cell is run, or a widget that a cell has shown hears from the page.
+async function work({ cell, source, comm, data }) {
+  await (starting ??= start(true));
+  try {
+    if (comm) cells.hear(comm, data);
+    else cells.run(cell, source);
+  } catch (error) {
+    throw new Failure("tplab", error);
+  }
+}
+
 self.onmessage = ({ data }) => {
-  turn = turn.then(() => answer(data)).catch((error) => tell({ failed: { what: error.what ?? "python", why: error.message, host } }));
+  turn = turn.then(() => (data.room ? answer(data) : work(data))).catch((error) => tell({ failed: { what: error.what ?? "python", why: error.message, host } }));
 };

@@ -23,9 +23,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, cells: Sequence[str], has_lab: bool = True) -> Iterator[str]:
-    """The address of a page with what these cells make, and call `card`."""
-    cards, figures, style = Cards(folder), "", ""
+def served(folder: Path, cells: Sequence[str], body: str = "") -> Iterator[str]:
+    """The address of a page with what these cells make, and call `card`, below what else is in its body."""
+    cards, figures, style = Cards(folder), body, ""
     for cell in cells:
         card = made(cell)
         traits = _traits(card)
@@ -38,7 +38,7 @@ def served(folder: Path, cells: Sequence[str], has_lab: bool = True) -> Iterator
     for source in (pyodide.HERE / "static", pyodide.ROOT / "tplab" / "widgets" / "static"):
         for file in source.glob("*.js"):
             (static / file.name).write_bytes(file.read_bytes())
-    head = f'<!doctype html><html lang="en">{policy.meta(has_lab)}<title>lab</title>'
+    head = f'<!doctype html><html lang="en">{policy.meta(has_lab=True)}<title>lab</title>'
     head += f'<link rel="icon" href="data:,"><style>{style}</style>'
     play = '<script type="module" src="_static/play.js"></script>'
     (folder / "lab.html").write_text(head + figures + play, encoding="utf8")

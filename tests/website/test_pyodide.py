@@ -140,7 +140,7 @@ def test_the_site_serves_all_but_numpy(tmp_path: Path):
     pyodide.write(tmp_path, numpy_from_cdn=True)
     folder = tmp_path / pyodide.FOLDER
     files = {path.name for path in folder.iterdir()}
-    assert files == {*pyodide.CORE, "worker.js", "tplab.zip", "pyodide-lock.json", "about.json"}
+    assert files == {*pyodide.CORE, "worker.js", "cells.py", "cards", "tplab.zip", "pyodide-lock.json", "about.json"}
     about = json.loads((folder / "about.json").read_text(encoding="utf8"))
     packages = json.loads((folder / "pyodide-lock.json").read_text(encoding="utf8"))["packages"]
     assert set(packages) == {"numpy"} and re.fullmatch(r"[0-9a-f]{64}", packages["numpy"]["sha256"])

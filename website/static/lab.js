@@ -8,12 +8,22 @@ const hint = ({ bytes, numpyFrom }) => "These controls run Python in your browse
   + `Python from this site, about ${Math.ceil(bytes / 1e6)} MB${numpyFrom && `, and NumPy from ${new URL(numpyFrom).host}`}.`;
 const OTHERWISE = "Check your connection and try again, or run the page on Colab or Binder: the buttons are at its top.";
 const lastLine = (why) => why.trim().split("\n").pop();
-const FAILURES = {
+export const FAILURES = {
   python: () => `Python could not be loaded from this site. ${OTHERWISE}`,
   numpy: (why, host) => `NumPy could not be loaded from ${host}: your network may not let you reach it. ${OTHERWISE}`,
   link: (why) => `The link asks for what this lab cannot show, so the lab is as it was: ${lastLine(why)}`,
   tplab: (why) => `Python stopped with an error: ${lastLine(why)} Please report this error and the settings you chose.`,
 };
+
+// A worker with Python. hear(data) gets its messages, fail({what}) that it could not begin.
+export function startPython(hear, fail) {
+  const code = `import "${new URL("worker.js", PYTHON)}";`; // a blob, so that the page's policy binds the worker
+  const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+  const worker = new Worker(address, { type: "module" });
+  worker.onmessage = ({ data }) => hear(data);
+  worker.onerror = () => fail({ what: "python" });
+  return worker;
+}
 
 export class LabModel extends PageModel {
   get isStill() { return false; }
@@ -49,12 +59,7 @@ export class LabModel extends PageModel {
   }
 
   start() {
-    const code = `import "${new URL("worker.js", PYTHON)}";`; // a blob, so that the page's policy binds the worker
-    const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-    const worker = new Worker(address, { type: "module" });
-    worker.onmessage = ({ data }) => this.hear(data);
-    worker.onerror = () => this.fail({ what: "python" });
-    return worker;
+    return startPython((data) => this.hear(data), (why) => this.fail(why));
   }
 
   hear({ progress, failed, traits, answer, board }) {

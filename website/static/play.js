@@ -100,6 +100,9 @@ const near = new IntersectionObserver((entries) => {
 }, { rootMargin: "800px 0px" });
 for (const figure of document.querySelectorAll("figure.card")) near.observe(figure);
 
+// Cells that run on the page.
+if (document.querySelector("div.cell.tag_runs")) import("./cells.js");
+
 // On paper, everything is light, and answers are unfolded: nobody can unfold them there.
 addEventListener("beforeprint", () => {
   document.body.dataset.jpThemeLight = "true";
