@@ -24,7 +24,7 @@ def main():
     for number, source in json.load(sys.stdin):
         said.append([])
         cells.run(number, source)
-    assert Path(sys.modules["tplab"].__file__).is_relative_to(folder)
+    assert Path(str(sys.modules["tplab"].__file__)).is_relative_to(folder)
     json.dump(said, out)
 
 
