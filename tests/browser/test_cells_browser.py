@@ -117,6 +117,7 @@ def test_cells_run_are_edited_and_stopped(page: Page, site: str):
 
     wrong.get_by_role("button", name="Run cell 5").click()  # after the loop above it
     expect(loop.get_by_role("status")).to_have_text("Running.")
+    expect(wrong.get_by_role("status")).to_have_text("Waiting for the cells above it.")
     loop.get_by_role("button", name="Stop cell 4").click()
     expect(loop.get_by_role("status")).to_contain_text("Stopped. Python begins anew")
     loop.get_by_role("textbox").fill("'no loop'")

@@ -34,6 +34,13 @@ TEXT = Text(np.random.default_rng(0).integers(0, 32, 500).astype(np.uint8).tobyt
 SIZE, MOST = 8, 0.5
 
 
+def words(given: Any) -> str:
+    """The name of a case: the same in every process, so that tests can be shared out."""
+    if isinstance(given, dict):
+        return ", ".join(f"{key}={words(value)}" for key, value in given.items()) or "plain"
+    return getattr(given, "__name__", str(given))
+
+
 @pytest.fixture(autouse=True)
 def float64():
     before = torch.get_default_dtype()
@@ -135,7 +142,7 @@ def test_twenty_steps_on_four_axes():
         (Mesh(pp=2, ep=2), {"zero": 1, "schedule": zb_v, "checkpoint_every": 1}),
         (Mesh(dp=2, tp=2), {}),
     ],
-    ids=str,
+    ids=words,
 )
 def test_every_axis_beside_the_experts(mesh: Mesh, how: Any):
     same(trained(mesh, 3, **how), 3)
@@ -149,7 +156,7 @@ def test_every_axis_beside_the_experts(mesh: Mesh, how: Any):
         (Mesh(ep=4, cp=2), {"zero": 2}),
         (Mesh(pp=4, ep=2), {"schedule": gpipe}),  # its first stage has no experts
     ],
-    ids=str,
+    ids=words,
 )
 def test_some_blocks_have_experts_and_the_global_batch_is_balanced(mesh: Mesh, how: Any):
     same(trained(mesh, 3, DEEP, microbatches=1, **how), 3, DEEP)
@@ -163,7 +170,7 @@ def test_some_blocks_have_experts_and_the_global_batch_is_balanced(mesh: Mesh, h
         (Mesh(pp=2, ep=2), CONFIG, {"dispatch": "per_rank"}),
         (Mesh(cp=2, ep=2), CONFIG, {"dispatch": "gather"}),
     ],
-    ids=str,
+    ids=words,
 )
 def test_in_jax(mesh: Mesh, config: GPTConfig, how: Any):
     same(trained(mesh, 3, config, lab=tplab.jax, zero=0, **how), 3, config)

@@ -7,7 +7,7 @@ const all = [...document.querySelectorAll("article div.cell")].filter((cell) => 
 const AGAIN = "Stopped. Python begins anew, so the next run starts with the first cell.";
 const node = (tag, classes, text = "") => Object.assign(document.createElement(tag), { className: classes, textContent: text });
 
-let worker = null, running = null, queue = [];
+let worker = null, running = null, asked = null, queue = []; // asked: the last of the queue
 const models = new Map(); // of widgets, by the id of their comm
 
 // A widget whose kernel is the worker.
@@ -52,7 +52,7 @@ class Cell {
       tools.append(button);
       return button;
     };
-    this.button = label("Run", () => (running === this ? stop() : run(this)));
+    this.button = label("Run", () => (running && (running === this || asked === this) ? stop(this) : run(this)));
     this.button.setAttribute("aria-label", `Run cell ${number}`);
     this.says = node("span", "");
     this.says.setAttribute("role", "status");
@@ -73,7 +73,11 @@ class Cell {
     this.output.replaceChildren();
     this.text = null;
     this.ran = this.source;
-    this.state("Running.");
+    this.busy("Running.");
+  }
+
+  busy(words) {
+    this.state(words);
     this.button.textContent = "Stop";
     this.button.setAttribute("aria-label", `Stop cell ${this.number}`);
   }
@@ -124,13 +128,16 @@ async function draw(model, host, words) {
 }
 
 function run(last) {
+  if (asked && asked !== running) asked.end();
+  asked = last;
   queue = cells.slice(0, cells.indexOf(last) + 1).filter((cell) => cell === last || cell.ran !== cell.source);
+  if (last !== running) last.busy("Waiting for the cells above it.");
   if (!running) next();
 }
 
 function next() {
   running = queue.shift() ?? null;
-  if (!running) return;
+  if (!running) return (asked = null);
   running.begin();
   worker ??= startPython(hear, fail);
   worker.postMessage({ cell: running.number, source: running.ran });
@@ -138,13 +145,16 @@ function next() {
 
 function hear({ progress, failed, done, comm, type, data, buffers, ...output }) {
   if (failed) return fail(failed);
-  if (progress) return running?.state(progress.text);
+  if (progress) return asked?.state(progress.text); // the running one may be hidden, as the set-up is
   if (comm) return hearWidget(comm, type, data, buffers);
-  running?.state("Running.");
+  if (running === asked) running?.state("Running.");
   if (done === undefined) return running?.show(output);
   const cell = running;
-  if (!done) [queue, cell.ran] = [[], null];
   cell.end();
+  if (!done) {
+    [queue, cell.ran] = [[], null];
+    if (asked !== cell) asked?.end("A cell above it ended with an error.");
+  }
   next();
 }
 
@@ -157,16 +167,18 @@ function hearWidget(id, type, data, buffers) {
   else if (type === "comm_msg") models.get(id)?.hear(data);
 }
 
-function stop(words = AGAIN) {
+function stop(at, words = AGAIN) {
   worker?.terminate();
   worker = null;
   models.clear();
   for (const cell of cells) cell.ran = null;
-  running?.end(words);
-  [running, queue] = [null, []];
+  running?.end();
+  asked?.end();
+  at?.end(words);
+  [running, asked, queue] = [null, null, []];
 }
 
-function fail({ what, why, host }) { stop(FAILURES[what](why ?? "", host)); }
+function fail({ what, why, host }) { stop(asked, FAILURES[what](why ?? "", host)); }
 
 const cells = all.flatMap((box, place) => (box.classList.contains("tag_runs") ? [new Cell(box, place + 1)] : []));
 const places = [...document.querySelectorAll(".launch a")].filter(({ textContent }) => ["Colab", "Binder"].includes(textContent));
