@@ -58,7 +58,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.axis = config, axis
         self.spread = spread = Spread(
-            axis, sequence_parallel, data_axis, context_axis, expert_axis, layout, scheme, dispatch
+            axis, sequence_parallel, data_axis, context_axis, layout, scheme, expert_axis, dispatch
         )
         self.embedding = spread.embedding(config)
         self.positions = nn.Embedding(config.context, config.width)
@@ -100,7 +100,7 @@ class Block(nn.Module):
     x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
     """
 
-    def __init__(self, config: GPTConfig, spread: Spread, number: int):
+    def __init__(self, config: GPTConfig, spread: Spread, number: int = 0):
         super().__init__()
         self.p, self.varies_along = config.dropout, spread.varies_along
         self.norm_1, self.attention = spread.norm(config), spread.attention(config)
@@ -169,10 +169,10 @@ class Spread:
     sequence_parallel: bool
     data_axis: Axis | None
     context_axis: Axis | None
-    expert_axis: Axis
     layout: LayoutName
     scheme: SequenceScheme
-    dispatch: str
+    expert_axis: Axis = "ep"
+    dispatch: str = "all_to_all"
 
     @property
     def varies_along(self) -> Axis | None:
@@ -277,7 +277,7 @@ def gpt_layers(
     experts on, the balance losses [] so far travel with x, and are returned with the logits. Arguments are those of
     GPT. The loss of the logits is vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
-    spread = Spread(axis, sequence_parallel, data_axis, context_axis, expert_axis, layout, scheme, dispatch)
+    spread = Spread(axis, sequence_parallel, data_axis, context_axis, layout, scheme, expert_axis, dispatch)
     tied = "embedding.weight"
     return [
         TiedSpec("embedding", GPTEmbedding, config, spread, weight=tied),
