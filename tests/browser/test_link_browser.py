@@ -77,8 +77,8 @@ def test_each_widget_keeps_its_own_state_in_the_link(page: Page, address: str):
     expect(second.get_by_role("button", name="colour by stage")).to_have_attribute("aria-pressed", "true")
     expect(layouts.get_by_role("button", name="nodes")).to_have_attribute("aria-pressed", "true")
     page.goto(alone)
+    expect(page.locator(f"figure[id='{names[2]}']")).to_be_in_viewport()
     knob, first, second, layouts = figures(page)
-    expect(second).to_be_in_viewport()
     assert {key.split(".")[0] for key in state(page)} == {names[2]}
     expect(knob.locator(".tpl-controls b")).to_have_text("1")
 
