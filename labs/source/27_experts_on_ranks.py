@@ -257,9 +257,9 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # ## A bug to repair
 #
 # Here every expert has copies along `dp`. The gradients of the router are averaged over all ranks, and those of the experts over
-# their copies. That sounds right, but the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
+# their copies. But the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
 # gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
-# large](https://github.com/pytorch/pytorch/issues/160285). Repair it. (`tt.axis_size("ep")` is the number of ranks along `ep`.)
+# large](https://github.com/pytorch/pytorch/issues/160285). (`tt.axis_size("ep")` is the number of ranks along `ep`.)
 
 # %%
 def average(router, experts):  # gradients, the router's of this rank's own loss

@@ -100,13 +100,14 @@ def bars(skew):
     return Bars(rows, f"Rows by expert: {seen.loads.sum(0).tolist()}.")
 
 options = {skew: bars(skew) for skew in (0.0, 0.5, 1.0, 1.5, 2.0)}
-knob("Time of one layer", "skew", options, start=1.0, about="modelled, laptop", unit="s")
+unit = {"about": "modelled, laptop", "unit": "s"}
+knob("Time of one layer", "skew", options, start=1.0, **unit)
 
 # %%
 for skew, shown in options.items():
     waits = sum(row.parts["waiting"] for row in shown.rows)
-    total = sum(row.total for row in shown.rows)
-    print(f"skew {skew}: {shown.rows[0].total * 1e3:.2f} ms, {waits / total:.0%} waiting")
+    waits /= sum(row.total for row in shown.rows)
+    print(f"skew {skew}: {shown.rows[0].total * 1e3:.2f} ms, {waits:.0%} waiting")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
