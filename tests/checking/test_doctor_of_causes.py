@@ -148,6 +148,44 @@ scores.tanh().square().mean().backward()
 average()
 optimizer.step()
 """
+COLUMN = """
+import warnings
+
+warnings.simplefilter("ignore")
+F.cross_entropy(model(x[0].chunk(world)[rank]), y[0].chunk(world)[rank]).backward()
+for p in model.parameters():
+    column = torch.stack([p.grad.flatten(), torch.zeros(p.numel())], 1)[:, 0]
+    if world > 1:
+        dist.all_reduce(column)  # here
+        column /= world
+    p.grad.copy_(column.reshape(p.shape))
+optimizer.step()
+"""
+STAGES = """
+layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Identity()]
+size = len(layers) // world
+stage = nn.ModuleDict({str(i): layers[i] for i in range(rank * size, (rank + 1) * size)})
+optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+for a, b in zip(x[0].chunk(2), y[0].chunk(2)):
+    if rank:
+        a = torch.empty(8, 8)
+        dist.recv(a, 0)
+        a.requires_grad_()
+    out = a
+    for layer in stage.values():
+        out = layer(out)
+    grad = None
+    if rank < world - 1:
+        dist.send(out.detach(), 1)
+        grad = torch.empty(8, 8)
+        dist.recv(grad, 1)
+    else:
+        out = F.cross_entropy(out, b) / (2 * world)  # here
+    out.backward(grad)
+    if rank:
+        dist.send(a.grad, 0)
+optimizer.step()
+"""
 FLAT = """
 whole = dict(model.named_parameters())
 flat = {name: p.detach().flatten().chunk(world)[rank].clone() if world > 1 else p.detach().clone()
@@ -191,6 +229,14 @@ CASES = {
         STRIDED,
         "gradient",
         "is given a tensor that is not contiguous, and gloo takes its elements as they are in memory",
+    ),
+    "gradients in a column of a matrix": Case(
+        COLUMN,
+        "gradient",
+        "is given a tensor that is not contiguous, and gloo takes its elements as they are in memory",
+    ),
+    "a pipeline, in which nothing is averaged": Case(
+        STAGES, "loss", "the loss is multiplied by a number that is not the reference's"
     ),
     "flat shards, of which the rule for weight decay knows no dims": Case(
         FLAT, "optimizer", "the weight decay is not what it is on one rank"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P, cost
@@ -384,3 +385,27 @@ def test_values_after_several_steps(names, seed):
         return [lab.broadcast(x, "tp")]
 
     assert_values_are_real(program, seed)
+
+
+@pytest.mark.parametrize("kind", ["rows", "summands", "batch"])
+def test_a_product_of_groups_is_that_many_products(kind):
+    """As ragged_dot has them for experts, and in their gradients."""
+    x, w, both = (jnp.ones(shape, jnp.float32) for shape in ((24, 16), (3, 16, 32), (3, 8, 16)))
+    about = {
+        "rows": (x, w, lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))),
+        "summands": (x, jnp.ones((24, 32)), lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())),
+        "batch": (both, w, lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), (0,), ())),
+    }
+    a, b, dims = about[kind]
+    sizes = jnp.array([8, 8, 8] if kind != "batch" else [1, 1, 1])
+    each = (both.transpose(0, 2, 1), jnp.ones((3, 8, 32))) if kind == "summands" else (both, w)
+    grouped, plain = (
+        run(program, Mesh(tp=1), *given, cluster="h100-measured").trace.events[-1]
+        for program, given in (
+            (lambda x, y: lax.ragged_dot_general(x, y, sizes, dims), (a, b)),
+            (lambda x, y: x @ y, each),
+        )
+    )
+    assert grouped.op == "ragged_dot_general" and plain.op == "dot_general"
+    assert grouped.flops == plain.flops == 2 * 3 * 8 * 16 * 32
+    assert grouped.end - grouped.start == pytest.approx(plain.end - plain.start, rel=1e-3)

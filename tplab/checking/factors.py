@@ -71,7 +71,8 @@ class _Factors:
 
     def _of_all(self, factor: float) -> tuple[str, str]:
         """The cause of a factor that all gradients have, and the key of its thread."""
-        if self._is_of_batches(factor) and not _is(factor * self.facts.num_ranks, 1):
+        may_be_of_ranks = bool(self.case.reductions) and _is(factor * self.facts.num_ranks, 1)
+        if self._is_of_batches(factor) and not may_be_of_ranks:
             cause = f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by "
             return f"{cause}the script, and once more by what accumulates or scales the gradients", "microbatches"
         return _FACTOR_OF_ALL[factor > 1], "loss"
@@ -88,9 +89,9 @@ class _Factors:
         is_divided = bool(case.made.scaling(1 / batches))
         causes = [*_causes_of_batches(factor, batches, theirs)] if of_batches else []
         if not of_batches or (not is_more and _is(factor, facts.num_ranks) and is_divided):
-            causes.append(_OF_RANKS[factor > 1])
+            causes.append(self._of_ranks(factor))
         elif _is(factor, 1 / facts.num_ranks) and not is_divided:
-            causes = [_OF_RANKS[False]]
+            causes = [self._of_ranks(factor)]
         cause = "; or ".join(causes)
         for line, by in case.made.numbers:
             if _is(by, factor):
@@ -100,6 +101,14 @@ class _Factors:
         yield from self._numbers_of_loss(factor, cause)
         if facts.sizes.named(factor):
             yield self._loss(1 / factor, cause, case.made.scaling(factor) or case.made.last, "loss")
+
+    def _of_ranks(self, factor: float) -> str:
+        """Only where ranks add up or average gradients may that be a part of the cause."""
+        return (
+            _OF_RANKS[factor > 1]
+            if self.case.reductions
+            else "the loss is multiplied by a number that is not the reference's"
+        )
 
     def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
         """A line divides by a number that is a part of the right one, such as a count of the targets of all ranks."""

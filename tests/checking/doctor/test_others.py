@@ -80,40 +80,8 @@ OTHERS = (
         (("dist.nn.functional.all_reduce(h)", "Sum.apply(h)"),),
     ),
     Other(
-        "norm_of_this_ranks_experts", 2, ("norm",), "nn.utils.clip_grad_norm_(", "takes the norm of only what it holds",
-        (("    nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n",
-          "    square = model.experts.weight.grad.square().sum()\n    dist.all_reduce(square)\n"
-          "    square += sum(p.grad.square().sum() for p in model.parameters() if p is not model.experts.weight)\n"
-          "    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, square.sqrt())\n"),),
-    ),
-    Other(
-        "norm_skips_experts_of_other_ranks", 2, ("norm",), "nn.utils.clip_grads_with_norm_(", "parts are missing",
-        (('getattr(p, "tensor_parallel", False)', "p is model.experts.weight"),),
-    ),
-    Other(
-        "broadcast_over_the_experts", 2, ("weights",), "", "",
-        (("    dist.broadcast(p.data, 0)\n",
-          "    if p is not model.experts.weight:\n        dist.broadcast(p.data, 0)\n"),),
-    ),
-    Other(
-        "experts_drawn_alike", 2, ("weights",), "torch.manual_seed(3)", "",
-        (("torch.randn(count // world, dim, dim)", "torch.randn(count, dim, dim).chunk(world)[rank]"),),
-    ),
-    Other(
-        "router_without_gradient", 2, ("gradient",), "torch.cat(parts).chunk(", "",
-        (("torch.cat(parts).chunk(world, dim=1)", "Gather.apply(gates).chunk(world, dim=1)"),),
-    ),
-    Other(
         "z_loss_of_every_microbatch", 2, ("loss",), "", "",
         ((" / number + 0.1 * balance", " / number + 0.1 * balance / number"),),
-    ),
-    Other(
-        "counts_summed_in_place", 2, ("loss",), "counts / chosen.numel()", "",
-        (("counts / chosen.numel()", "counts / (chosen.numel() * world)"),),
-    ),
-    Other(
-        "mask_cut_along_the_other_axis", 4, ("loss",), "(each * mask).sum()", "",
-        (("is_token.chunk(ep)[e].chunk(dp)[d]", "is_token.chunk(dp)[d].chunk(ep)[e]"),),
     ),
 )  # fmt: skip
 

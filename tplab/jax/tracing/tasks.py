@@ -76,9 +76,9 @@ def is_free(name: str, inputs: Sequence[Held], outputs: Sequence[Held]) -> bool:
 
 def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs: Sequence[Held]) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return 2 * outputs[0].size * math.prod(inputs[0].shape[dim] for dim in contracted)
+    if name in _PRODUCTS:
+        contracted, _, _, of_summands = _dims(params, inputs)
+        return 2 * outputs[0].size * math.prod(inputs[0].shape[dim] for dim in contracted) // of_summands
     if name == "conv_general_dilated":
         kernel = inputs[1]
         return 2 * outputs[0].size * (kernel.size // kernel.shape[params["dimension_numbers"].rhs_spec[0]])
@@ -90,20 +90,35 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
 
 
 def matmul_of(name: str, params: dict[str, Any], inputs: Sequence[Held]) -> tuple[int, int, int, int] | None:
-    """(m, n, k, batch) of a dot_general, whose dims may be in any order."""
-    if name != "dot_general":
+    """(m, n, k, batch) of a product, whose dims may be in any order. Of groups, as if all had the same size."""
+    if name not in _PRODUCTS:
         return None
-    (contracted, _), (batched, _) = params["dimension_numbers"]
+    contracted, batched, of_rows, of_summands = _dims(params, inputs)
     left, right = inputs[:2]
     k = math.prod(left.shape[dim] for dim in contracted)
     batch = math.prod(left.shape[dim] for dim in batched)
     each = max(1, k * batch)  # a dim may be empty
-    return left.size // each, right.size // each, k, batch
+    m, n = left.size // each, right.size // (each * of_rows)
+    return -(-m // of_rows), n, -(-k // of_summands), batch * of_rows * of_summands
+
+
+_PRODUCTS = {"dot_general", "ragged_dot_general"}
+
+
+def _dims(params: dict[str, Any], inputs: Sequence[Held]) -> tuple[Sequence[int], Sequence[int], int, int]:
+    """The left operand's dims that are summed over, and those that both have; how many groups share its rows, each with
+    a matrix of its own, as experts; and how many share its summands, as in their gradients."""
+    if (ragged := params.get("ragged_dot_dimension_numbers")) is None:
+        (contracted, _), (batched, _) = params["dimension_numbers"]
+        return contracted, batched, 1, 1
+    (contracted, _), (batched, _) = ragged.dot_dimension_numbers
+    (dim,), groups = ragged.lhs_ragged_dimensions, max(inputs[2].size, 1)
+    return contracted, batched, 1 if dim in (*contracted, *batched) else groups, groups if dim in contracted else 1
 
 
 def rate_of(name: str, inputs: Sequence[Held]) -> str:
     """The dtype of a product's operands, at whose FLOP/s it runs, whatever its result is; "" for anything else."""
-    if name not in ("dot_general", "conv_general_dilated"):
+    if name not in _PRODUCTS | {"conv_general_dilated"}:
         return ""
     return str(max((held.dtype for held in inputs[:2]), key=lambda dtype: dtype.itemsize))
 

@@ -41,7 +41,7 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:
     """What gloo takes of a tensor: elements in the order of memory, which may be another one."""
     taken = original(op, x, elementwise)
-    if taken is x or elementwise or rank.is_looking:
+    if taken is x or rank.is_looking or (elementwise and asked.fills_its_memory(x)):
         return taken
     line = rank.line()
     rank.seen.strided[line] = op, graph_task() != -1

@@ -370,7 +370,7 @@ def in_memory(op: str, x: Tensor, elementwise: bool = False) -> Tensor:
     about = f"{op}: the elements of a tensor {list(x.shape)} with strides {x.stride()} are not in the order of memory"
     if (x.storage_offset() + x.numel()) * x.element_size() > x.untyped_storage().nbytes():
         raise ShapeError(f"{about}, which ends before the last one; pass x.contiguous()")
-    if rank is not None and not (elementwise and _fills_its_memory(x)):
+    if rank is not None and not (elementwise and fills_its_memory(x)):
         rank.lines.warning(f"{about}. gloo takes them as they are there, nccl refuses them; pass x.contiguous()")()
     with no_dispatch():
         return x.detach().as_strided(x.shape, strides)
@@ -385,7 +385,7 @@ def check_contiguous(op: str, x: Tensor) -> None:
         )
 
 
-def _fills_its_memory(x: Tensor) -> bool:
+def fills_its_memory(x: Tensor) -> bool:
     """Whether its elements are all that is between its first and its last one."""
     expected = 1
     for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
