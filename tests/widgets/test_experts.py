@@ -220,6 +220,26 @@ def test_what_does_not_fit_is_refused():
         experts(tt.run(plain, Mesh(ep=2), torch.ones(2, 2), cluster="h100").trace)
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_experts_that_are_cut_over_ranks_are_refused(framework: str):
+    """Their ranks exchange tokens once more, which would look like four ranks with experts of their own."""
+    mesh, every = Mesh(ep=2, tp=2), P(("ep", "tp"))
+    if framework == "torch":
+        x = torch.randn(16, WIDTH)
+        out = tt.run(
+            lambda x: tt.MixtureOfExperts(WIDTH, 6, RULE, "ep", tensor_axis="tp")(x)[0],
+            mesh, x, in_specs=every, cluster="h100",
+        )  # fmt: skip
+    else:
+        model, x = tj.MixtureOfExperts(WIDTH, 6, RULE, "ep", tensor_axis="tp"), np.ones((16, WIDTH), "f4")
+        out = tj.run(
+            lambda params, x: model(params, x)[0], mesh, model.init(random.key(0)), x,
+            in_specs=(model.specs, every), out_specs=every, cluster="h100",
+        )  # fmt: skip
+    with pytest.raises(TraceError, match=r"each expert\s+is cut over"):
+        experts(out.trace)
+
+
 def test_ranks_that_share_no_experts_with_rank_0_are_not_shown():
     """On dp x ep, where whole tensors are also gathered along dp."""
 

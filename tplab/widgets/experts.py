@@ -73,7 +73,8 @@ def experts(
     experts   how many there are; needed where the trace does not say it, as in programs that compute in other ways than
               the layers of tplab. Expert e is on rank e // (E / R) of R
     step      where the playhead starts
-    Raises TraceError if there is no such layer, and ShapeError if choices do not send the rows that travelled.
+    Raises TraceError if there is no such layer, or each expert is cut over ranks, and ShapeError if choices do not send
+    the rows that travelled.
     """
     layers = layers_of(trace, choices, experts)
     about = f"{trace.clock} time{f' on {trace.place}' if trace.cluster else ''}"

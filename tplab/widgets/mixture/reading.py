@@ -119,7 +119,10 @@ def layers_of(trace: Trace, choices: Any = None, experts: int | None = None) -> 
         raise ShapeError(f"a picture has room for {MOST_RANKS} ranks, and {len(logs)} share these experts")
     found = [*_found(logs[0])]
     if not found:
-        raise TraceError("no tokens travel to experts in this trace: no rows are exchanged before and after products")
+        raise TraceError(
+            "no tokens travel to experts in this trace: no rows are exchanged before and after products, or each "
+            "expert is cut over ranks (tensor_axis)"
+        )
     tables = [choices] * len(found) if choices is None or np.ndim(choices) == 2 else list(choices)
     if len(tables) != len(found):
         raise ShapeError(
@@ -194,6 +197,11 @@ def _layer(
 ) -> Layer:
     ranks = tuple(log.rank for log in logs)
     levels = tuple(_level(trace, logs, level, way_back) for level, way_back in zip(found, back))
+    if any(level.is_gather for level in levels[1:]):
+        raise TraceError(
+            f"each expert is cut over {levels[-1].axis!r}, whose ranks exchange their tokens inside of it "
+            "(tensor_axis); this picture shows experts that are whole on one rank"
+        )
     work = [log.between(levels[-1].last(place), levels[-1].back[place]) for place, log in enumerate(logs)]
     size = experts or len(ranks) * _here(work[0])
     if not size:
