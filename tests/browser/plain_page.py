@@ -116,7 +116,7 @@ def hint_over(card: Locator, trace: Trace, step: float, **what: int) -> Locator:
     else:
         sheet, key, number = table.draw(piece), table.key_of_cell(piece, what["rank"], what["item"]), 1
     assert sheet
-    part = next(part for part in sheet.parts if part.mark >= 0 and sheet.marks[part.mark].key == key)
+    part = next(part for part in sheet.parts if part.mark >= 0 and sheet.keys[part.mark] == key)
     x, y, width, height = part.place
     if part.path >= 0:
         across, down = on_curve(list(sheet.paths.found)[part.path], part.when.share(piece.time(step)))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 import traitlets
 from PIL import Image
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from tests.browser.plain_page import draw
 from tests.hand_traces import ALL, ring_all_reduce
 from tplab import Mesh
-from tplab.widgets import animate
+from tplab.widgets import Bars, Row, animate, knob
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.palette import ACCENT, HUES, INK, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Pen
@@ -100,6 +101,30 @@ def test_only_what_is_there_can_be_pointed_at(page: Page):
         assert drawn.hint_at(box["x"] + x + 8, box["y"] + y + 4) == ("a chunk" if position <= 2 else "")
 
 
+def test_a_screen_reader_is_told_what_the_picture_shows(page: Page):
+    """Of an animation the ranks, the messages and the cells at this moment; of a knob its bars."""
+    card = animate(ring_all_reduce(Mesh(tp=4), "tp"))
+    draw(page, card)
+    ranks_list, cells = page.locator(".tpl-read").nth(0), page.locator(".tpl-read").nth(1)
+    expect(cells.locator("li")).to_have_count(16)
+    expect(cells.locator("li").first).to_contain_text("rank 0")
+    before = cells.inner_text()
+    page.evaluate("() => { window.model.set('step', 0.5); window.model.tell('change:step'); }")
+    expect(ranks_list.locator("li")).to_have_count(8)  # four ranks, four messages
+    expect(ranks_list).to_contain_text("sends")
+    page.evaluate("step => { window.model.set('step', step); window.model.tell('change:step'); }", card.num_steps)
+    expect(ranks_list.locator("li")).to_have_count(4)
+    expect(cells).to_contain_text("ranks 0, 1, 2, 3 (all of them)")
+    assert cells.inner_text() != before
+    draw(page, knob("A title", "ranks", {1: Bars([Row("one", {"sent": 3})], "")}, unit="B"))
+    expect(page.locator(".tpl-read li")).to_have_text(["one; sent 3 B; in total 3 B"])
+
+
+class WithoutLetters(Pen):
+    def text(self, x: float, y: float, text: str, **look: Any) -> float:
+        return self.width_of(text)
+
+
 _AS_LARGE_AS_A_STILL = """() => {
   for (const box of document.querySelectorAll(".tpl-scene")) {
     const [width] = box.querySelector("canvas").style.aspectRatio.split("/");
@@ -124,8 +149,7 @@ def test_an_animation_paints_what_its_still_paints(page: Page, name: str, ahead:
             url = page.locator(".tpl-two canvas").nth(number).evaluate("canvas => canvas.toDataURL()")
             shown = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA")
             there = np.asarray(Image.alpha_composite(Image.new("RGBA", shown.size, PAPER), shown).convert("RGB"))
-            pen = Pen(scene.width, scene.height)
-            scene.parts = [part for part in scene.parts if part.method != "text"]
+            pen = WithoutLetters(scene.width, scene.height)
             scene.paint(pen, card.of.time(min(step + 0.4 * ahead, card.num_steps)))
             want = np.asarray(pen.image()).astype(int)[: shown.height, : shown.width]
             there = there.astype(int)[: want.shape[0], : want.shape[1]]

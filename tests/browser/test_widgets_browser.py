@@ -256,7 +256,7 @@ def test_the_timeline_zooms_and_shows_the_critical_path(open_notebook):
 
 def place_in(scene: Scene, key: int, canvas: Locator) -> Position:
     """The middle of what has this key, in pixels of the canvas on the page."""
-    part = next(part for part in scene.parts if part.mark >= 0 and scene.marks[part.mark].key == key)
+    part = next(part for part in scene.parts if part.mark >= 0 and scene.keys[part.mark] == key)
     box = canvas.bounding_box()
     assert box is not None
     x, y, width, height = (length * box["width"] / scene.width for length in part.place)

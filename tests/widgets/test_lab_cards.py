@@ -49,7 +49,8 @@ def drawn(card: Knob, index: int = 0) -> tuple[list[float], list[str], list[tupl
     """The widths of the bars' parts at an option, what is written there, and what the hints say."""
     there = [part for part in card.bars.parts if part.when.begin < index <= part.when.end]
     widths = [part.place[2] for part in there if part.method == "box" and dict(part.look).get("fill")]
-    hints = [card.bars.marks[part.mark].rows for part in there if part.mark >= 0]
+    marks = card.bars.marks
+    hints = [marks[part.mark].rows for part in there if part.mark >= 0]
     return widths, [part.text for part in there if part.text], hints
 
 

@@ -39,7 +39,8 @@ def board_of(lab: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def hints(scene: Scene, position: int) -> dict[str, dict[str, str]]:
     """What the hints of a picture say at a position: heading -> what -> text."""
     there = [part for part in scene.parts if part.mark >= 0 and part.when.begin < position <= part.when.end]
-    rows = [scene.marks[part.mark].rows for part in there]
+    marks = scene.marks
+    rows = [marks[part.mark].rows for part in there]
     return {heading: dict(rest) for (_, heading), *rest in rows}
 
 

@@ -102,8 +102,8 @@ def test_what_is_drawn_is_what_was_held(wide: bool):
     assert scene is not None and scene.width == (WIDTH if wide else NARROW)
     (panel,) = picture({"": memory}, {"": card.predicted[""]}, scene.width).panels
     for rank, (kept, area) in enumerate(zip(memory, panel.areas)):
-        drawn = there(scene, rank)
-        stops = [scene.marks[part.mark].rows for part in drawn if part.mark >= 0]
+        drawn, marks = there(scene, rank), scene.marks
+        stops = [marks[part.mark].rows for part in drawn if part.mark >= 0]
         assert len(stops) == len(kept)  # each row has a pixel here
         for row, rows in enumerate(stops):
             said = {what: text.split(",")[0] for what, text in rows[1:]}

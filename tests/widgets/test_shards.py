@@ -234,5 +234,6 @@ def test_to_point_at_a_rank_or_a_piece_shows_it_in_both_pictures():
 def strong_outlines(scene: Scene, position: int) -> set[int]:
     """The keys of what has an outline of 1.8 pixels or more: those of the marks at the same places."""
     there = [part for part in scene.parts if part.method == "box" and part.when.begin < position <= part.when.end]
-    at = {part.place: scene.marks[part.mark].key for part in there if part.mark >= 0}
+    marks = scene.marks
+    at = {part.place: marks[part.mark].key for part in there if part.mark >= 0}
     return {at[part.place] for part in there if dict(part.look).get("line", 0) >= 1.8}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from tplab.widgets.paper.palette import INK, Colour, token
 Rows = Sequence[tuple[str, str]]
 """What a hint says: (what, text) for each row. A row without `what` is a heading."""
 _FINE = 20  # lengths are sent in twentieths of a pixel
+_PLACE = {"text": 2, "line": 0, "area": 0, "curve": 0}  # numbers that say where a part is, if not four
 _LARGER = 1.05  # letters in the browser, most of whose fonts are narrower, than in a still picture
 
 
@@ -26,8 +27,7 @@ Curve = Sequence[float]
 """The x and y of each point of a Bezier curve: its beginning, one or two control points, and its end."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """What a thing is that one can point at: what the hint says, and a number that the widget knows it by; -1: none."""
 
     rows: tuple[tuple[str, str], ...] = ()
@@ -99,10 +99,44 @@ class Scene:
     def __init__(self, width: float, height: float, label: str = ""):
         self.width, self.height, self.label = width, height, label
         self.narrow: Scene | None = None  # what is painted instead where there is little room
-        self.parts: list[Part] = []
-        self.marks: list[Mark] = []
-        self.paths = Once()
+        self.paths, self.looks, self.texts, self.hints = Once(), Once(), Once(), Once()
+        self._lengths = array("d")  # of each part: x, y, width, height, and when it is there
+        self._codes = array("q")  # its look, text, path and mark, and where its points end
+        self._points = array("d")
+        self.keys, self.rows, self.ends = array("q"), array("q"), array("q", [0])  # of marks
         self._when, self._path, self._mark = When(), -1, -1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array(self._lengths).reshape(-1, 6)
+
+    @property
+    def codes(self) -> np.ndarray:
+        return np.array(self._codes, int).reshape(-1, 5)
+
+    @property
+    def points(self) -> np.ndarray:
+        return np.array(self._points).reshape(-1, 2)
+
+    @property
+    def parts(self) -> list[Part]:
+        return self._parts(np.arange(len(self._codes) // 5))
+
+    @property
+    def marks(self) -> list[Mark]:
+        hints = list(self.hints.found)
+        rows = [hints[row] for row in self.rows]
+        return [Mark(tuple(rows[a:b]), key) for key, a, b in zip(self.keys, self.ends, self.ends[1:])]
+
+    def _parts(self, which: np.ndarray) -> list[Part]:
+        looks, texts, points, found = list(self.looks.found), [*self.texts.found, ""], self.points, []
+        begins = np.append(0, self.codes[:, 4])[which]
+        for lengths, codes, begin in zip(self.lengths[which].tolist(), self.codes[which].tolist(), begins.tolist()):
+            look, text, path, mark, end = codes
+            method, said = looks[look]
+            place, corners = lengths[: _PLACE.get(method, 4)], map(tuple, points[begin:end].tolist())
+            found.append(Part(method, tuple(place), (*corners,), texts[text], said, When(*lengths[4:]), path, mark))
+        return found
 
     @contextmanager
     def during(self, begin: float = -math.inf, end: float = math.inf) -> Iterator[None]:
@@ -112,8 +146,10 @@ class Scene:
 
     @contextmanager
     def about(self, rows: Rows, key: int = -1) -> Iterator[None]:
-        before, self._mark = self._mark, len(self.marks)
-        self.marks.append(Mark(tuple(rows), key))
+        before, self._mark = self._mark, len(self.keys)
+        self.keys.append(key)
+        self.rows.extend(map(self.hints, rows))
+        self.ends.append(len(self.rows))
         yield
         self._mark = before
 
@@ -126,8 +162,25 @@ class Scene:
 
     def _add(self, method: str, place: Sequence[float], points: Any = (), text: str = "", **look: Any) -> None:
         said = tuple([(name, value) for name, value in look.items() if value])
-        part = Part(method, tuple(place), tuple(points), text, said, self._when, self._path, self._mark)
-        self.parts.append(part)
+        self._points.extend([length for point in points for length in point])
+        self._lengths.extend((*place, 0, 0, 0, 0)[:4] + self._when)
+        code = self.texts(text) if text else -1
+        self._codes.extend((self.looks((method, said)), code, self._path, self._mark, len(self._points) // 2))
+
+    def boxes(self, places: np.ndarray, fills: Sequence[Colour], spans: np.ndarray | None = None,
+              keys: Sequence[int] = (), curves: Sequence[Curve] = (), **look: Any) -> None:  # fmt: skip
+        """Many boxes [n, 4] at once: each of its fill, during its span of [n, 2], along its curve, about its key."""
+        said = tuple({"line": 1, **look}.items())
+        looks = {fill: self.looks(("box", (("fill", fill), *said))) for fill in dict.fromkeys(fills)}
+        paths = {curve: self.paths(_cubic(curve)) for curve in dict.fromkeys(curves)}
+        marks = range(len(self.keys), len(self.keys) + len(keys)) if keys else self._mark
+        self.keys.extend(keys)
+        self.ends.extend([len(self.rows)] * len(keys))
+        when = np.broadcast_to(self._when if spans is None else spans, (len(places), 2))
+        self._lengths.frombytes(np.hstack([places, when]).astype(float).tobytes())
+        path = [paths[curve] for curve in curves] or self._path
+        codes = np.broadcast_arrays([looks[fill] for fill in fills], -1, path, marks, len(self._points) // 2)
+        self._codes.frombytes(np.stack(codes, 1).astype(np.int64).tobytes())
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
@@ -167,10 +220,8 @@ class Scene:
 
     def paint(self, sheet: Sheet, position: float = 0, x: float = 0, y: float = 0) -> None:
         """Draw on another sheet, with the upper left corner at (x, y), what is there at this position."""
-        curves = list(self.paths.found)
-        for part in self.parts:
-            if not part.when.begin < position <= part.when.end:
-                continue
+        curves, lengths = list(self.paths.found), self.lengths
+        for part in self._parts(np.flatnonzero((lengths[:, 4] < position) & (position <= lengths[:, 5]))):
             look, is_line = dict(part.look), part.method in ("line", "curve", "arc")
             left, top, points = x, y, part.points
             if part.method == "curve":
@@ -254,33 +305,30 @@ def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[st
 
 
 def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    looks, texts = Once(), Once()
-    parts, marks = scene.parts, scene.marks
-    places = np.array([(*part.place, 0, 0, 0, 0)[:4] for part in parts], float).reshape(-1, 4)
-    columns = {name: _fine(places[:, number]) for number, name in enumerate("xywh")}
-    ends = [part.when.begin for part in parts] + [part.when.end for part in parts]
-    moments, when = np.unique(np.array(ends, float), return_inverse=True)
+    lengths, codes = scene.lengths, scene.codes
+    moments, when = np.unique(lengths[:, 4:].T.ravel(), return_inverse=True)
+    columns = {name: _fine(lengths[:, number]) for number, name in enumerate("xywh")}
     columns |= {
-        "look": np.array([looks((part.method, part.look)) for part in parts], int),
-        "text": np.array([texts(part.text) if part.text else -1 for part in parts], int),
+        "look": codes[:, 0],
+        "text": codes[:, 1],
         "moments": moments,
-        "begin": when[: len(parts)],
-        "end": when[len(parts) :],
+        "begin": when[: len(codes)],
+        "end": when[len(codes) :],
         "curves": _fine(np.array(list(scene.paths.found)).ravel()),
-        "path": np.array([part.path for part in parts], int),
-        "mark": np.array([part.mark for part in parts], int),
-        "points": _fine(np.array([length for part in parts for point in part.points for length in point])),
-        "pointing": np.cumsum([0, *(len(part.points) for part in parts)]),
-        "key": np.array([mark.key for mark in marks], int),
-        "rows": np.array([hints(row) for mark in marks for row in mark.rows], int),
-        "saying": np.cumsum([0, *(len(mark.rows) for mark in marks)]),
+        "path": codes[:, 2],
+        "mark": codes[:, 3],
+        "points": _fine(scene.points.ravel()),
+        "pointing": np.append(0, codes[:, 4]),
+        "key": np.array(scene.keys),
+        "rows": np.array([hints(row) for row in scene.hints.found], int)[np.array(scene.rows, int)],
+        "saying": np.array(scene.ends),
     }
     header = {
         "width": scene.width,
         "height": scene.height,
         "label": scene.label,
-        "looks": [{"is": method, **_sent(dict(look))} for method, look in looks.found],
-        "texts": list(texts.found),
+        "looks": [{"is": method, **_sent(dict(look))} for method, look in scene.looks.found],
+        "texts": list(scene.texts.found),
     }
     return header, columns
 

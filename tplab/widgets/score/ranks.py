@@ -11,8 +11,8 @@ from tplab.widgets.paper.scene import Curve, Scene, before
 from tplab.widgets.score.holds import PASSED
 from tplab.widgets.score.layout import DOT, SLOT, Layout, layout
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
-from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined
-from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell, share
+from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined, spans
+from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell
 
 _MOST_LINKS = 300
 _LEVELS = 40  # that the share of all items can have
@@ -20,13 +20,15 @@ _LEVELS = 40  # that the share of all items can have
 
 def draw(score: Score) -> Scene:
     """The keys of its slots, ranks and chunks are those of `key_of_cell`, `key_of_rank` and `key_of_bar`."""
-    place, ranks, there, arriving = layout(score), score.trace.mesh.size, held(score), coming(score)
+    place, ranks = layout(score), score.trace.mesh.size
+    there, arriving = (held(score), coming(score)) if place.boxes else ({}, {})
     sheet = Scene(math.ceil(place.width), math.ceil(place.height), f"{ranks} ranks and the links between them")
     for curve in place.links.values() if len(place.links) <= _MOST_LINKS else ():
         _link(sheet, curve, place.boxes)
     for x, y, text in place.labels:
         sheet.text(x, y, text, size=10.5, fill=DIM)
     _bands(sheet, score, place.centres)
+    shares = _shares(score) if score.items and not all(place.slots) else []
     for rank, slots in enumerate(place.slots):
         (x, y), (width, height) = place.centres[rank].tolist(), place.size
         box, radius = (x - width / 2, y - height / 2, width, height), 10 if place.boxes else DOT / 2
@@ -38,7 +40,7 @@ def draw(score: Score) -> Scene:
         if place.boxes:
             _name(sheet, score, rank, x, box[1] + 14 if slots else y - 3, width)
         if score.items and not slots:
-            _share(sheet, _shares(score, rank, there), x, y, place)
+            _share(sheet, shares[rank], x, y, place)
         if not place.boxes:
             sheet.text(x, y, str(rank), size=9.5)
         for index, item in enumerate(slots):
@@ -129,42 +131,37 @@ def _share(sheet: Scene, shares: list[tuple[float, float, float]], x: float, y: 
                 sheet.arc(x, y, width / 2 - 1.5, 360 * part, WORK, 3)
 
 
-def _shares(score: Score, rank: int, there: dict[Cell, list[Stretch]]) -> list[tuple[float, float, float]]:
-    """(the share of all items that a rank holds, from when, to when)."""
-    steps: dict[float, float] = {}
-    for (of, _), stretches in there.items():
-        for hold, begin, end in stretches if of == rank else ():
-            if score.holds["state"][hold] != PASSED:
-                steps[begin] = steps.get(begin, 0.0) + share(score, hold)
-                steps[end] = steps.get(end, 0.0) - share(score, hold)
-    found: list[tuple[float, float, float]] = []
-    total = 0.0
-    for time in sorted(steps):
-        total += steps[time]
-        level = round(total / len(score.items) * _LEVELS) / _LEVELS
-        if found and found[-1][0] == level:
-            continue
-        if found:
-            found[-1] = (*found[-1][:2], time)
-        found.append((level, time, math.inf))
-    return [one for one in found if one[0]]
+def _shares(score: Score) -> list[list[tuple[float, float, float]]]:
+    """Of each rank: (the share of all items that it holds, from when, to when)."""
+    hold, begin, end = spans(score)
+    kept = score.holds["state"][hold] != PASSED
+    hold, begin, end = hold[kept], begin[kept], end[kept]
+    found: list[list[tuple[float, float, float]]] = []
+    for rank in score.trace.mesh.ranks:
+        mine = score.holds["rank"][hold] == rank
+        changes = np.concatenate([score.shares[hold[mine]], -score.shares[hold[mine]]])
+        times, place = np.unique(np.concatenate([begin[mine], end[mine]]), return_inverse=True)
+        total = np.cumsum(np.bincount(place, changes, len(times)))
+        level = np.round(total / len(score.items) * _LEVELS) / _LEVELS
+        new = np.append(True, level[1:] != level[:-1])[: len(level)]
+        until = np.append(times[new][1:], math.inf)
+        found.append([one for one in zip(level[new].tolist(), times[new].tolist(), until.tolist()) if one[0]])
+    return found
 
 
 def _chunks(sheet: Scene, score: Score, place: Layout, there: dict[Cell, list[Stretch]]) -> None:
-    bars = score.bars
-    for row in np.flatnonzero((bars["kind"] == SEND) & (bars["end"] > bars["start"])).tolist():
-        rank, item, start = int(bars["rank"][row]), int(bars["item"][row]), float(bars["start"][row])
-        curve, colour = place.links.get((rank, int(bars["peer"][row]))), score.bar_colour(row)
-        if curve is None:
-            continue
-        with (
-            sheet.during(start, before(float(bars["end"][row]))),
-            sheet.along(curve),
-            sheet.about((), key=key_of_bar(score, row)),
-        ):
-            if not place.boxes:
-                sheet.box(-4.5, -4.5, 9, 9, fill=colour, edge=PAPER, radius=4.5, line=1.2)
-                continue
+    bars, sends = score.bars, np.flatnonzero((score.bars["kind"] == SEND) & (score.bars["end"] > score.bars["start"]))
+    rows = [row for row in sends.tolist() if (bars["rank"][row], bars["peer"][row]) in place.links]
+    curves = [place.links[pair] for pair in zip(bars["rank"][rows].tolist(), bars["peer"][rows].tolist())]
+    times = np.stack([bars["start"][rows], np.nextafter(bars["end"][rows], -math.inf)], 1)
+    colours, keys = [score.bar_colour(row) for row in rows], [key_of_bar(score, row) for row in rows]
+    if not place.boxes:
+        dots = np.tile([-4.5, -4.5, 9.0, 9.0], (len(rows), 1))
+        sheet.boxes(dots, colours, times, keys, curves, edge=PAPER, radius=4.5, line=1.2)
+        return
+    for row, curve, colour, key, (start, end) in zip(rows, curves, colours, keys, times.tolist()):
+        rank, item = int(bars["rank"][row]), int(bars["item"][row])
+        with sheet.during(start, end), sheet.along(curve), sheet.about((), key=key):
             text = score.items[item].name if item >= 0 else ""
             if score.shows_numbers:
                 text = next((score.number(hold) for hold, a, b in there.get((rank, item), []) if a <= start < b), text)

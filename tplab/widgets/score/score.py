@@ -251,6 +251,18 @@ class Score:
         pools = self.items[self.holds["item"][hold]].pools
         return next((pool for pool in pools if members and members[0] in pool), members)
 
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """How much of what is meant to be in it each hold has: ranks whose data it has, of those in its pool."""
+        number = np.array([len(members) for members in self.sets] or [0])[self.holds["set"]]
+        first = np.array([min(members, default=-1) for members in self.sets] or [0])[self.holds["set"]]
+        pairs, alike = np.unique(np.stack([self.holds["item"], first]), axis=1, return_inverse=True)
+        pools = [
+            next((len(pool) for pool in self.items[item].pools if rank in pool), 0) for item, rank in pairs.T.tolist()
+        ]
+        every = np.array(pools or [0])[alike.reshape(-1)]
+        return number / np.maximum(np.where(every, every, number), 1)
+
 
 def score(trace: Trace) -> Score:
     """Read a trace once."""

@@ -24,15 +24,25 @@ class Stretch(NamedTuple):
     end: float
 
 
+def spans(score: Score) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The columns of all stretches, by rank and item: hold, begin and end."""
+    holds = score.holds
+    order = np.lexsort((holds["item"], holds["rank"]))
+    cell = (holds["rank"].astype(int) * len(score.items) + holds["item"])[order]
+    begin = np.nextafter(holds["time"][order], -math.inf)
+    end = np.append(begin[1:], math.inf)
+    end[np.append(cell[1:] != cell[:-1], True)] = math.inf
+    there = (begin < end) & (holds["state"][order] != GONE)
+    return order[there], begin[there], end[there]
+
+
 def held(score: Score) -> dict[Cell, list[Stretch]]:
     """What each rank holds of an item, one hold after the other."""
-    holds = score.holds
-    changes: dict[Cell, list[tuple[int, float]]] = {}
-    rows = zip(holds["rank"].tolist(), holds["item"].tolist(), holds["time"].tolist())
-    for hold, (rank, item, time) in enumerate(rows):
-        changes.setdefault((rank, item), []).append((hold, before(time)))
-    return {cell: [Stretch(hold, begin, end) for (hold, begin), (_, end) in zip(of, [*of[1:], (-1, math.inf)])
-                   if begin < end and holds["state"][hold] != GONE] for cell, of in changes.items()}  # fmt: skip
+    found: dict[Cell, list[Stretch]] = {}
+    for hold, begin, end in zip(*(column.tolist() for column in spans(score))):
+        cell = int(score.holds["rank"][hold]), int(score.holds["item"][hold])
+        found.setdefault(cell, []).append(Stretch(hold, begin, end))
+    return found
 
 
 def coming(score: Score) -> dict[Cell, list[tuple[float, float]]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, mix
@@ -13,10 +16,41 @@ from tplab.widgets.score.frame import contributors
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.layout import SLOT, Columns, columns
 from tplab.widgets.score.score import Score
-from tplab.widgets.score.stretches import Stretch, coming, held, without
+from tplab.widgets.score.stretches import Stretch, coming, held, spans, without
 
 Box = tuple[float, float, float, float]
 _MOST_ROWS = 64
+
+
+class Grid(NamedTuple):
+    """The cells of the table: a row for each rank, a column for each item that is shown."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    gap: float
+
+    def box(self, rank: Any, index: Any) -> tuple[Any, Any, float, float]:
+        across, down = self.left + index * (self.width + self.gap), self.top + rank * (self.height + self.gap)
+        return across, down, self.width, self.height
+
+
+class Page(NamedTuple):
+    """Columns of the table that are shown together, after `begin` and up to `end`."""
+
+    grid: Grid
+    rows: int
+    shown: range
+    of_item: Sequence[int]
+    begin: float
+    end: float
+
+    def meets(self, begin: float, end: float) -> bool:
+        return begin < self.end and self.begin < end
+
+    def within(self, begin: float, end: float) -> tuple[float, float]:
+        return max(begin, self.begin), min(end, self.end)
 
 
 def draw(score: Score) -> Scene | None:
@@ -39,46 +73,70 @@ def draw(score: Score) -> Scene | None:
     across = math.ceil(max(left + num_columns * (width + gap), 6.2 * max(map(len, caption))))
     sheet = Scene(across, math.ceil(top + rows * (height + gap)) + 15 * len(caption) + 3, "what each rank holds")
     left += (across - left - num_columns * (width + gap)) / 2
-    every, there, arriving = 8 if small else 1, held(score), coming(score)
-
-    def box(rank: int, index: int) -> Box:
-        return left + index * (width + gap), top + rank * (height + gap), width, height
-
+    grid, every = Grid(left, top, width, height, gap), 8 if small else 1
     for rank in range(0, rows, every):
-        text, (x, y, _, _) = str(rank) if small else f"rank {rank}", box(rank, 0)
+        text, (x, y, _, _) = str(rank) if small else f"rank {rank}", grid.box(rank, 0)
         sheet.text(x - 6, y + height / 2, text, size=10.5, fill=DIM, anchor="rm")
     for number, line in enumerate(caption):
         sheet.text(across / 2, sheet.height - 9 - 15 * (len(caption) - 1 - number), line, size=10.5, fill=DIM)
     for first, begin, end in _pages(score, of):
-        shown = range(first, min(first + num_columns, len(of.names)))
+        page = Page(grid, rows, range(first, min(first + num_columns, len(of.names))), of.of_item, begin, end)
         with sheet.during(begin, end):
-            for column in shown[::every]:
-                sheet.text(box(0, column - first)[0] + width / 2, top - 9, of.names[column], size=10.5, fill=DIM)
-        items = [[item for item, at in enumerate(of.of_item) if at == column] for column in shown]
-        cells = [(rank, box(rank, index), those) for rank in range(rows) for index, those in enumerate(items)]
-        for rank, place, those in cells:
-            named = next((item for item in those if (rank, item) in there), those[0])
-            with sheet.during(begin, end), sheet.about((), key=key_of_cell(score, rank, named)):
-                if small:
-                    sheet.box(*place, fill=SOFT)
-                else:
-                    sheet.dashed(*place, LINE)
-        for rank, place, item in ((rank, place, item) for rank, place, those in cells for item in those):
-            stretches = [Stretch(hold, max(a, begin), min(b, end))
-                         for hold, a, b in there.get((rank, item), []) if a < end and begin < b]  # fmt: skip
-            for hold, a, b in stretches:
-                with sheet.during(a, b):
-                    if small:
-                        sheet.box(*place, fill=_square(score, hold))
-                    else:
-                        draw_cell(sheet, score, place, hold, *cell_text(score, item, hold, letters))
-            spans = [(max(a, begin), min(b, end)) for a, b in arriving.get((rank, item), []) if a < end and begin < b]
-            if not small:
-                draw_coming(sheet, score, place, item, spans, stretches)
+            for column in page.shown[::every]:
+                x, _, _, _ = grid.box(0, column - first)
+                sheet.text(x + width / 2, top - 9, of.names[column], size=10.5, fill=DIM)
+        if small:
+            _squares(sheet, score, page)
+        else:
+            _cells(sheet, score, page, letters)
     return sheet
 
 
-def key_of_cell(score: Score, rank: int, item: int) -> int:
+def _squares(sheet: Scene, score: Score, page: Page) -> None:
+    columns, many = np.array(page.of_item) - page.shown.start, len(page.shown)
+    named = np.tile([page.of_item.index(column) for column in page.shown], (page.rows, 1))
+    hold, begin, end = spans(score)
+    rank, item = score.holds["rank"][hold], score.holds["item"][hold]
+    here = (rank < page.rows) & (columns[item] >= 0) & (columns[item] < many)
+    named[rank[here], columns[item[here]]] = item[here]
+    down, across = np.divmod(np.arange(named.size), many)
+    with sheet.during(page.begin, page.end):
+        keys = key_of_cell(score, down, named.ravel()).tolist()
+        sheet.boxes(_stacked(page.grid.box(down, across)), [SOFT] * named.size, keys=keys)
+    here &= (begin < page.end) & (page.begin < end)
+    hold, rank, item, times = hold[here], rank[here], item[here], np.stack([begin, end], 1)[here]
+    is_passed, shares = score.holds["state"][hold] == PASSED, np.round(0.12 + 0.88 * score.shares[hold], 2)
+    fills = [LINE if passed else mix(score.item_colour(one), share)
+             for one, share, passed in zip(item.tolist(), shares.tolist(), is_passed.tolist())]  # fmt: skip
+    sheet.boxes(_stacked(page.grid.box(rank, columns[item])), fills, times.clip(page.begin, page.end))
+
+
+def _stacked(box: tuple[Any, Any, float, float]) -> np.ndarray:
+    return np.stack(np.broadcast_arrays(*box), 1)
+
+
+def _cells(sheet: Scene, score: Score, page: Page, letters: int) -> None:
+    there, arriving = held(score), coming(score)
+    items = [[item for item, at in enumerate(page.of_item) if at == column] for column in page.shown]
+    cells = [
+        (rank, page.grid.box(rank, index), those) for rank in range(page.rows) for index, those in enumerate(items)
+    ]
+    for rank, place, those in cells:
+        named = next((item for item in those if (rank, item) in there), those[0])
+        with sheet.during(page.begin, page.end), sheet.about((), key=key_of_cell(score, rank, named)):
+            sheet.dashed(*place, LINE)
+    for rank, place, item in ((rank, place, item) for rank, place, those in cells for item in those):
+        stretches = [
+            Stretch(hold, *page.within(a, b)) for hold, a, b in there.get((rank, item), []) if page.meets(a, b)
+        ]
+        for hold, a, b in stretches:
+            with sheet.during(a, b):
+                draw_cell(sheet, score, place, hold, *cell_text(score, item, hold, letters))
+        times = [page.within(a, b) for a, b in arriving.get((rank, item), []) if page.meets(a, b)]
+        draw_coming(sheet, score, place, item, times, stretches)
+
+
+def key_of_cell(score: Score, rank: Any, item: Any) -> Any:
     """What static/animate.js knows a cell by, and a slot of a rank."""
     return rank * len(score.items) + item
 
@@ -93,16 +151,6 @@ def _pages(score: Score, of: Columns) -> list[tuple[int, float, float]]:
     return [page for page in found if page[1] < page[2]]
 
 
-def share(score: Score, hold: int) -> float:
-    return len(score.members(hold)) / max(len(score.pool(hold)), 1)
-
-
-def _square(score: Score, hold: int):
-    if score.holds["state"][hold] == PASSED:
-        return LINE
-    return mix(score.item_colour(int(score.holds["item"][hold])), round(0.12 + 0.88 * share(score, hold), 2))
-
-
 def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value: str = "") -> None:
     """A slot of a rank, or a cell of the table, that holds something: paler while parts of a sum are missing."""
     x, y, width, height = box
@@ -114,7 +162,7 @@ def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value
         tint = 0.26 if whole and not is_slot else 0.13
         sheet.box(x, y, width, height, fill=mix(colour, tint), edge=colour, radius=radius)
         if is_slot:  # filled from below as far as it is complete
-            full = share(score, hold) * (height - 2)
+            full = score.shares[hold] * (height - 2)
             sheet.box(x + 1, y + height - 1 - full, width - 2, full, fill=mix(colour, 0.26), radius=4)
         elif part := score.part(hold):  # which part of the whole it is
             index, wide = part[0], (width - 2) / part[1]

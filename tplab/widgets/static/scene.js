@@ -4,6 +4,8 @@ import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
+const READ = 300; // so many things, at most, are listed for screen readers
+const RESTS = 250; // milliseconds without a new frame
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
 // What the colours mean, in a line that wraps; at its end a note, or a control. Returns what paints it.
@@ -23,20 +25,22 @@ export function drawLegend(root, data, end = "") {
 
 export class Scene {
   // data is what `packed` has made, number which of its scenes this is. over(event, rows, key) hears of the pointer,
-  // press(key) of a click on what has a key. cursor: whether a line goes with the pointer. largest: how
-  // many times as large as in a still picture it may be.
-  constructor(root, host, data, number, { over, press, cursor, largest = 1 }) {
+  // press(key) of a click on what has a key. about(key) says what a thing is whose hint Python has not written; null:
+  // nothing. reads(key): whether a list for screen readers has it. cursor: whether a line goes with the pointer.
+  // largest: how many times as large as in a still picture it may be.
+  constructor(root, host, data, number, { over, press, about, reads = () => true, cursor, largest = 1 }) {
     const table = (place) => {
       const found = { ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) };
       for (const name of ["begin", "end"]) found[name] = Float64Array.from(found[name], (at) => found.moments[at]);
       found.moves = found.path.some((path, part) => path >= 0 && found.looks[found.look[part]].is !== "curve") || found.looks.some((look) => look.grows);
       return found;
     };
-    Object.assign(this, { root, host, over, largest, hints: data.hints });
+    Object.assign(this, { root, host, over, about, reads, largest, hints: data.hints });
     this.tables = [table(number), table(data.tables[number].narrow)];
     this.canvas = el("canvas", number < data.scenes ? { role: "img", "aria-label": data.tables[number].label } : {});
     this.cursor = el("div.tpl-cursor", { hidden: "" });
-    host.append(this.canvas, ...(cursor ? [this.cursor] : []));
+    this.list = el("ul.tpl-read", { "aria-label": data.tables[number].label });
+    host.append(this.canvas, ...(cursor ? [this.cursor] : []), ...(number < data.scenes ? [this.list] : []));
     this.choose();
     this.canvas.addEventListener("pointermove", (event) => {
       const part = this.under(event), key = this.keyOf(part);
@@ -85,13 +89,26 @@ export class Scene {
   }
 
   rowsOf(part) {
-    const { rows, saying, mark } = this.table;
+    const { rows, saying, mark } = this.table, key = this.keyOf(part);
+    if (this.about && key !== null) return this.about(key);
     return [...rows.subarray(saying[mark[part]], saying[mark[part] + 1])].map((row) => this.hints[row]);
   }
 
   keyOf(part) {
     const key = this.table.key[this.table.mark[part]] ?? -1;
     return key < 0 ? null : key;
+  }
+
+  // What can be pointed at, in words, for those who do not see it: a list, written again when the picture rests.
+  read() {
+    const { mark } = this.table, first = new Map();
+    for (let part = 0; part < mark.length; part++) if (mark[part] >= 0 && this.isThere(part)) first.set(mark[part], part);
+    const parts = [...first.values()].filter((part) => this.reads(this.keyOf(part)));
+    const said = parts.length > READ ? [] : [...new Set(parts.map((part) => inWords(this.rowsOf(part))))].filter(Boolean);
+    if (said.join() === this.said) return;
+    this.said = said.join();
+    this.list.hidden = !said.length;
+    this.list.replaceChildren(...said.map((words) => el("li", {}, words)));
   }
 
   isThere(part) {
@@ -117,6 +134,8 @@ export class Scene {
     this.choose();
     const { canvas, table } = this, full = canvas.clientWidth;
     this.position = position;
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => this.read(), RESTS);
     if (!full) return;
     const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
     // Between two moments nothing changes but what moves.
@@ -211,6 +230,9 @@ export class Scene {
     }
   }
 }
+
+// What a hint says, in one line.
+export const inWords = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
 
 function fillAndStroke(pen, fill, edge) {
   if (fill) {

@@ -20,6 +20,7 @@ async function render({ model, el: host }) {
       over = key ?? -1;
       show();
     },
+    about: (key) => [["", data.says[key].join(" ")]],
     press: (key) => key <= last && choose(key === model.get("rank") ? -1 : key),
   }));
   for (const { canvas, table } of scenes) canvas.style.flex = `1 1 ${0.75 * table.width}px`;

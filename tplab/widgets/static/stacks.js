@@ -1,7 +1,7 @@
 // What a rank holds over time: areas on top of each other, of the rank that is chosen.
 import { card, el, followTheme, hint } from "./shell.js";
 import { unpack } from "./wire.js";
-import { Scene, drawLegend } from "./scene.js";
+import { Scene, drawLegend, inWords } from "./scene.js";
 
 async function render({ model, el: host }) {
   const data = await unpack(model.get("scene")), { ranks } = data;
@@ -41,8 +41,7 @@ async function render({ model, el: host }) {
     event.preventDefault();
     event.stopPropagation();
     if (turn) return choose(model.get("rank") + turn);
-    const rows = scene.step(by);
-    says.textContent = rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
+    says.textContent = inWords(scene.step(by));
   });
   const resizer = new ResizeObserver(draw);
   resizer.observe(figure);
