@@ -106,6 +106,27 @@ def test_the_hint_over_every_action_of_a_schedule_is_about_it(page: Page, rule):
         assert f"the rank runs {action.label} of stage {action.stage}" in below and "idles" not in below
 
 
+def test_what_is_shown_of_a_timeline_is_kept_and_can_be_set(page: Page):
+    """Where the reader looks closer is a state of the widget, so that a link has it."""
+    card = timeline(TRACES["mlp 4"]())
+    assert card.kept == ("step", "begin", "end") and (card.begin, card.end) == (0, 1)
+    drawn_lanes(page, card)
+    page.locator(".tplab").focus()
+    page.keyboard.press("+")
+    page.wait_for_function("() => window.model.get('end') < 1")
+    share = (
+        "() => { const { view: at, begin, end } = window.lanes; return at.map((t) => (t - begin) / (end - begin)); }"
+    )
+    assert page.evaluate("() => ['begin', 'end'].map((name) => window.model.get(name))") == pytest.approx(
+        page.evaluate(share), abs=1e-5
+    )
+    page.evaluate("() => { model.set('begin', 0.25); model.set('end', 0.5); model.tell('change:begin'); }")
+    assert page.evaluate(share) == pytest.approx([0.25, 0.5])
+    card.begin, card.end = 0.5, 0.75
+    drawn_lanes(page, card)
+    assert page.evaluate(share) == pytest.approx([0.5, 0.75])
+
+
 @pytest.mark.parametrize("show", [animate, timeline])
 @pytest.mark.parametrize("name", ["mlp 4", "pipeline 4"])
 def test_a_live_switch_of_the_theme_repaints_the_lanes(page: Page, name: str, show: Callable):

@@ -16,7 +16,7 @@ from tplab import Mesh
 from tplab.data.pieces import Pieces
 from tplab.data.zero import MIXED_ADAM, StateBytes, state_bytes
 from tplab.errors import RankError, TraceError
-from tplab.schedules import gpipe, one_f_one_b
+from tplab.schedules import gpipe, one_f_one_b, zb_h1
 from tplab.trace.memory import KINDS, Ledger, Memory
 
 AdamW = partial(torch.optim.AdamW, lr=0.01)
@@ -245,6 +245,21 @@ def test_activations_of_a_pipeline_are_what_its_trace_says_is_held(rule: Any, ev
             assert most > out.trace.peak_bytes[rank]
         assert held.at(-1)["activations"] == 0
         assert held.at(-1)["gradients"] == held.at(-1)["parameters"] == (8 * 8 + 8) * 2 * 4
+
+
+@pytest.mark.parametrize("rule", [one_f_one_b, zb_h1])
+def test_gradients_of_a_pipeline_are_gradients_while_they_add_up(rule: Any):
+    def program(x):
+        torch.manual_seed(0)
+        schedule = rule(ranks=2, microbatches=3)
+        stages = lab.stages_of([nn.Linear(40, 40), nn.Linear(40, 40)], schedule)
+        lab.train_batch(schedule, stages, lab.split_batch(x, x, 3), nn.functional.mse_loss)
+        return stages
+
+    for held in lab.run(program, Mesh(pp=2), torch.ones(3, 40), count_memory=True).memory:
+        parameters = held.at(-1)["parameters"]
+        assert held.of("gradients").max() >= 2 * parameters  # a sum, and the next term
+        assert held.of("other").max() < parameters
 
 
 def test_nothing_else_changes():

@@ -54,6 +54,13 @@ def drawn(card: Knob, index: int = 0) -> tuple[list[float], list[str], list[tupl
     return widths, [part.text for part in there if part.text], hints
 
 
+def test_a_part_that_is_too_narrow_for_its_name_has_its_number():
+    bars = Bars([Row("one", {"gathered parameters": 100.0, "all the rest": 1000.0, "x": 5.0})], "")
+    _, texts, _ = drawn(knob("A title", "the size", {1: bars}, unit="B"))
+    assert "100 B" in texts and "all the rest 1000 B" in texts
+    assert not any("gathered" in text or text.startswith("x") for text in texts)
+
+
 def test_a_knob_knows_everything_before_it_is_turned():
     """Parts are shares of the longest bar of their option; the browser has the pictures of all options."""
     card = turned()
@@ -167,6 +174,16 @@ def test_wide_pictures_wrap():
     narrow = Image.open(io.BytesIO(matrices({"a": np.ones((2, 8))}).picture()))
     wide = Image.open(io.BytesIO(matrices({name: np.ones((2, 8)) for name in "abcd"}).picture()))
     assert wide.width <= 880 and wide.height > 2 * narrow.height - 40
+
+
+def test_panels_that_have_room_side_by_side_are_in_one_row():
+    """With smaller gaps, if it is these that are too wide."""
+    rows = {"": np.ones((2, 3))}
+    for count, gap, num_rows in ((3, 34, 1), (6, 12, 1), (9, 34, 2)):
+        card = matrices({f"{letter}": rows[""] for letter in "abcdefghi"[:count]})
+        assert card.content["gap"] == card.gap == gap
+        picture = Image.open(io.BytesIO(card.picture()))
+        assert picture.width <= 960 and (picture.height > 160) == (num_rows == 2)
 
 
 def test_large_counts_have_separators():

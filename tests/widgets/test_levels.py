@@ -53,6 +53,13 @@ def test_a_level_lasts_until_the_next_point(card: Curves):
     assert [text.get_text() for text in card.figure.legends[0].get_texts()] == ["rank 0", "rank 1", "predicted"]
 
 
+def test_each_line_has_a_prediction_of_its_own_under_the_pointer(card: Curves):
+    at_one = {stop[1]: dict(stop[2]) for stop in card.content["panels"][0]["stops"]}["steps: 1"]
+    assert at_one == {
+        "rank 0": "2.86 MiB", "rank 1": "0 B", "rank 0, predicted": "2.86 MiB", "rank 1, predicted": "0 B"
+    }  # fmt: skip
+
+
 def test_runs_are_points_with_lines_between():
     card = levels({"": {"GPipe": ([1, 2, 8], np.array([1, 2, 8]))}}, title="T", sentence="S.", along="microbatches")
     (line,) = card.figure.axes[0].lines

@@ -175,6 +175,37 @@ def test_what_has_another_name_on_each_rank_keeps_a_letter_and_says_whose_it_is(
     assert [item.text for item in piece.items] == [f"piece {letter} (x of rank {r})" for r, letter in enumerate("abc")]
 
 
+def test_of_several_names_a_tensor_has_the_one_that_the_call_gives_it():
+    """In the first hop, `total` is `x`."""
+
+    def add_up(lab: Any, x: Any) -> Any:
+        total = x
+        for _ in range(3):
+            total = lab.ring_shift(total, "tp") + x
+        return total
+
+    def within(lab: Any, x: Any) -> Any:
+        y = x
+
+        def shift(z: Any) -> Any:
+            return lab.ring_shift(z, "tp")
+
+        return x + shift(
+            y,
+        )
+
+    def plain(lab: Any, x: Any) -> Any:
+        y = x
+        return lab.ring_shift(x, "tp") + y
+
+    numbers = np.arange(4, dtype=np.float32)
+    piece = scored("torch", add_up, numbers)
+    assert [(item.name, item.text) for item in piece.items] == [("total", "total")]
+    assert "its own total" in words.sentences(piece)[1]
+    for program, name in ((within, "y"), (plain, "x")):
+        assert set(scored("torch", program, numbers).trace.chunk_names) == {name}
+
+
 def test_an_accumulated_product_is_about_the_piece_it_multiplies():
     def accumulates(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w

@@ -12,7 +12,9 @@ from tplab import Mesh, P
 from tplab.trace.trace import Trace
 from tplab.widgets import timeline
 from tplab.widgets.paper.palette import OPS
-from tplab.widgets.score.op_kinds import KINDS, kind_of
+from tplab.widgets.paper.wire import unpack
+from tplab.widgets.score import words
+from tplab.widgets.score.op_kinds import KINDS, kind_of, name_of
 from tplab.widgets.score.score import score
 
 
@@ -29,6 +31,20 @@ from tplab.widgets.score.score import score
 def test_the_kind_of_an_operation(kind: str, ops: str):
     assert kind in KINDS
     assert {op: kind_of(op) for op in ops.split()} == dict.fromkeys(ops.split(), kind)
+
+
+def test_a_modelled_gpu_runs_no_kernel_of_a_cpu():
+    def program(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    trace = tt.run(program, Mesh(tp=2), torch.ones(1, 2, 64, 16), cluster="h100").trace
+    piece = score(trace)
+    assert any("_for_cpu" in op for op in piece.ops)
+    assert "scaled dot-product attention" in piece.op_names and not any("cpu" in op for op in piece.op_names)
+    said = [*words.sentences(piece), *unpack(timeline(trace).score)[0]["ops"]]
+    assert any("scaled dot-product attention" in text for text in said) and not any("cpu" in text for text in said)
+    assert name_of("_scaled_dot_product_efficient_attention_backward") == "scaled dot-product attention, backward"
+    assert [name_of(op) for op in ("mm", "add_", "all_reduce")] == ["mm", "add_", "all_reduce"]
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, is_trained: bool) -> None:

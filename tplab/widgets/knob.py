@@ -176,7 +176,7 @@ class Knob(Card):
         for name, text in texts:
             width = scale * row.parts[name]
             sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=mix(self._tint(name), 0.3), edge=self._tint(name), radius=3)
-            fitting = [said for said in (f"{name} {text}", name) if sheet.width_of(said, 10) + 8 < width]
+            fitting = [said for said in (f"{name} {text}", text, name) if sheet.width_of(said, 10) + 8 < width]
             sheet.text(x + width / 2, middle, next(iter(fitting), ""), size=10)
             x += width
         if row.measured is not None:

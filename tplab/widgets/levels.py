@@ -67,10 +67,10 @@ def levels(
                 ax.plot(x, y, ds="steps-post", marker=MARKS[index % 4], markevery=[top], zorder=3, **looks)
             else:
                 ax.plot(x, y, ls=DASHES[index % 4], marker="o" if len(y) <= MOST_MARKED else "", zorder=3, **looks)
-        for x, y in (predicted or {}).get(name, {}).values():
+        for label, (x, y) in (predicted or {}).get(name, {}).items():
             style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
             ax.plot(x, y, zorder=4, **style)
-            ax.lines[-1].set_label("predicted")
+            ax.lines[-1].set(label="predicted", gid=f"{label}, predicted")
         if measured and measured.get(name):
             draw_measured(ax, measured[name], by)
         if doubling:

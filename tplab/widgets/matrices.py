@@ -15,9 +15,9 @@ from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
 from tplab.widgets.paper.pen import Pen, text_width
 
-CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP = 46, 25, 18, 34
+CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP, SMALL_GAP = 46, 25, 18, 34, 12
 MAX_ROWS = MAX_COLUMNS = 8
-MAX_WIDTH, TEXT_WIDTH = 880, 640
+MAX_WIDTH, TEXT_WIDTH = 920, 640
 ABOVE, BELOW, WRONG = HUES[0], HUES[1], HUES[5]  # colours of positive, of negative, and of marked entries
 
 
@@ -62,7 +62,10 @@ class Matrices(Card):
         self.largest = max((float(np.abs(size).max(initial=0)) for size in sizes), default=0.0)
         shapes = ", ".join(f"{panel.title} {list(np.shape(panel.array))}" for panel in panels) or "no matrices"
         self.sentence = "\n".join(filter(None, (title, text))) if text else ": ".join(filter(None, (title, shapes)))
-        super().__init__(content={"title": title, "text": text, "panels": [self._panel(grid) for grid in self.grids]})
+        whole = sum(grid.width + SMALL_GAP for grid in self.grids)
+        self.gap = SMALL_GAP if whole <= MAX_WIDTH < whole + len(self.grids) * (GAP - SMALL_GAP) else GAP
+        drawn = [self._panel(grid) for grid in self.grids]
+        super().__init__(content={"title": title, "text": text, "panels": drawn, "gap": self.gap})
 
     def _panel(self, grid: _Grid) -> dict[str, Any]:
         """Rows of [text, share of the largest entry (negative for a negative entry), marked?]."""
@@ -76,8 +79,8 @@ class Matrices(Card):
         return float(number) / self.largest if self.largest and np.isfinite(number) else 0.0
 
     def picture(self) -> bytes:
-        rows = _in_rows(self.grids)
-        widths = [sum(grid.width for grid in row) + GAP * (len(row) - 1) for row in rows]
+        rows = _in_rows(self.grids, self.gap)
+        widths = [sum(grid.width for grid in row) + self.gap * (len(row) - 1) for row in rows]
         said = min(max(text_width(line, 11.5) for line in self.text.split("\n")), TEXT_WIDTH)
         inner = max([text_width(self.title, 13, bold=True), said, *widths])
         lines = [line for part in self.text.split("\n") for line in _wrapped(part, inner)] if self.text else []
@@ -93,7 +96,7 @@ class Matrices(Card):
             x = MARGIN
             for grid in row:
                 self._draw(pen, grid, x, top)
-                x += grid.width + GAP
+                x += grid.width + self.gap
             top += height
         return encode([pen.image()], [0])
 
@@ -140,12 +143,12 @@ def _grid(panel: Panel) -> _Grid:
     return _Grid(panel.title + cut_to, numbers, wrong[cut])
 
 
-def _in_rows(grids: Sequence[_Grid]) -> list[list[_Grid]]:
+def _in_rows(grids: Sequence[_Grid], gap: float) -> list[list[_Grid]]:
     """Rows of panels, with as many side by side as there is room for."""
     rows: list[list[_Grid]] = []
     for grid in grids:
-        taken = sum(other.width + GAP for other in rows[-1]) if rows else 0
-        if rows and taken + grid.width <= MAX_WIDTH - 2 * MARGIN:
+        taken = sum(other.width + gap for other in rows[-1]) if rows else 0
+        if rows and taken + grid.width <= MAX_WIDTH:
             rows[-1].append(grid)
         else:
             rows.append([grid])

@@ -21,15 +21,18 @@ from tplab.widgets.score.score import Score, score
 
 class Timeline(Card):
     """The card that `timeline` makes. `step` is where the playhead is, as in `Animation` or, over a prediction, as in
-    `Gantt`. `comparison` is what the trace is compared with, or None."""
+    `Gantt`. `comparison` is what the trace is compared with, or None. `begin` and `end` say which part of the trace is
+    shown, from 0 to 1."""
 
     _esm = script(
         "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "overlay", "timeline"
     )
     _css = style()
-    kept = ("step",)
+    kept = ("step", "begin", "end")
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
+    begin = traitlets.Float(0.0, min=0.0, max=1.0).tag(sync=True)
+    end = traitlets.Float(1.0, min=0.0, max=1.0).tag(sync=True)
 
     def __init__(self, of: Score | Overlay, step: float = 0, measured: Durations | None = None):
         self.of, self.comparison, self.measured = of, None, measured or Durations()

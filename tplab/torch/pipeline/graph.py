@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from tplab.torch.pipeline.split_backward import Gradients, Split, split
 from tplab.torch.private import SAVED, storage_id, version_of
-from tplab.torch.watching.memory import hold
+from tplab.torch.watching.memory import count_as, hold
 
 Tensors = tuple[Tensor, ...]
 
@@ -105,6 +105,7 @@ def add_gradients(total: Gradients, more: Gradients) -> None:
     """Add gradients to the existing ones, never in place: something else may hold the tensors."""
     for parameter, grad in more.items():
         total[parameter] = total[parameter] + grad if parameter in total else grad
+    count_as("gradients", [total[parameter] for parameter in more])
 
 
 class _Enter(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from types import FrameType
 from typing import Any
@@ -22,22 +23,27 @@ def name_in_program(x: Tensor) -> str:
 
     Pieces come first: if a piece also has a variable of its own, the name of the whole says more. The search goes from
     the program's outermost function inwards, and in each function follows the order in which variables are made,
-    arguments first. "" if none is found.
+    arguments first. Where several variables of a function are this tensor, it has the name in the function's call. ""
+    if none is found.
     """
     memory = _memory(x)
     if memory is None:
         return ""
-    whole = ""
+    first = given = ""
     for frame in reversed(_frames()):
+        here = []
         for name, value in _tensors(frame):
             if _memory(value) != memory:
                 continue
             index = _piece(value, x)
             if index is not None:
                 return f"{name}[{index}]"
-            if not whole and value.numel() == x.numel() and value.storage_offset() == x.storage_offset():
-                whole = name
-    return whole
+            if value.numel() == x.numel() and value.storage_offset() == x.storage_offset():
+                here.append(name)
+        if len(here) > 1 and not given:
+            given = next((name for name in here if name in _written(frame)), "")
+        first = first or "".join(here[:1])
+    return given or first
 
 
 def _memory(x: Tensor) -> tuple[int, Any] | None:
@@ -65,6 +71,21 @@ def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:
     names = frame.f_code.co_varnames + frame.f_code.co_cellvars
     values = frame.f_locals
     return [(name, values[name]) for name in dict.fromkeys(names) if type(values.get(name)) in _PLAIN]
+
+
+def _written(frame: FrameType) -> set[str]:
+    """The names that are written in the expression which the function evaluates now."""
+    steps = [step for step in dis.get_instructions(frame.f_code) if step.positions and step.positions.lineno]
+    now = next((step.positions for step in reversed(steps) if step.offset <= frame.f_lasti), None)
+    if now is None or now.col_offset is None:
+        return set()
+    found = [step.argval for step in steps if step.opname.startswith("LOAD_") and _is_inside(step.positions, now)]
+    return {name for names in found for name in (names if isinstance(names, tuple) else (names,))}
+
+
+def _is_inside(place: Any, whole: Any) -> bool:
+    begin, end = (place.lineno, place.col_offset), (place.end_lineno, place.end_col_offset)
+    return (whole.lineno, whole.col_offset) <= begin and end <= (whole.end_lineno, whole.end_col_offset)
 
 
 def _piece(whole: Tensor, x: Tensor) -> int | None:

@@ -15,7 +15,7 @@ def readings(figure: Any, x_text: Callable[[float], str]) -> list[dict[str, Any]
 
     box     its left, top, right and bottom, as fractions of the figure
     stops   from left to right: [where in the box, x in words, [[line, y in words], ...]], no more of them than a
-            pointer can distinguish
+            pointer can distinguish. A line whose label is that of several has its own name as its `gid`
     """
     return [_panel(ax, x_text) for ax in figure.axes]
 
@@ -44,7 +44,7 @@ def _values(lines: list[Any], x: float, y_text: Callable[..., str]) -> list[list
     for line in lines:
         y = _value(line, x)
         if y is not None:
-            named[line.get_label()] = y_text(y, None)
+            named[line.get_gid() or line.get_label()] = y_text(y, None)
     return [[name, text] for name, text in named.items()]
 
 

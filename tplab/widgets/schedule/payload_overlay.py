@@ -5,6 +5,7 @@ from __future__ import annotations
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import overlay as over
 from tplab.widgets.score import words
+from tplab.widgets.score.op_kinds import name_of
 
 
 def overlay(of: over.Overlay) -> bytes:
@@ -21,7 +22,7 @@ def overlay(of: over.Overlay) -> bytes:
         "word": of.word,
         "stages": schedule.num_stages,
         "times": of.times.tolist(),
-        "ops": of.ops,
+        "ops": [name_of(op) for op in of.ops],
         "makespan": of.comparison.makespan,
         "facts": over.facts(of),
         "computes": True,

@@ -17,6 +17,15 @@ _COPIES = re.compile(
 )
 
 
+_ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
+
+
+def name_of(op: str) -> str:
+    """What an operation is called: a modelled GPU runs no kernel of the CPU that stands in for it."""
+    backward = ", backward" if op.endswith("_backward") else ""
+    return f"scaled dot-product attention{backward}" if _ATTENTION.fullmatch(op) else op
+
+
 def kind_of(op: str) -> str:
     """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", "computing" (anything
     between two measured collectives), otherwise "elementwise"."""

@@ -73,7 +73,7 @@ def _about(score: Score) -> dict[str, Any]:
         "unit": trace.unit,
         "ranks": trace.mesh.size,
         "times": score.times.tolist(),
-        "ops": score.ops,
+        "ops": score.op_names,
         "op_kinds": [kind_of(op) for op in score.ops],
         "groups": score.groups,
         "parts": score.parts,

@@ -105,7 +105,7 @@ def _name(sheet: Scene, score: Score, rank: int, x: float, y: float, width: floa
 
     for row in rows[np.argsort(bars["start"][rows], kind="stable")].tolist():
         begin, end = max(float(bars["start"][row]), free), before(float(bars["end"][row]))
-        op = score.ops[bars["op"][row]]
+        op = score.op_names[bars["op"][row]]
         write(f"rank {rank}", free, begin)
         short = op if len(op) <= most else f"{op[: most - 1]}…"
         write(f"rank {rank}: {op}" if score.is_pipeline else f"{rank} · {short}", begin, end)

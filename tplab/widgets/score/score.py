@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import LOW, names
-from tplab.widgets.score.op_kinds import kind_of
+from tplab.widgets.score.op_kinds import kind_of, name_of
 from tplab.widgets.score.versions import versions
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
@@ -75,6 +75,11 @@ class Score:
     @cached_property
     def ops(self) -> list[str]:
         return self.trace.codes("op")[0]
+
+    @cached_property
+    def op_names(self) -> list[str]:
+        """The operations, as they are called in pictures and sentences."""
+        return [name_of(op) for op in self.ops]
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:
@@ -297,7 +302,10 @@ def score(trace: Trace) -> Score:
     bars = {name: column[rows] for name, column in columns.items() if name != "op_name"}
     bars["row"] = rows
     bars["bytes"] = np.where(np.isin(bars["kind"], (SEND, COLLECTIVE)), bars["bytes"], 0)
-    return Score(trace, times, bars, items, holds, sets, values)
+    made = Score(trace, times, bars, items, holds, sets, values)
+    if made.shows_numbers and items[0].text != f"piece {items[0].name}":  # no name has to fit into a slot
+        return replace(made, items=[replace(items[0], name=items[0].text)])
+    return made
 
 
 def _of_pipeline(trace: Trace, columns: dict[str, np.ndarray]) -> Score:

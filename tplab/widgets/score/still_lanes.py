@@ -75,7 +75,7 @@ class Lanes:
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)
-            text = score.ops[bars["op"][row]]
+            text = score.op_names[bars["op"][row]]
             if kind == SEND and item >= 0:
                 text = f"send {score.items[item].name}" if right - x > 50 else score.items[item].name
             if height > 8 and text_width(text, 9.5) < right - x - 8:

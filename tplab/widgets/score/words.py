@@ -94,7 +94,7 @@ def _of_pipeline(score: Score, step: int) -> str:
     begin, end = float(score.times[step]), float(score.times[step + 1])
     near = 1e-9 * (end - begin)
     running = (bars["start"] < end - near) & (bars["end"] > begin + near)
-    runs = [f"rank {bars['rank'][row]} runs {score.ops[bars['op'][row]]}"
+    runs = [f"rank {bars['rank'][row]} runs {score.op_names[bars['op'][row]]}"
             for row in np.flatnonzero(running & (bars["kind"] == COMPUTE)).tolist()]  # fmt: skip
     sent = [f"{'activations' if bars['flow'][row] == 1 else 'gradients'} of {score.items[bars['item'][row]].text} "
             f"to rank {bars['peer'][row]}"
@@ -311,7 +311,7 @@ def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
         return ""
     spent = Counter()
     for op, time in zip(bars["op"][work].tolist(), (bars["end"] - bars["start"])[work].tolist()):
-        spent[score.ops[op]] += time
+        spent[score.op_names[op]] += time
     names = ", ".join(name for name, _ in spent.most_common(2)) + (" ..." if len(spent) > 2 else "")
     if not len(rows):
         return f"; the ranks compute ({names})"

@@ -11,6 +11,7 @@ from tplab.trace.memory import KINDS, Memory, RankMemory
 from tplab.units import bytes_text, ticks, time_text
 from tplab.widgets.levels import round_step
 from tplab.widgets.paper.pen import text_width
+from tplab.widgets.score.op_kinds import name_of as op_name
 
 WIDTH, NARROW, HEIGHT = 900, 460, 292
 LEFT, TOP, BOTTOM, GAP = 62, 26, 40, 20
@@ -106,7 +107,7 @@ def picture(
 def reading(held: RankMemory, row: int, along: str) -> str:
     """When and where a row begins, in words: "12.5 µs: mm at cell 3, line 4, backward"."""
     when = time_text(held.times[row], "s") if along == "time" else f"operation {held.operations[row]:,}"
-    what = held.ops[row]
+    what = op_name(held.ops[row])
     if held.where[row]:
         what = f"{what} at {held.where[row]}, {held.phases[row]}" if what else f"{held.where[row]}, {held.phases[row]}"
     return f"{when}: {what}" if what else when

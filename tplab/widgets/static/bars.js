@@ -11,7 +11,7 @@ export function describeBar(score, row) {
   return [["", title(score, row)],
     ["when", `${time(start[row])} to ${time(end[row])}, ${timeText(end[row] - start[row], score.unit)}`],
     ["tensor", score.shapes?.[score.shape[row]] ?? ""], ["sends", bytes ? `${bytesText(bytes)}${kind === COLLECTIVE ? " in total" : ""}` : ""],
-    ["in", inPhase(score, row)], ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
+    ["started on", startedOn(score, row)], ["in", inPhase(score, row)], ["FLOPs", flops ? flops.toLocaleString("en") : ""], ["between", kind === COLLECTIVE ? `ranks ${group.join(", ")}` : ""],
     ["waits for", kind === WAIT ? awaited(score, row) : ""],
     ["meanwhile", beside >= 0 ? `rank ${score.rank[row]} waits for ${awaited(score, beside) || "other ranks"}` : ""],
     ["types", score.types?.[score.type[row]] ?? ""], ["written at", score.where[score.place[row]] ?? ""]];
@@ -24,7 +24,13 @@ function title(score, row) {
   if (kind === WAIT) return `rank ${rank} waits`;
   const how = score.reductions?.[score.reduction[row]];
   const axis = kind === COLLECTIVE ? score.axes?.[score.axis[row]] : "";
-  return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${axis ? ` over ${axis}` : ""}${kind === COMPUTE && item >= 0 ? `, of ${what}` : ""}`;
+  return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${axis ? ` over ${axis}` : ""}${kind === COMPUTE && item >= 0 ? `, with ${what}` : ""}`;
+}
+
+// The rank that a piece comes from: what its letter stands for.
+function startedOn(score, row) {
+  const [, origin = -1] = score.items[score.item[row]] ?? [];
+  return score.pipeline || origin < 0 ? "" : `rank ${origin}`;
 }
 
 // Of a program that has both, the pass that a bar belongs to.

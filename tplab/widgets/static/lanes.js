@@ -17,8 +17,9 @@ function fitted(pen, text, room) {
 }
 
 export class Lanes {
-  // seek(time): the reader points at a time. zoom: whether one can look closer; busy: each rank's share, to write.
-  constructor(root, host, score, { seek, hint, zoom = false, busy = null }) {
+  // seek(time): the reader points at a time. zoom: whether one can look closer, and who hears of it, zoom(begin, end), in
+  // shares of the whole; busy: each rank's share, to write.
+  constructor(root, host, score, { seek, hint, zoom = null, busy = null }) {
     Object.assign(this, { root, score, seek, hint, zoom, busy });
     this.begin = score.times[0];
     this.last = Math.max(score.times[score.times.length - 1], this.begin + 1e-12);
@@ -211,7 +212,7 @@ export class Lanes {
   write(pen, paint, row, x, y, width, height) {
     const { score } = this, item = score.item[row], op = score.ops[score.op[row]];
     const name = item >= 0 && !this.byKind(row) ? score.items[item][0] : "";
-    const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op, op.replace(/^(_|native_)/, "")];
+    const texts = score.kind[row] === SEND ? [`send ${name}`, name] : name ? [`${op} ${name}`, op, name] : [op, op.replace(/^(_|native_|scaled dot-product )/, "")];
     pen.font = `${height >= 14 ? 11 : 10}px ${paint.font}`;
     const text = texts.find((text) => text && pen.measureText(text).width < width - 8);
     if (!text) return;
@@ -270,6 +271,13 @@ export class Lanes {
     this.view = [from, from + span];
     this.leave();
     this.draw();
+    this.zoom?.(...this.view.map((time) => (time - this.begin) / (this.end - this.begin)));
+  }
+
+  // What is shown, in shares of the whole.
+  show(begin, end) {
+    const whole = this.end - this.begin;
+    if (end > begin) this.moveTo(this.begin + begin * whole, (end - begin) * whole);
   }
 
   // Nothing is pointed at.

@@ -21,14 +21,14 @@ function panel({ title, rows }) {
 }
 
 function render({ model, el: host }) {
-  const { title, text, panels } = model.get("content");
+  const { title, text, panels, gap } = model.get("content");
   const root = card(host, { title, label: title || panels.map((one) => one.title).join(", ") });
   root.style.width = "fit-content";
   root.querySelector("header").hidden = !title;
   for (const line of text ? text.split("\n") : []) {
     root.append(el("p.tpl-say", { style: "margin:0 0 6px;max-width:640px" }, line));
   }
-  root.append(el("div", { style: "display:flex;flex-wrap:wrap;gap:12px 32px;align-items:flex-start" }, ...panels.map(panel)));
+  root.append(el("div", { style: `display:flex;flex-wrap:wrap;gap:12px ${gap - 2}px;align-items:flex-start` }, ...panels.map(panel)));
   return followTheme(root, () => {});
 }
 

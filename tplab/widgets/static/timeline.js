@@ -76,8 +76,19 @@ async function render({ model, el: host }) {
     tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
     tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9)));
   root.append(tools);
+  let resting = null, isTelling = false;
+  const onView = () => isTelling || lanes.show(model.get("begin"), model.get("end"));
+  function keepView(begin, end) {
+    clearTimeout(resting);
+    resting = setTimeout(() => {
+      isTelling = true;
+      for (const [name, share] of [["begin", begin], ["end", end]]) model.set(name, Math.round(share * 1e6) / 1e6);
+      isTelling = false;
+      model.save_changes();
+    }, 150);
+  }
   const lanes = new (over ? OverlayLanes : Lanes)(root, root, score, {
-    hint: tip, zoom: true, busy: score.computes ? busy : null, seek: (time) => player.seek(positionAt(score, time)),
+    hint: tip, zoom: keepView, busy: score.computes ? busy : null, seek: (time) => player.seek(positionAt(score, time)),
   });
   root.append(el("div.tpl-facts", {}, ...facts(score, busy).map(([name, figure, note]) =>
     el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), note ? el("span", {}, ` ${note}`) : null))));
@@ -105,7 +116,11 @@ async function render({ model, el: host }) {
   });
   const unfollow = followTheme(root, () => lanes.draw());
   lanes.draw();
+  onView();
+  for (const name of ["begin", "end"]) model.on(`change:${name}`, onView);
   return () => {
+    clearTimeout(resting);
+    for (const name of ["begin", "end"]) model.off(`change:${name}`, onView);
     unfollow();
     lanes.destroy();
     player.destroy();
