@@ -312,7 +312,7 @@ def test_the_pipeline_of_the_chosen_plan_is_the_simulated_one_with_unequal_ends(
     header, of = board_of(lab)
     run, shown = lab.forecast.pipeline(16), header["pipeline"]
     assert (shown["plan"], shown["runs"][0]["ranks"], shown["lane"]) == (lab.chosen, 4, "pp")
-    np.testing.assert_array_equal(of["pipeline.start0"], run.start)
+    np.testing.assert_array_equal(of["pipeline.start.0"], run.start)
     assert shown["about"].startswith("16 of 128 microbatches are drawn")
     ends, starts, kinds = (of[f"pipeline.{name}0"] for name in ("end", "start", "kind"))
     takes = (ends - starts)[kinds == 0]

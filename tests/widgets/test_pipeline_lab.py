@@ -46,8 +46,8 @@ def test_what_is_drawn_is_what_was_simulated(rule: str):
     run = simulate(RULES[rule](**FITTING), Costs())
     header, columns = unpack(lab.board)
     assert header["runs"][0]["makespan"] == run.makespan == lab.run.makespan
-    assert np.array_equal(columns["end0"], run.end) and np.array_equal(columns["kind0"], run.schedule.kind)
-    held = [columns["stairHeld0"][a:b].max() for a, b in zip(columns["stair0"], columns["stair0"][1:])]
+    assert np.array_equal(columns["end.0"], run.end) and np.array_equal(columns["kind.0"], run.schedule.kind)
+    held = [columns["stairHeld.0"][a:b].max() for a, b in zip(columns["stair.0"], columns["stair.0"][1:])]
     assert held == pytest.approx(list(run.peak_activations))
     assert lab.sentence.startswith(f"{rule} on 4 ranks with 8 microbatches: makespan {run.makespan:g}")
     assert lab.picture().startswith(b"\x89PNG")

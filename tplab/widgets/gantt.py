@@ -9,12 +9,13 @@ import traitlets
 from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
-from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.frame import draw_edge
+from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
 
-SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "gantt", "tasks", "pipeline")
+SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
 
 
 class Gantt(Card):
@@ -39,8 +40,8 @@ class Gantt(Card):
         self.sentence = still.sentence(self.runs)
 
     def picture(self) -> bytes:
-        pen = Pen(still.WIDTH, still.height(self.runs))
-        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=still.LINE, radius=12)
+        pen = Pen(still.WIDTH, still.height(self.runs, self.limit, self.colour, text_width))
+        draw_edge(pen, pen.width, pen.height)
         still.draw(pen, self.runs, self.limit, self.colour)
         return encode([pen.image()], [0])
 

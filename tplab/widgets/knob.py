@@ -10,9 +10,10 @@ import traitlets
 
 from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.measured import check_measured, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, hue, mix
-from tplab.widgets.paper.scene import Key, Scene, packed
+from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 

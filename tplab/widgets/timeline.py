@@ -25,7 +25,7 @@ class Timeline(Card):
     shown, from 0 to 1."""
 
     _esm = script(
-        "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "overlay", "timeline"
+        "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "overlay", "timeline"
     )
     _css = style()
     kept = ("step", "begin", "end")

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 from tplab.widgets.attention.panels import CHIP, STRIP, Panel, Place
+from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WHITE, hue, mix
-from tplab.widgets.paper.scene import Key, Scene
+from tplab.widgets.paper.scene import Scene
 
 SKIPPED = mix(DIM, 0.5)
 LEGEND = (

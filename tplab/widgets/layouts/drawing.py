@@ -13,9 +13,10 @@ from tplab.forecast import Forecast
 from tplab.units import plain, ticks
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS, seconds_text
 from tplab.widgets.layouts.workbench import Workbench
+from tplab.widgets.paper.legend import Key, dashes
 from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, INK, LINE, PAPER, SOFT, Colour, hue, mix
-from tplab.widgets.paper.scene import Key, Scene, dashes, spans
+from tplab.widgets.paper.scene import Scene, spans
 
 WIDTH, TALL = 440, 310
 LABEL, TOTAL = 104, 90

@@ -8,9 +8,10 @@ from tplab.forecast import Forecast
 from tplab.widgets.layouts.nodes import coordinates, group_of, groups
 from tplab.widgets.layouts.pipeline import about, drawn
 from tplab.widgets.layouts.words import PART_HUES
+from tplab.widgets.paper.legend import draw_legend
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.schedule.still import MARGIN, draw_key, draw_run, lane_heights
+from tplab.widgets.schedule.still import MARGIN, draw_run, lane_heights, legend
 
 NODES, ACROSS = 16, 4
 """How many nodes are drawn at most, and how many of them side by side."""
@@ -24,7 +25,7 @@ def pipeline(one: Forecast) -> Scene:
     for number, line in enumerate(textwrap.wrap(said, 145)):
         pen.text(MARGIN, 6 + 15 * number, line, size=11, fill=DIM, anchor="lm")
     if run is not None:
-        draw_key(pen, [run], "kind", 38)
+        draw_legend(pen, legend([run], None), MARGIN, 38, WIDTH - 2 * MARGIN)
         most = float(run.peak_activations.max(initial=0.0))
         draw_run(pen, run, 54, run.makespan, most, None, "kind", "pp")
     return _cut(pen)

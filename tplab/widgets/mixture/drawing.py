@@ -15,8 +15,9 @@ import numpy as np
 
 from tplab.units import bytes_text, count_text, time_text
 from tplab.widgets.mixture.reading import Layer, Level
+from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, WORK, hue, mix
-from tplab.widgets.paper.scene import Key, Rows, Scene
+from tplab.widgets.paper.scene import Rows, Scene
 
 WAITS = mix(DIM, 0.5)
 LEGEND = (

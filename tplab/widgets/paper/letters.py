@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _WIDTHS = (
     "318 401 460 838 636 950 780 275 390 390 500 838 318 361 318 337 636 636 636 636 636 636 636 636 636 636 337 337 "
@@ -27,3 +28,12 @@ def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = Fa
 def one_line(text: str) -> str:
     """The text with a space for each line end, tab and other character that no font draws; XML forbids some of them."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text)
+
+
+def fitted(text: str, size: float, room: float, width_of: Callable[[str, float], float] = about_width) -> str:
+    """The text, or as much of it as fits into `room`, with an ellipsis at its end."""
+    if width_of(text, size) <= room:
+        return text
+    while text and width_of(f"{text} …", size) > room:
+        text = text[:-1]
+    return f"{text.rstrip(' ·')} …"

@@ -111,12 +111,3 @@ class Pen:
 
 def text_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
     return _font(size, bold, mono).getlength(one_line(text)) / _SCALE
-
-
-def fitted(text: str, size: float, room: float) -> str:
-    """The text, or as much of it as fits into `room`, with an ellipsis at its end."""
-    if text_width(text, size) <= room:
-        return text
-    while text and text_width(f"{text} …", size) > room:
-        text = text[:-1]
-    return f"{text.rstrip(' ·')} …"

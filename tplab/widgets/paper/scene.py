@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.widgets.paper.action import Sheet
+from tplab.widgets.paper.legend import TALL, WIDE, Key, dashed
 from tplab.widgets.paper.letters import about_width, one_line
-from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import INK, Colour, token
 
 Rows = Sequence[tuple[str, str]]
@@ -32,36 +32,6 @@ class Mark(NamedTuple):
 
     rows: tuple[tuple[str, str], ...] = ()
     key: int = -1
-
-
-class Key(NamedTuple):
-    """An entry of a legend: a text, and how what it explains looks. sign: "box", or in this colour "hatch", "dashes",
-    "stair"; "cross" and "disc" in the fill's; "diamond", the mark of what was measured."""
-
-    text: str
-    fill: Colour | None = None
-    edge: Colour | None = None
-    sign: str = "box"
-
-    def draw(self, sheet: Sheet, x: float, y: float) -> None:
-        """In a box of 18 x 11 pixels."""
-        edge, middle = self.edge or INK, y + 5.5
-        if self.sign == "diamond":
-            draw_diamond(sheet, x + 9, middle)
-        elif self.sign == "disc":
-            sheet.box(x + 5, middle - 4, 8, 8, fill=self.fill, edge=self.edge, radius=4)
-        elif self.sign == "cross":
-            for up in (-3.2, 3.2):
-                sheet.line([(x + 5.8, middle - up), (x + 12.2, middle + up)], self.fill or INK, 1.6)
-        elif self.sign == "stair":
-            sheet.line([(x, y + 2), (x + 9, y + 2), (x + 9, y + 9), (x + 18, y + 9)], edge, 1)
-        elif self.sign == "dashes":
-            dashes(sheet, x, x + 18, middle)
-        else:
-            is_box = self.sign == "box"
-            sheet.box(x, y, 18, 11, fill=self.fill, edge=self.edge if is_box else None, radius=3 * is_box)
-            if not is_box:
-                sheet.hatch(x, y, 18, 11, edge)
 
 
 class When(NamedTuple):
@@ -237,7 +207,7 @@ class Scene:
                 (sheet.line if is_line else sheet.area)([(left + a, top + b) for a, b in points], **look)
             elif not is_line:
                 text = [part.text] if part.method == "text" else []
-                draw: Any = partial(_dashed, sheet) if part.method == "dashed" else getattr(sheet, part.method)
+                draw: Any = partial(dashed, sheet) if part.method == "dashed" else getattr(sheet, part.method)
                 draw(left + part.place[0], top + part.place[1], *part.place[2:], *text, **look)
 
 
@@ -272,15 +242,6 @@ def _begun(points: Sequence[tuple[float, float]], share: float) -> list[tuple[fl
     return [*(point for point, at in zip(points, far) if at < end), (last[0], last[1])]
 
 
-def _dashed(sheet: Sheet, x: float, y: float, width: float, height: float, colour: Colour, line: float = 1) -> None:
-    right, low = x + width, y + height
-    for x0, y0, x1, y1 in ((x, y, right, y), (x, low, right, low), (x, y, x, low), (right, y, right, low)):
-        count = max(2, round(math.hypot(x1 - x0, y1 - y0) / 5))
-        for dash in range(count):
-            ends = [(dash + part) / count for part in (0.22, 0.78)]
-            sheet.line([(x0 + (x1 - x0) * at, y0 + (y1 - y0) * at) for at in ends], colour, line)
-
-
 def before(time: float) -> float:
     """The last moment before a time: what begins then is there at that time, and what ends then is not."""
     return math.nextafter(time, -math.inf)
@@ -292,7 +253,7 @@ def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[st
     hints = Once()
     columns: dict[str, np.ndarray] = {}
     narrow = [scene.narrow for scene in scenes if scene.narrow]
-    swatches = [Scene(18, 11) for _ in legend]
+    swatches = [Scene(WIDE, TALL) for _ in legend]
     for key, swatch in zip(legend, swatches):
         key.draw(swatch, 0, 0)
     for number, scene in enumerate([*scenes, *narrow, *swatches]):
@@ -340,12 +301,6 @@ def _fine(lengths: np.ndarray) -> np.ndarray:
 def _sent(look: Mapping[str, Any]) -> dict[str, Any]:
     """Colours by their names in the style sheet."""
     return {name: token(value) if name in ("fill", "edge", "colour") else value for name, value in look.items()}
-
-
-def dashes(sheet: Sheet, left: float, right: float, y: float) -> None:
-    """A dashed line, for a limit."""
-    for x in np.arange(left, right, 8.0).tolist():
-        sheet.line([(x, y), (min(x + 5, right), y)], INK, 1.4)
 
 
 def spans(positions: Collection[int]) -> Iterator[tuple[float, float]]:

@@ -6,9 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import DIM, LINE
+from tplab.widgets.paper.frame import draw_edge, draw_head
+from tplab.widgets.paper.legend import SIZE, Key, draw_legend, legend_height
+from tplab.widgets.paper.palette import DIM
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.paper.scene import Key, Scene
+from tplab.widgets.paper.scene import Scene
 
 MARGIN, LINE_HEIGHT, WIDEST = 20, 17, 930
 
@@ -31,22 +33,14 @@ def still(
     across = beside <= WIDEST
     inside = beside if across else max(scene.width for scene in scenes)
     inside = max(inside, 40 + text_width(title, 14, bold=True) + text_width(about + badge, 11), 520)
-    body = [scene.height for scene in scenes]
-    lines, top = textwrap.wrap(sentence, int(inside / 6.52)), 66 if legend else 48
+    body, keys = [scene.height for scene in scenes], legend_height(legend, inside - text_width(note, SIZE), text_width)
+    lines, top = textwrap.wrap(sentence, int(inside / 6.52)), 48 + keys
     bottom = top + (max(body) if across else sum(body) + gap * (len(body) - 1))
     pen = Pen(inside + 2 * MARGIN, bottom + LINE_HEIGHT * len(lines) + 18)
-    pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
-    x, right = MARGIN + pen.text(MARGIN, 26, title, size=14, bold=True, anchor="lm") + 10, MARGIN + inside
-    pen.text(x, 26.5, about, size=11, fill=DIM, anchor="lm")
-    if badge:
-        room = text_width(badge, 10.5) + 18
-        pen.box(right - room, 16, room, 21, edge=LINE, radius=10)
-        pen.text(right - room / 2, 26.5, badge, size=10.5, fill=DIM)
-    x = float(MARGIN)
-    for key in legend:
-        key.draw(pen, x, 45)
-        x += 24 + pen.text(x + 24, 50, key.text, size=10.5, fill=DIM, anchor="lm") + 16
-    pen.text(right, 50, note, size=10.5, fill=DIM, anchor="rm")
+    draw_edge(pen, pen.width, pen.height)
+    draw_head(pen, pen.width, title, about, badge, MARGIN)
+    draw_legend(pen, legend, MARGIN, 50, inside - text_width(note, SIZE))
+    pen.text(MARGIN + inside, 50, note, size=SIZE, fill=DIM, anchor="rm")
     x, y = MARGIN + (inside - beside) / 2, float(top)
     for scene in scenes:
         if across:

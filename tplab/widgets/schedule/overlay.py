@@ -16,6 +16,8 @@ from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.units import plain, time_text
+from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
+from tplab.widgets.paper.palette import KINDS, PAPER
 from tplab.widgets.schedule.facts import Fact
 from tplab.widgets.schedule.papers import paper_name
 
@@ -220,6 +222,12 @@ def facts(over: Overlay) -> list[Fact]:
     if spent.max() > over.tolerance:
         found.append(Fact("other work", time_text(float(spent.max()), unit), "per rank"))
     return found
+
+
+def legend(over: Overlay) -> list[Key]:
+    words = Key(f"{over.word}, above", sign=""), Key("predicted, beneath", PAPER, KINDS["F"])
+    others = [OTHER_WORK] if len(over.others["rank"]) else []
+    return [*actions(over.actions["kind"].tolist()), *words, *others, IDLE]
 
 
 def _few(texts: list[str]) -> str:

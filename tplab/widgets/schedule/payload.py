@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tplab.schedules import Simulation
+from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
 from tplab.widgets.schedule.facts import facts, meanings
@@ -30,7 +32,9 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """The data that the browser draws from; static/gantt.js reads it."""
     figures = [facts(run, limit) for run in runs]
+    legends, drawn = legends_of(runs, limit)
     header = {
+        **legends,
         "title": paper_name(runs[0].schedule.name),
         "about": still.about(runs[0]),
         "badge": still.badge(runs[0]),
@@ -49,10 +53,20 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
             for run, found in zip(runs, figures)
         ],
     }
-    columns: dict[str, np.ndarray] = {"moments": moments(runs)}
+    columns: dict[str, np.ndarray] = {"moments": moments(runs), **drawn}
     for index, run in enumerate(runs):
-        columns |= {f"{name}{index}": column for name, column in columns_of(run).items()}
+        columns |= {f"{name}.{index}": column for name, column in columns_of(run).items()}
     return pack(header, columns)
+
+
+def legends_of(
+    runs: Sequence[Simulation], limit: float | None, colours: Sequence[str] = ("kind", "microbatch", "stage")
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The legends for all that colours can mean, `legends`, as a header and its columns."""
+    keys = {by: still.legend(runs, limit, by) for by in colours}
+    header, columns = packed([], [key for of in keys.values() for key in of])
+    rest = iter(header.pop("legend"))
+    return {**header, "legends": {by: [next(rest) for _ in of] for by, of in keys.items()}}, columns
 
 
 def columns_of(run: Simulation) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import overlay as over
 from tplab.widgets.score import words
@@ -11,7 +12,9 @@ from tplab.widgets.score.op_kinds import name_of
 def overlay(of: over.Overlay) -> bytes:
     """For `timeline` over a prediction: when everything ran, and when it was predicted; static/overlay.js reads it."""
     schedule = of.predicted.schedule
+    legend, drawn = packed([], over.legend(of))
     header = {
+        **legend,
         "overlay": True,
         "title": over.title(of),
         "about": over.about(of),
@@ -30,4 +33,4 @@ def overlay(of: over.Overlay) -> bytes:
     others = {f"other_{name}": column for name, column in of.others.items()}
     if of.trace.warnings:
         header["warning"] = words.warning(of.trace)
-    return pack(header, {**of.actions, **others})
+    return pack(header, {**of.actions, **others, **drawn})

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tplab.schedules import Simulation
-from tplab.schedules.action import CODE, B, F, I, W
+from tplab.schedules.action import CODE
 from tplab.units import plain, ticks, time_text
-from tplab.widgets.paper.action import SOLID, Sheet, draw_action
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, LINE, SOFT, hue, mix
+from tplab.widgets.paper.action import Sheet, draw_action
+from tplab.widgets.paper.frame import MARGIN, draw_facts, draw_head
+from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
 from tplab.widgets.schedule.facts import PAIR, facts
 from tplab.widgets.schedule.papers import paper_name
 
 At = Callable[[float], float]
-MARGIN, LEFT, WIDTH = 18, 58, 860
-KEY = 22  # the legend's height
+LEFT, WIDTH = 58, 860
 RIGHT = 52  # room beside a rank's strip, for how much it holds
-WRONG = "#d0342c"  # above the memory limit
-KIND_NAMES = {F: "F forward", B: "B backward: I, then W", I: "I input gradient", W: "W weight gradient"}
+WRONG = HUES[5]  # above the memory limit
 
 
 def lane_heights(num_ranks: int) -> tuple[float, float]:
@@ -27,25 +27,22 @@ def lane_heights(num_ranks: int) -> tuple[float, float]:
     return (22, 10) if num_ranks <= 8 else (13, 6) if num_ranks <= 16 else (7, 3)
 
 
-def height(runs: Sequence[Simulation]) -> float:
+def height(runs: Sequence[Simulation], limit: float | None, by: str, width_of: Callable[..., float]) -> float:
     """The height of the whole picture."""
-    return 54 + KEY + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
+    keys = legend_height(legend(runs, limit, by), WIDTH - 2 * MARGIN, width_of)
+    return 58 + keys + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
 
 
 def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> None:
     """Draw one run, or several below each other on one time axis. limit: the microbatches that a rank may hold. by:
     what the colours mean, "kind", "microbatch" or "stage"."""
     first = runs[0]
-    x = MARGIN + sheet.text(MARGIN, 26, paper_name(first.schedule.name), size=14, bold=True, anchor="lm") + 10
-    sheet.text(x, 26.5, about(first), size=11, fill=DIM, anchor="lm")
-    label = badge(first)
-    wide = sheet.width_of(label, 10.5) + 20
-    sheet.box(WIDTH - MARGIN - wide, 15, wide, 22, edge=LINE, radius=11)
-    sheet.text(WIDTH - MARGIN - wide / 2, 26, label, size=10.5, fill=DIM)
+    draw_head(sheet, WIDTH, paper_name(first.schedule.name), about(first), badge(first))
     end = max(run.makespan for run in runs)
     most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
-    draw_key(sheet, runs, by)
-    top = 50.0 + KEY
+    keys, room = legend(runs, limit, by), WIDTH - 2 * MARGIN
+    draw_legend(sheet, keys, MARGIN, 48, room)
+    top = 54.0 + legend_height(keys, room, sheet.width_of)
     for index, run in enumerate(runs):
         if len(runs) > 1:
             name = paper_name(run.schedule.name, f"schedule {index + 1}")
@@ -53,7 +50,8 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
             sheet.text(x, top + 8, about_beside(run, first), size=10.5, fill=DIM, anchor="lm")
             top += 20
         bottom = draw_run(sheet, run, top, end, most, limit, by)
-        _draw_facts(sheet, run, bottom, limit)
+        # A pair's time is a formula rather than a figure, and there is no room for it, nor for other formulas.
+        draw_facts(sheet, [(*fact[:2], "") for fact in facts(run, limit) if fact.name != PAIR], bottom + 27)
         top += _block(run)
 
 
@@ -118,16 +116,6 @@ def draw_run(
     return bottom
 
 
-def _draw_facts(sheet: Sheet, run: Simulation, bottom: float, limit: float | None) -> None:
-    x = float(MARGIN)
-    for name, figure, _ in facts(run, limit):
-        if name == PAIR:  # a formula rather than a figure, and there is no room for it
-            continue
-        sheet.text(x, bottom + 27, name, size=10, fill=DIM, anchor="lm")
-        wide = sheet.text(x, bottom + 44, figure, size=13, bold=True, anchor="lm")
-        x += max(sheet.width_of(name, 10), wide) + 28
-
-
 def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int, by: str) -> None:
     schedule = run.schedule
     kind, joined = int(schedule.kind[index]), bool(schedule.joined[index])
@@ -147,21 +135,17 @@ def _colour(by: str, stage: int, microbatch: int) -> str | None:
     return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
-def draw_key(sheet: Sheet, runs: Sequence[Simulation], by: str, y: float = 48.0) -> None:
-    """The legend, with only those marks that are in the picture."""
-    x = float(MARGIN)
-    for kind in sorted({int(kind) for run in runs for kind in np.unique(run.schedule.kind)} & SOLID.keys()):
-        draw_action(sheet, kind, "", x, x + 19, y - 5, 11, colour=None if by == "kind" else hue(0))
-        x += 24 + sheet.text(x + 24, y, KIND_NAMES[kind], size=10.5, fill=DIM, anchor="lm") + 14
+def legend(runs: Sequence[Simulation], limit: float | None, by: str = "kind") -> list[Key]:
+    """What is in the picture. by: what the colours mean."""
+    keys = actions(
+        {int(kind) for run in runs for kind in np.unique(run.schedule.kind)}, None if by == "kind" else hue(0)
+    )
     if by != "kind":
-        x += sheet.text(x, y, f"one colour per {by}", size=10.5, fill=DIM, anchor="lm") + 14
+        keys.append(Key(f"one colour per {by}", sign="hues"))
     elif any(run.schedule.slot.max(initial=0) for run in runs):
-        x += sheet.text(x, y, "later stages lighter", size=10.5, fill=DIM, anchor="lm") + 14
-    sheet.hatch(x, y - 5, 18, 11, HATCH)
-    x += 24 + sheet.text(x + 24, y, "idle", size=10.5, fill=DIM, anchor="lm") + 14
-    sheet.box(x, y - 1, 18, 7, fill=mix(DIM, 0.36))
-    most = max(float(run.peak_activations.max(initial=0.0)) for run in runs)
-    sheet.text(x + 24, y, f"microbatches held, up to {plain(most)}", size=10.5, fill=DIM, anchor="lm")
+        keys.append(Key("later stages of a rank are lighter", sign="later"))
+    most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
+    return [*keys, IDLE, Key(f"microbatches held, up to {plain(most)}", mix(WORK, 0.45), sign="strip")]
 
 
 def _strip(

@@ -8,20 +8,21 @@ from tplab.schedules.action import F, W
 from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, KINDS, LINE, PAPER, SOFT, WORK, mix
+from tplab.widgets.paper.frame import Warned, draw_edge, draw_facts, draw_head
+from tplab.widgets.paper.legend import draw_legend
+from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, KINDS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
-from tplab.widgets.schedule.still import KIND_NAMES, LEFT, MARGIN, WIDTH, At
+from tplab.widgets.schedule.still import LEFT, MARGIN, WIDTH, At
 from tplab.widgets.score import words
-from tplab.widgets.score.still_warning import Warned
 
 TOP = 72.0
 
 
 def picture(over: Overlay, position: float = 0) -> bytes:
     """A PNG with the playhead at its position, unless that is the start."""
-    top, warned = height(over, position), Warned(over.trace, WIDTH, MARGIN)
+    top, warned = height(over, position), Warned(words.warning(over.trace), WIDTH)
     pen = Pen(WIDTH, top + warned.height)
     draw(pen, over, position)
     warned.draw(pen, top - 4)
@@ -40,9 +41,9 @@ def height(over: Overlay, position: float) -> float:
 
 
 def draw(pen: Pen, over: Overlay, position: float) -> None:
-    pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
-    _head(pen, over)
-    _key(pen, over, 51)
+    draw_edge(pen, pen.width, pen.height)
+    draw_head(pen, WIDTH, overlay.title(over), overlay.about(over), words.clock(over.trace))
+    draw_legend(pen, overlay.legend(over), MARGIN, 51, WIDTH - 2 * MARGIN)
     schedule, unit, last = over.predicted.schedule, over.trace.unit, float(over.times[-1])
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
     ran, due, gap = lane_heights(schedule.num_ranks)
@@ -70,7 +71,7 @@ def draw(pen: Pen, over: Overlay, position: float) -> None:
     bottom = TOP + schedule.num_ranks * (ran + due + gap)
     for time in ticks(0.0, last, 8, unit):
         pen.text(min(at(time), left + width - 10), bottom + 5, time_text(time, unit, last), size=10, fill=DIM)
-    _facts(pen, over, bottom + 26)
+    draw_facts(pen, overlay.facts(over), bottom + 26)
     if position:
         moment = overlay.now(over, position)
         x = at(moment.time)
@@ -89,32 +90,6 @@ def _saying(over: Overlay, position: float) -> list[str]:
     """What happens at the playhead, in lines."""
     head, said, _ = overlay.say(over, overlay.now(over, position))
     return textwrap.wrap(f"{head}  —  {said}", int((WIDTH - 2 * MARGIN) / 6.8), max_lines=2, placeholder=" …")
-
-
-def _head(pen: Pen, over: Overlay) -> None:
-    x = MARGIN + pen.text(MARGIN, 26, overlay.title(over), size=14, bold=True, anchor="lm") + 10
-    pen.text(x, 26.5, overlay.about(over), size=11, fill=DIM, anchor="lm")
-    note = words.clock(over.trace)
-    wide = text_width(note, 10.5) + 20
-    pen.box(WIDTH - MARGIN - wide, 15, wide, 22, fill=PAPER, edge=LINE, radius=11)
-    pen.text(WIDTH - MARGIN - wide / 2, 26, note, size=10.5, fill=DIM)
-
-
-def _key(pen: Pen, over: Overlay, y: float) -> None:
-    """The legend."""
-    x = float(MARGIN)
-    for kind in sorted(set(over.actions["kind"].tolist())):
-        draw_action(pen, kind, "", x, x + 19, y - 5, 11)
-        x += 24 + pen.text(x + 24, y, KIND_NAMES.get(kind, "other"), size=10.5, fill=DIM, anchor="lm") + 14
-    x += pen.text(x, y, f"{over.word}, above", size=10.5, fill=DIM, anchor="lm") + 14
-    pen.box(x, y - 4, 18, 9, fill=PAPER, edge=KINDS["F"], radius=2.5)
-    x += 24 + pen.text(x + 24, y, "predicted, beneath", size=10.5, fill=DIM, anchor="lm") + 14
-    if len(over.others["rank"]):
-        pen.box(x, y - 5, 18, 11, fill=mix(WORK, 0.42), radius=3)
-        x += 24 + pen.text(x + 24, y, "other work", size=10.5, fill=DIM, anchor="lm") + 14
-    pen.box(x, y - 5, 18, 11, fill=SOFT)
-    pen.hatch(x, y - 5, 18, 11, HATCH)
-    pen.text(x + 24, y, "idle", size=10.5, fill=DIM, anchor="lm")
 
 
 def _stretch(at: At, start: float, end: float) -> tuple[float, float]:
@@ -137,13 +112,3 @@ def _due(pen: Pen, over: Overlay, row: int, at: At, y: float, size: float) -> No
     label = schedule.action(row).label
     if size >= 10 and text_width(label, 9) < width - 3:
         pen.text(x + width / 2 + 0.5, y + size / 2, label, size=9, fill=DIM)
-
-
-def _facts(pen: Pen, over: Overlay, y: float) -> None:
-    x = float(MARGIN)
-    for name, figure, note in overlay.facts(over):
-        pen.text(x, y, name, size=10, fill=DIM, anchor="lm")
-        wide = pen.text(x, y + 17, figure, size=13, bold=True, anchor="lm")
-        if note:
-            wide += 6 + pen.text(x + wide + 6, y + 17.5, note, size=10, fill=DIM, anchor="lm")
-        x += max(text_width(name, 10), wide) + 26

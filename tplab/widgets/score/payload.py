@@ -10,7 +10,7 @@ from tplab.trace.critical_path import critical_rows
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.score import ranks, table, words
+from tplab.widgets.score import legends, ranks, table, words
 from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import Score
 
@@ -19,7 +19,8 @@ MAX_NUMBERS = 6000  # of contents: 24 KB
 
 def picture(score: Score) -> bytes:
     """For `animate`: the scenes of the ranks and of the table, what is said, what is held when, and the bars."""
-    scenes, drawn = packed([scene for scene in (ranks.draw(score), table.draw(score)) if scene])
+    drawings = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
+    scenes, drawn = packed(drawings, legends.of_animation(score))
     header = {
         **_about(score),
         **scenes,
@@ -35,11 +36,13 @@ def picture(score: Score) -> bytes:
 def lanes(score: Score, measured: Durations | None = None) -> bytes:
     """For `timeline`: the bars with everything known about them, and which of them are on the critical path."""
     items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
-    header = {**_about(score), "items": items, "sentences": words.sentences(score)}
+    measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
+    legend, drawn = packed([], legends.of_timeline(score, measured))
+    header = {**_about(score), **legend, "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
-    header |= {"work": score.work_legend, "talk": score.talk_legend}
-    header |= {"measured": measured.rows, "by": measured.by} if measured and measured.rows else {}
-    return pack(header, {**_bars(score), "flops": flops, "critical": _critical_bars(score)})
+    header |= {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
+    header |= {"measured": measured.rows, "by": measured.by} if measured.rows else {}
+    return pack(header, {**_bars(score), **drawn, "flops": flops, "critical": critical})
 
 
 def _tensors(score: Score) -> tuple[list[str], np.ndarray]:

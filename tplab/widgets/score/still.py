@@ -7,34 +7,23 @@ import textwrap
 import numpy as np
 from PIL import Image
 
-from tplab.units import plain, range_text, time_text
-from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.measured import Durations, draw_diamond
-from tplab.widgets.paper.palette import DIM, GRADIENT, HATCH, KINDS, LINE, OPS, PAPER, SOFT, WORK, mix
-from tplab.widgets.paper.pen import Pen, fitted, text_width
+from tplab.widgets.paper.frame import MARGIN, Warned, draw_edge, draw_facts, draw_head
+from tplab.widgets.paper.legend import draw_legend, legend_height
+from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.palette import DIM
+from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score import ranks, table, words
 from tplab.widgets.score.frame import Frame, frame
+from tplab.widgets.score.legends import of_timeline
 from tplab.widgets.score.score import Score
 from tplab.widgets.score.still_lanes import Lanes
-from tplab.widgets.score.still_warning import Warned
 
 MAX_BYTES = 300_000
 SECONDS = 4.5  # from one pause to the next
 PAUSE = 1800  # milliseconds
-MARGIN = 18
-_WARNED = 43  # the top of the warnings, under the head
-_CARRIES = {"activations": KINDS["F"], "gradients": GRADIENT, "rest": WORK}
-_ACTIONS = [
-    ("F", "F forward"),
-    ("B", "B backward"),
-    ("activations", "activations sent"),
-    ("gradients", "gradients sent"),
-    ("rest", "other work and messages"),
-]
-"""The legend of a pipeline's timeline: kind -> what it says."""
-_KEY = 24  # from where a legend's colour begins to its text
+_UNDER_HEAD = 43
 
 
 class Picture:
@@ -46,7 +35,7 @@ class Picture:
         beside = sum(scene.width for scene in scenes) + 30 * (len(scenes) - 1)
         is_beside = beside <= 930
         self.width = max((beside if is_beside else max(scene.width for scene in scenes)) + 2 * MARGIN, 640)
-        self.warned = Warned(score.trace, self.width, MARGIN)
+        self.warned = Warned(words.warning(score.trace), self.width)
         top = y = 54.0 + self.warned.height
         heights = [scene.height for scene in scenes]
         body = max(heights) if is_beside else sum(heights) + 16 * (len(scenes) - 1)
@@ -64,7 +53,7 @@ class Picture:
         self.height = self.saying + (40 if self._fits() else 57)
         self.base = Pen(self.width, self.height)  # the parts that do not change
         _head(self.base, score)
-        self.warned.draw(self.base, _WARNED)
+        self.warned.draw(self.base, _UNDER_HEAD)
         self.lanes.draw(self.base)
 
     def _fits(self) -> bool:
@@ -100,72 +89,25 @@ def still(score: Score, position: float) -> bytes:
 
 def timeline(score: Score, measured: Durations | None = None) -> bytes:
     """The timeline alone, as PNG."""
-    width = 760
-    warned = Warned(score.trace, width, MARGIN)
-    top = 52 + warned.height
-    lanes = Lanes(score, MARGIN, top, width - 2 * MARGIN, by_kind=True, measured=measured)
-    legend = _ACTIONS if score.is_pipeline else score.work_legend + score.talk_legend
-    legend = [*legend, ("idle", "idle")] if legend else []
-    if measured and measured.rows:
-        legend.append(("measured", fitted(f"measured by {measured.by}", 11, width - 2 * MARGIN - _KEY)))
-    lines = _lines_of(legend, width - 2 * MARGIN) if legend else []
-    pen = Pen(width, top + lanes.height + 38 + (4 + 18 * len(lines) if lines else 0))
+    width, measured = 760, measured or Durations()
+    keys, room = of_timeline(score, measured), width - 2 * MARGIN
+    legend = legend_height(keys, room, text_width)
+    warned = Warned(words.warning(score.trace), width)
+    top = _UNDER_HEAD + 9 + warned.height + legend
+    lanes = Lanes(score, MARGIN, top, room, by_kind=True, measured=measured)
+    pen = Pen(width, top + lanes.height + 44)
     _head(pen, score)
-    warned.draw(pen, _WARNED)
+    warned.draw(pen, _UNDER_HEAD)
+    draw_legend(pen, keys, MARGIN, _UNDER_HEAD + 8 + warned.height, room)
     lanes.draw(pen)
-    span = score.trace.makespan
-    busy = score.trace.busy() / span if span else score.trace.busy()
-    facts = f"makespan {time_text(span, score.trace.unit)}" + " steps" * (score.trace.unit == "steps")
-    if score.computes:
-        facts += f" · each rank is busy {range_text((100 * busy).round().tolist(), plain)}% of it"
-    pen.text(MARGIN, top + lanes.height + 18, facts, size=11.5, anchor="lm")
-    for y, line in enumerate(lines):
-        _draw_legend(pen, score, line, top + lanes.height + 40 + 18 * y)
+    draw_facts(pen, words.facts(score), top + lanes.height + 12)
     return encode([pen.image()], [0])
 
 
-def _lines_of(legend: list[tuple[str, str]], width: float) -> list[list[tuple[str, str]]]:
-    """The legend's entries, in as many lines as they need."""
-    lines: list[list[tuple[str, str]]] = [[]]
-    x = 0.0
-    for kind, text in legend:
-        if lines[-1] and x + _KEY + text_width(text, 11) > width:
-            lines.append([])
-            x = 0.0
-        lines[-1].append((kind, text))
-        x += _KEY + text_width(text, 11) + 16
-    return lines
-
-
-def _draw_legend(pen: Pen, score: Score, line: list[tuple[str, str]], y: float) -> None:
-    x = float(MARGIN)
-    for kind, text in line:
-        if kind == "idle":
-            pen.box(x, y - 5, 18, 11, fill=SOFT)
-            pen.hatch(x, y - 5, 18, 11, HATCH)
-        elif kind == "measured":
-            draw_diamond(pen, x + 9, y)
-        elif kind in ("F", "B"):
-            draw_action(pen, "FB".index(kind), "", x, x + 18, y - 5, 11)
-        elif kind in _CARRIES:
-            pen.box(x, y - 5, 18, 11, fill=mix(_CARRIES[kind], 0.24), edge=_CARRIES[kind], radius=2)
-        else:
-            share = 0.24 if kind in score.talk_kinds else 0.55
-            pen.box(x, y - 5, 18, 11, fill=mix(OPS[kind], share), edge=OPS[kind], radius=2)
-        x += _KEY + pen.text(x + _KEY, y, text, size=11, fill=DIM, anchor="lm") + 16
-
-
 def _head(pen: Pen, score: Score) -> None:
-    """The card's edge, and its header: what ran, on what, and with which clock."""
-    pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
-    x = MARGIN + pen.text(MARGIN, 26, score.trace.title or "program", size=14, bold=True, anchor="lm") + 10
-    note = words.badge(score)
-    width = text_width(note, 10.5) + 18
-    pen.text(
-        x, 26.5, fitted(words.about(score), 11, pen.width - MARGIN - width - 8 - x), size=11, fill=DIM, anchor="lm"
-    )
-    pen.box(pen.width - MARGIN - width, 16, width, 21, fill=PAPER, edge=LINE, radius=10)
-    pen.text(pen.width - MARGIN - width / 2, 26.5, note, size=10.5, fill=DIM)
+    """What ran, on what, and with which clock."""
+    draw_edge(pen, pen.width, pen.height)
+    draw_head(pen, pen.width, score.trace.title or "program", words.about(score), words.badge(score))
 
 
 def story(score: Score) -> float:

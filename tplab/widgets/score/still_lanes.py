@@ -6,9 +6,10 @@ import numpy as np
 
 from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
+from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, PAPER, SOFT, mix
-from tplab.widgets.paper.pen import Pen, fitted, text_width
+from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 _MEASURED = 17.0  # the height of what was measured
@@ -83,7 +84,7 @@ class Lanes:
         for place, (name, seconds, text) in enumerate(self.measured.rows):
             y = self.bottom + _MEASURED * (place - len(self.measured.rows)) + 7
             x = self.x(self.start + seconds)
-            pen.text(self.left - 10, y, fitted(name, 10.5, 46), size=10.5, fill=DIM, anchor="rm")
+            pen.text(self.left - 10, y, fitted(name, 10.5, 46, text_width), size=10.5, fill=DIM, anchor="rm")
             pen.line([(self.left, y), (x, y)], INK, 1.4)
             draw_diamond(pen, x, y)
             room = text_width(text, 10.5) + 8

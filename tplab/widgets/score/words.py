@@ -11,7 +11,7 @@ from tplab.comm import ROWS
 from tplab.mesh import ranks_of
 from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
-from tplab.units import bytes_text, range_text
+from tplab.units import bytes_text, plain, range_text, time_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
 
 _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "product": "product"}
@@ -69,6 +69,26 @@ def summary(score: Score, verb: str = "Animation") -> str:
     sent = f"each rank sends {range_text(total)}" if max(total) > 0 else "nothing is sent"
     clock = badge(score).replace(" · ", ", ")
     return f"{verb} of {trace.title or 'a program'} on {trace.mesh}: {steps}, {sent} ({clock})."
+
+
+def busy(score: Score) -> np.ndarray:
+    """The share of the makespan for which each rank computes."""
+    return score.trace.busy() / (score.trace.makespan or 1.0)
+
+
+def facts(score: Score, critical: np.ndarray | None = None) -> list[tuple[str, str, str]]:
+    """What a timeline shows, in figures: (what, figure, note). critical: the bars of the critical path, in order."""
+    bars, unit = score.bars, score.trace.unit
+    found = [("makespan", time_text(score.trace.makespan, unit), "steps" * (unit == "steps"))]
+    if score.computes:
+        shares = 100 * busy(score)
+        found.append(("busy", f"{range_text(shares.round(1).tolist(), plain)}%", "of the makespan, per rank"))
+        found.append(("idle", f"{plain(round(100 - float(shares.mean()), 1))}%", "of all ranks' time"))
+    if critical is not None and len(critical):
+        spent = (bars["end"] - bars["start"])[critical]
+        computing = spent[bars["kind"][critical] == COMPUTE].sum() / (spent.sum() or 1.0)
+        found.append(("critical path", f"{len(critical):,}", f"bars, {plain(round(100 * computing))}% of it computing"))
+    return found
 
 
 def sentences(score: Score) -> list[str]:

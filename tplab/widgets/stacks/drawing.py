@@ -8,8 +8,9 @@ import numpy as np
 
 from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
+from tplab.widgets.paper.legend import Key, dashes
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, WORK, mix
-from tplab.widgets.paper.scene import Key, Scene, dashes, spans
+from tplab.widgets.paper.scene import Scene, spans
 from tplab.widgets.stacks.layout import (
     BOTTOM,
     HEIGHT,

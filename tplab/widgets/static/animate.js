@@ -4,7 +4,7 @@ import { bytesText, numberText } from "./units.js";
 import { unpack } from "./wire.js";
 import { COLLECTIVE, OWN, PASSED, UNSURE, carried, frame, head, members, numSteps, partOf, pieceText, pool, positionAt, sentText, timeAt, values } from "./score.js";
 import { Player } from "./player.js";
-import { Scene } from "./scene.js";
+import { Scene, drawLegend } from "./scene.js";
 import { Lanes } from "./lanes.js";
 
 function numbersOf(score, hold) {
@@ -52,19 +52,6 @@ function contents(score, hold, values) {
   return [["data of", joint], ["values", values(hold)]];
 }
 
-// What the marks in the picture mean.
-function legend(score) {
-  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  if (score.pipeline) {
-    return [key("f", "forward; activations on their way"), key("gradients", "gradients on their way"), key("b", "backward"), key("kept", "activations that a rank holds")];
-  }
-  if (!score.items.length) return [];
-  const sums = score.items.some((item) => item[4].some((ranks) => ranks.length > 1));
-  const named = score.ranks <= 8 && !score.numbers; // as they are written in cells
-  return [key("kept", "held"), key("coming", "arriving"), sums ? key("passed", "passed on") : null,
-    sums ? key("parts", `${named ? "0+1: the ranks " : ""}whose parts are in it`) : null, score.computes ? key("elementwise", "computing") : null].filter(Boolean);
-}
-
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `animation of ${score.title}` });
@@ -75,7 +62,7 @@ async function render({ model, el: host }) {
     : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
   const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const about = (key) => describe(score, now, what(key), (hold) => numbersOf(score, hold));
-  root.append(el("div.tpl-legend", {}, ...legend(score)));
+  const paintLegend = drawLegend(root, score);
   const two = el("div.tpl-two");
   root.append(two);
   const scenes = Array.from({ length: score.scenes }, (_, number) => {
@@ -84,7 +71,10 @@ async function render({ model, el: host }) {
     two.append(box);
     return new Scene(root, box, score, number, { over, about, largest, reads: (key) => number || key >= cells }); // the table has the cells
   });
-  const draw = () => scenes.forEach((scene) => scene.draw(now.time));
+  const draw = () => {
+    paintLegend();
+    scenes.forEach((scene) => scene.draw(now.time));
+  };
   let player = null;
   const lanes = new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(score, time)) });
   player = new Player(root, model, {

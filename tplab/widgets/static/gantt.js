@@ -15,7 +15,7 @@ const microbatches = (number) => `${plain(number)} microbatch${number === 1 ? ""
 function runOf(board, place) {
   const about = board.runs[place], run = { ...about, place };
   for (const name of ["rank", "kind", "stage", "slot", "microbatch", "joined", "start", "end", "waits", "message", "critical", "stair", "stairTime", "stairHeld"]) {
-    run[name] = board[`${name}${place}`];
+    run[name] = board[`${name}.${place}`];
   }
   run.slots = Math.max(1, ...run.slot);
   run.rows = Array.from({ length: about.ranks }, () => []);
@@ -375,18 +375,4 @@ export class GanttChart {
   destroy() {
     this.resizer.disconnect();
   }
-}
-
-// What the marks in the picture mean: only those that are in it.
-export function legendOf(board, by) {
-  const key = (kind, text) => el("span.tpl-key", {}, el(`i.tpl-key${kind}`), text);
-  const there = new Set(board.runs.flatMap((_, place) => [...board[`kind${place}`]]));
-  const several = board.runs.some((_, place) => board[`slot${place}`].some((slot) => slot > 0));
-  const kinds = by === "kind" ? ["f", "b", "i", "w"] : ["solid", "tint", "tint", "pale"];
-  const most = Math.max(...board.runs.map((run) => run.peak), board.limit ?? 0);
-  const says = ["F forward", "B backward: I, then W", "I input gradient", "W weight gradient"];
-  return [...says.map((text, kind) => (there.has(kind) ? key(kinds[kind], text) : null)),
-    by === "kind" && several ? key("later", "later stages of a rank are lighter") : null,
-    by === "kind" ? null : key("hues", by === "stage" ? "one colour per stage" : "one colour per microbatch"),
-    key("idle", "idle"), key("held", `microbatches held, up to ${plain(most)}`)].filter(Boolean);
 }

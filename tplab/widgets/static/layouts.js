@@ -2,7 +2,7 @@
 import { card, el, followTheme, hint } from "./shell.js";
 import { plain } from "./units.js";
 import { unpack } from "./wire.js";
-import { GanttChart, legendOf } from "./gantt.js";
+import { GanttChart } from "./gantt.js";
 import { NodesView, nodesLegend } from "./nodes.js";
 import { OwnModel, isOwn } from "./ownmodel.js";
 import { Scene, drawLegend } from "./scene.js";
@@ -161,7 +161,8 @@ async function render({ model, el: host }) {
     chart.box.hidden = !run;
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
-    legend.replaceChildren(el("div.tpl-legend", {}, ...(run ? legendOf(run, "kind") : [])));
+    legend.replaceChildren();
+    if (run) paintLegend = drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
     if (run) chart.set({ ...run, tall: VIEW_TALL });
   }
   function see(view) {
@@ -184,7 +185,7 @@ async function render({ model, el: host }) {
     root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
     aboutView.textContent = "";
     legend.replaceChildren();
-    if (model.get("view") === "plans") paintLegend = drawLegend(legend, board, board.note);
+    if (model.get("view") === "plans") paintLegend = drawLegend(root, board, board.note, legend);
     else paintLegend = () => {};
     if (!isOwn(model.get("settings").model)) own.set(board.own);
     board.place = new Map(board.known.map((index, place) => [index, place]));

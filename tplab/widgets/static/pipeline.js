@@ -3,7 +3,8 @@ import { card, el, followTheme, hint } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
-import { GanttChart, inWords, legendOf } from "./gantt.js";
+import { GanttChart, inWords } from "./gantt.js";
+import { drawLegend } from "./scene.js";
 import { Tasks } from "./tasks.js";
 
 const PATIENCE = 3000; // milliseconds
@@ -209,7 +210,12 @@ async function render({ model, el: host }) {
     if (on) pasted.focus();
   });
   const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
-  const legend = el("span.tpl-legend");
+  const legend = el("div");
+  let paintLegend = () => {};
+  const showLegend = () => {
+    legend.replaceChildren();
+    paintLegend = drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
+  };
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
     ...COLOURS.map((by) => button(by, `colour by ${by}`, () => {
       colourBy(by);
@@ -219,7 +225,7 @@ async function render({ model, el: host }) {
   const colourBy = (by) => {
     chart.by = by;
     for (const node of choice.querySelectorAll("button")) node.setAttribute("aria-pressed", node.textContent === by);
-    legend.replaceChildren(...legendOf(board, by));
+    showLegend();
     chart.draw();
   };
   root.append(legend, el("div.tpl-tools", {}, choice,
@@ -257,7 +263,7 @@ async function render({ model, el: host }) {
     chart.set(board);
     if (chart.editing) chart.keepChosen();
     if (did) tellNotice();
-    legend.replaceChildren(...legendOf(board, chart.by));
+    showLegend();
     if (chart.critical) chart.showCritical(true);
     figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
@@ -301,7 +307,10 @@ async function render({ model, el: host }) {
     model.on("change:notice", onNotice);
     model.on("msg:custom", onAnswer);
   }
-  const unfollow = followTheme(root, () => chart.draw());
+  const unfollow = followTheme(root, () => {
+    paintLegend();
+    chart.draw();
+  });
   return () => {
     clearTimeout(silence);
     model.off("change:board", onBoard);

@@ -8,10 +8,10 @@ const READ = 300; // so many things, at most, are listed for screen readers
 const RESTS = 250; // milliseconds without a new frame
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
-// What the colours mean, in a line that wraps; at its end a note, or a control. Returns what paints it.
-export function drawLegend(root, data, end = "") {
+// What the colours mean, in a line that wraps; at its end a note, or controls. Returns what paints it.
+export function drawLegend(root, data, end = "", host = root) {
   const row = el("div.tpl-legend");
-  root.append(row);
+  host.append(row);
   const swatches = data.legend.map(([text, number]) => {
     const key = el("span.tpl-key"), swatch = new Scene(root, key, data, number, { over() {} });
     swatch.canvas.setAttribute("aria-hidden", "true");
@@ -20,7 +20,9 @@ export function drawLegend(root, data, end = "") {
     return swatch;
   });
   if (end) row.append(el("span.tpl-space"), typeof end === "string" ? el("span.tpl-key", {}, end) : end);
-  return () => swatches.forEach((swatch) => swatch.draw(0));
+  const paint = () => swatches.forEach((swatch) => swatch.draw(0));
+  new ResizeObserver(paint).observe(row);
+  return paint;
 }
 
 export class Scene {

@@ -1,0 +1,52 @@
+"""The card around a still picture, on any sheet: its heading, its warnings and its figures."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from tplab.widgets.paper.action import Sheet
+from tplab.widgets.paper.letters import fitted
+from tplab.widgets.paper.palette import DIM, HUES, LINE, PAPER
+
+MARGIN = 18
+_LINE = 16
+
+
+def draw_edge(sheet: Sheet, width: float, height: float) -> None:
+    sheet.box(0.5, 0.5, width - 1, height - 1, edge=LINE, radius=12)
+
+
+def draw_head(sheet: Sheet, width: float, title: str, about: str, badge: str, margin: float = MARGIN) -> None:
+    """What is shown, and on the right with which clock."""
+    x, right = margin + sheet.text(margin, 26, title, size=14, bold=True, anchor="lm") + 10, width - margin
+    room = sheet.width_of(badge, 10.5) + 18 if badge else 0
+    sheet.text(x, 26.5, fitted(about, 11, right - room - 8 - x, sheet.width_of), size=11, fill=DIM, anchor="lm")
+    if badge:
+        sheet.box(right - room, 16, room, 21, fill=PAPER, edge=LINE, radius=10)
+        sheet.text(right - room / 2, 26.5, badge, size=10.5, fill=DIM)
+
+
+def draw_facts(sheet: Sheet, facts: Iterable[tuple[str, str, str]], y: float) -> None:
+    """Figures side by side: what each is, the figure, and a note."""
+    x = float(MARGIN)
+    for name, figure, note in facts:
+        sheet.text(x, y, name, size=10, fill=DIM, anchor="lm")
+        wide = sheet.text(x, y + 17, figure, size=13, bold=True, anchor="lm")
+        if note:
+            wide += 6 + sheet.text(x + wide + 6, y + 17.5, note, size=10, fill=DIM, anchor="lm")
+        x += max(sheet.width_of(name, 10), wide) + 26
+
+
+class Warned:
+    """A trace's warnings, in lines for a picture `width` wide. `height` is what they take; 0 without any."""
+
+    def __init__(self, text: str, width: float):
+        self._lines = textwrap.wrap(text, int((width - 2 * MARGIN - 10) / 6.2))
+        self.height = _LINE * len(self._lines) + 8 if self._lines else 0
+
+    def draw(self, sheet: Sheet, top: float) -> None:
+        if self._lines:
+            sheet.box(MARGIN, top, 3, _LINE * len(self._lines), fill=HUES[1])
+        for index, line in enumerate(self._lines):
+            sheet.text(MARGIN + 10, top + _LINE * (index + 0.5), line, size=11.5, anchor="lm")
