@@ -10,11 +10,11 @@ from playwright.sync_api import Locator, Page, Position, expect
 
 from tests.browser.plain_page import hint_over
 from tests.hand_traces import ALL, ring_all_reduce
+from tests.widgets.frames import frame
 from tplab import Mesh, P, Trace, units
 from tplab.widgets import animate, shards
 from tplab.widgets.paper.card import script
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.payload import picture
 from tplab.widgets.score.score import score
 

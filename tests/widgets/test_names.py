@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tplab.torch as tt
+from tests.widgets.frames import frame
 from tplab import Mesh, P
 from tplab.widgets.score import words
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.names import Name, names
 from tplab.widgets.score.score import Score, score
 from tplab.widgets.score.table import cell_text

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.widgets.frames import frame
 from tplab import Mesh, P
 from tplab.trace import Trace
 from tplab.widgets import animate, timeline, to_html
 from tplab.widgets.score import words
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.score import Score, score
 from tplab.widgets.score.table import cell_text, few_numbers

@@ -9,13 +9,13 @@ from torch.nn import Linear
 from torch.nn.functional import mse_loss
 
 import tplab.torch as tt
+from tests.widgets.frames import frame
 from tplab import Mesh, Trace
 from tplab.cost import find
 from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
 from tplab.widgets import animate
 from tplab.widgets.score import words
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.score import SEND, score
 

@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from tests.hand_traces import ALL, ring_all_gather, ring_all_reduce
+from tests.widgets.frames import frame
 from tplab import Mesh
 from tplab.widgets import animate, timeline
 from tplab.widgets.paper import palette
@@ -25,7 +26,6 @@ from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import _STATIC, script, style
 from tplab.widgets.paper.scene import on_curve
 from tplab.widgets.paper.wire import pack, unpack
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.layout import LINK_GAP, SLOT, columns, layout
 from tplab.widgets.score.score import score
 from tplab.widgets.score.still import MAX_BYTES, PAUSE, SECONDS, Picture, still, story

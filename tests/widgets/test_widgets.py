@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tests.hand_traces import ALL, megatron_mlp, overlapped_matmul, ring_all_gather, ring_all_reduce
+from tests.widgets.frames import Frame, frame
 from tplab import Mesh, Trace
 from tplab.trace import Recorder
 from tplab.widgets.score import words
-from tplab.widgets.score.frame import Frame, contributors, frame
 from tplab.widgets.score.holds import HELD, OWN, PASSED
 from tplab.widgets.score.score import COMPUTE, Score, score
+from tplab.widgets.score.table import contributors
 
 RINGS = [(Mesh(tp=size), "tp") for size in (2, 3, 4, 5, 8)]
 RINGS += [(Mesh(data=2, model=4), "model"), (Mesh(data=3, model=2), "data"), (Mesh(a=2, b=2, c=3), "c")]
@@ -256,7 +257,7 @@ def test_single_messages_are_told_by_name():
         recorder.add(step + 1, "receive", "ppermute", step, step + 1, peer=step, contributors=(0,), **about)
     piece = score(recorder.trace(unit="steps"))
     assert words.sentences(piece)[1:] == ["rank 0 sends piece a to rank 1", "rank 1 sends piece a to rank 2"]
-    assert words.sent_text(piece, frame(piece, 1).sent) == "sent so far: 0 B to 64 B of 0 B to 64 B per rank"
+    assert words.sent_text(piece, piece.time(1)) == "sent so far: 0 B to 64 B of 0 B to 64 B per rank"
 
 
 def test_the_title_line_and_the_clock():
@@ -264,7 +265,7 @@ def test_the_title_line_and_the_clock():
     assert words.about(piece) == "8 ranks · data 2 × model 4 · over model · 4 KiB pieces"
     assert words.badge(piece) == "modelled · unit times"
     assert words.badge(score(ALL["mlp 4"]())) == "modelled · h100"
-    assert words.sent_text(piece, frame(piece, 2).sent) == "sent so far: 8 KiB of 12 KiB per rank"
+    assert words.sent_text(piece, piece.time(2)) == "sent so far: 8 KiB of 12 KiB per rank"
 
 
 def test_on_the_measured_clock_a_message_is_there_when_it_was_received():

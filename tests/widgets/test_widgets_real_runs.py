@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tests.hand_traces import ring_all_gather
+from tests.widgets.frames import frame
 from tplab import Mesh, P
 from tplab.widgets import animate, timeline
 from tplab.widgets.score import words
-from tplab.widgets.score.frame import frame
 from tplab.widgets.score.score import Score, score
 
 FRAMEWORKS = ("torch", "jax")

@@ -10,7 +10,7 @@ from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.frame import draw_edge
-from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
@@ -40,9 +40,10 @@ class Gantt(Card):
         self.sentence = still.sentence(self.runs)
 
     def picture(self) -> bytes:
-        pen = Pen(still.WIDTH, still.height(self.runs, self.limit, self.colour, text_width))
+        scene = still.draw(self.runs, self.limit, self.colour)
+        pen = Pen(scene.width, scene.height)
         draw_edge(pen, pen.width, pen.height)
-        still.draw(pen, self.runs, self.limit, self.colour)
+        scene.paint(pen)
         return encode([pen.image()], [0])
 
     def to_svg(self) -> str:

@@ -1,4 +1,4 @@
-"""The bar of an action of a schedule, on a `Pen` or a `SvgPen`; static/action.js draws the same."""
+"""The bar of an action of a schedule, on any sheet; static/action.js draws the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOLID = {F: "F", B: "IW", I: "I", W: "W"}
 
 
 class Sheet(Protocol):
-    """What is drawn on: `Pen` or `SvgPen`."""
+    """What is drawn on: a `Pen` or a `Scene`."""
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None: ...  # fmt: skip

@@ -1,4 +1,4 @@
-"""The picture of simulated pipeline schedules: a pure function, for PNG and for SVG."""
+"""The picture of simulated pipeline schedules: a scene, for PNG and for SVG."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tplab.widgets.paper.action import Sheet, draw_action
 from tplab.widgets.paper.frame import MARGIN, draw_facts, draw_head
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
+from tplab.widgets.paper.scene import Scene
 from tplab.widgets.schedule.facts import PAIR, facts
 from tplab.widgets.schedule.papers import paper_name
 
@@ -27,22 +28,15 @@ def lane_heights(num_ranks: int) -> tuple[float, float]:
     return (22, 10) if num_ranks <= 8 else (13, 6) if num_ranks <= 16 else (7, 3)
 
 
-def height(runs: Sequence[Simulation], limit: float | None, by: str, width_of: Callable[..., float]) -> float:
-    """The height of the whole picture."""
-    keys = legend_height(legend(runs, limit, by), WIDTH - 2 * MARGIN, width_of)
-    return 58 + keys + sum(_block(run) for run in runs) + (20 if len(runs) > 1 else 0) * len(runs) + 12
-
-
-def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> None:
-    """Draw one run, or several below each other on one time axis. limit: the microbatches that a rank may hold. by:
-    what the colours mean, "kind", "microbatch" or "stage"."""
-    first = runs[0]
+def draw(runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> Scene:
+    """One run, or several below each other on one time axis. limit: the microbatches that a rank may hold. by: what the
+    colours mean, "kind", "microbatch" or "stage"."""
+    first, sheet, keys, room = runs[0], Scene(WIDTH, 0), legend(runs, limit, by), WIDTH - 2 * MARGIN
     draw_head(sheet, WIDTH, paper_name(first.schedule.name), about(first), badge(first))
-    end = max(run.makespan for run in runs)
-    most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
-    keys, room = legend(runs, limit, by), WIDTH - 2 * MARGIN
     draw_legend(sheet, keys, MARGIN, 48, room)
     top = 54.0 + legend_height(keys, room, sheet.width_of)
+    end = max(run.makespan for run in runs)
+    most = max([float(run.peak_activations.max(initial=0.0)) for run in runs] + [limit or 0.0])
     for index, run in enumerate(runs):
         if len(runs) > 1:
             name = paper_name(run.schedule.name, f"schedule {index + 1}")
@@ -52,7 +46,9 @@ def draw(sheet: Sheet, runs: Sequence[Simulation], limit: float | None = None, b
         bottom = draw_run(sheet, run, top, end, most, limit, by)
         # A pair's time is a formula rather than a figure, and there is no room for it, nor for other formulas.
         draw_facts(sheet, [(*fact[:2], "") for fact in facts(run, limit) if fact.name != PAIR], bottom + 27)
-        top += _block(run)
+        top = bottom + 68
+    sheet.height = top + 12
+    return sheet
 
 
 def about(run: Simulation) -> str:
@@ -77,11 +73,6 @@ def about_beside(run: Simulation, first: Simulation) -> str:
 
 def badge(run: Simulation) -> str:
     return "modelled · unit times" if run.costs.unit == "steps" else "modelled · seconds"
-
-
-def _block(run: Simulation) -> float:
-    bars, strip = lane_heights(run.schedule.num_ranks)
-    return run.schedule.num_ranks * (bars + strip + 5) + 24 + 44
 
 
 def draw_run(

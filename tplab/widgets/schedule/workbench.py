@@ -17,8 +17,7 @@ from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, f
 from tplab.schedules.action import in_words
 from tplab.trace.perfetto import chrome_trace
 from tplab.units import plain
-from tplab.widgets.paper.letters import about_width
-from tplab.widgets.paper.svg import SvgPen
+from tplab.widgets.paper.svg import svg
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.papers import PAPERS
 from tplab.widgets.schedule.tasks import TASKS
@@ -256,9 +255,7 @@ def choices() -> dict[str, Any]:
 
 def to_svg(runs: Sequence[Simulation], limit: float | None = None, colour: str = "kind") -> str:
     """The picture of these runs as an SVG document."""
-    pen = SvgPen(still.WIDTH, still.height(runs, limit, colour, about_width))
-    still.draw(pen, runs, limit, colour)
-    return pen.document(still.sentence(runs))
+    return svg(still.draw(runs, limit, colour), still.sentence(runs))
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The score of a trace: what there is to draw, and when. `frame(score, step)` is the picture at one moment of it.
+"""The score of a trace: what there is to draw, and when.
 
     rounds   times[k] is when round k of communication begins; the last one is the trace's end. The playhead is a
              position in rounds: 1.5 is half-way between times[1] and times[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 import numpy as np
@@ -15,7 +16,6 @@ from tplab.widgets.paper.palette import DIM
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score import ranks, table, words
-from tplab.widgets.score.frame import Frame, frame
 from tplab.widgets.score.legends import of_timeline
 from tplab.widgets.score.score import Score
 from tplab.widgets.score.still_lanes import Lanes
@@ -62,24 +62,24 @@ class Picture:
 
     def draw(self, position: float) -> Image.Image:
         """The picture at one position."""
-        pen, now = self.base.copy(), frame(self.score, position)
+        pen, time = self.base.copy(), self.score.time(position)
         for scene, x, y in self.scenes:
-            scene.paint(pen, now.time, x, y)
-        self.lanes.draw_playhead(pen, now.time)
-        self._say(pen, now)
+            scene.paint(pen, time, x, y)
+        self.lanes.draw_playhead(pen, time)
+        self._say(pen, min(math.ceil(position), self.score.num_steps), words.sent_text(self.score, time))
         return pen.image()
 
-    def _say(self, pen: Pen, now: Frame) -> None:
-        head = f"step {now.round} of {self.score.num_steps}" if now.round else "before the first step"
+    def _say(self, pen: Pen, step: int, sent: str) -> None:
+        head = f"step {step} of {self.score.num_steps}" if step else "before the first step"
         length = int((self.width - 2 * MARGIN) / 6.8)
-        lines = textwrap.wrap(f"{head}  —  {self.sentences[now.round]}", length, max_lines=2, placeholder=" …")
+        lines = textwrap.wrap(f"{head}  —  {self.sentences[step]}", length, max_lines=2, placeholder=" …")
         y = self.saying + 8
         width = pen.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
         pen.text(MARGIN + width, y, lines[0][len(head) :], size=11.5, anchor="lm")
         for line in lines[1:]:
             y += 17
             pen.text(MARGIN, y, line, size=11.5, anchor="lm")
-        pen.text(MARGIN, y + 18, words.sent_text(self.score, now.sent), size=11, fill=DIM, anchor="lm")
+        pen.text(MARGIN, y + 18, sent, size=11, fill=DIM, anchor="lm")
 
 
 def still(score: Score, position: float) -> bytes:

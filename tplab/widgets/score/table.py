@@ -12,7 +12,6 @@ import numpy as np
 from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, mix
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.score.frame import contributors
 from tplab.widgets.score.holds import PASSED, UNSURE
 from tplab.widgets.score.layout import SLOT, Columns, columns
 from tplab.widgets.score.score import Score
@@ -210,6 +209,14 @@ def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple
     if index < 0 or most == 1:
         return label, ""
     return label, few_numbers([number_text(float(number)) for number in score.values[index].ravel()[:SHOWN]])
+
+
+def contributors(members: Sequence[int], pool: Sequence[int], how: str = "", most: int = 4) -> str:
+    """Whose data is in it, in a few letters: "2"; "0+1+2" in a sum, otherwise "0,1,2"; "5 of 8" if more than `most`."""
+    if len(members) > most:
+        short = f"{len(members)}/{len(pool)}" if len(pool) < 10 else str(len(members))
+        return f"{len(members)} of {len(pool)}" if most > 1 else short
+    return {"sum": "+", "product": "·"}.get(how, ",").join(map(str, members))
 
 
 SHOWN, ROOM = 8, 10  # of a few numbers: how many, and letters

@@ -350,9 +350,10 @@ def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
     return f", after computing ({names})" if before else f", and then {verb} ({names})"
 
 
-def sent_text(score: Score, sent: list[float]) -> str:
+def sent_text(score: Score, time: float) -> str:
     """How much has been sent: sent so far: 8 KiB of 12 KiB per rank"""
-    total = score.total_sent.tolist()
+    bars, total = score.bars, score.total_sent.tolist()
+    sent = np.bincount(bars["rank"], np.where(bars["end"] <= time, bars["bytes"], 0), len(total)).tolist()
     if max(total) == 0:
         return ""
     return f"sent so far: {range_text(sent)} of {range_text(total)} per rank"

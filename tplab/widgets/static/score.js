@@ -1,4 +1,4 @@
-// The picture at one moment: what widgets/score/frame.py says, in JavaScript. Nothing here touches the page.
+// The picture at one moment, from the columns of a score. Nothing here touches the page.
 import { rangeText } from "./units.js";
 
 export const COMPUTE = 0, SEND = 1, COLLECTIVE = 2, WAIT = 3;

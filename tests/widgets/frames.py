@@ -1,8 +1,7 @@
-"""The picture at one moment of a score: a pure function. static/score.js is the same in JavaScript."""
+"""What the picture of a score shows at one moment, read from its columns alone; static/score.js says the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +69,3 @@ def frame(of: Trace | Score, position: float) -> Frame:
         arriving=arriving,
         sent=sent.tolist(),
     )
-
-
-def contributors(members: Sequence[int], pool: Sequence[int], how: str = "", most: int = 4) -> str:
-    """Whose data is in it, in a few letters: "2"; "0+1+2" in a sum, otherwise "0,1,2"; "5 of 8" if more than `most`."""
-    if len(members) > most:
-        short = f"{len(members)}/{len(pool)}" if len(pool) < 10 else str(len(members))
-        return f"{len(members)} of {len(pool)}" if most > 1 else short
-    return {"sum": "+", "product": "·"}.get(how, ",").join(map(str, members))
