@@ -1,5 +1,5 @@
 // One card, one trace: the ranks, what each of them holds, and the timeline, under one playhead.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { bytesText, numberText } from "./units.js";
 import { unpack } from "./wire.js";
 import { COLLECTIVE, OWN, PASSED, UNSURE, carried, frame, head, members, numSteps, partOf, pieceText, pool, positionAt, sentText, timeAt, values } from "./score.js";
@@ -89,19 +89,12 @@ async function render({ model, el: host }) {
       return [head(score, round), score.sentences[round], sentText(score, sent)];
     },
   });
-  const unfollow = followTheme(root, () => {
+  const redraw = () => {
     lanes.draw();
     draw();
-  });
-  const resizer = new ResizeObserver(draw);
-  resizer.observe(two);
-  lanes.draw();
-  return () => {
-    unfollow();
-    resizer.disconnect();
-    lanes.destroy();
-    player.destroy();
   };
+  lanes.draw();
+  return live(root, model, redraw, {}, () => lanes.destroy(), () => player.destroy());
 }
 
 export default { render };

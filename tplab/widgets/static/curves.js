@@ -1,5 +1,5 @@
 // Curves that Python has drawn as SVG, in the colours of the page; and what they are at the place under the pointer.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 
 function render({ model, el: host }) {
   const { title, about, sentence } = model.get("content");
@@ -54,9 +54,7 @@ function render({ model, el: host }) {
     says.textContent = stop.rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join(", ");
   });
   draw();
-  model.on("change:content", draw);
-  const end = followTheme(root, leave);
-  return () => { model.off("change:content", draw); end(); };
+  return live(root, model, leave, { "change:content": draw });
 }
 
 export default { render };

@@ -1,5 +1,5 @@
 // One control, and bars that change with it.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend } from "./scene.js";
 
@@ -68,14 +68,7 @@ async function render({ model, el: host }) {
     scene.draw(model.get("index"));
   }
 
-  model.on("change:index", draw);
-  const unfollow = followTheme(root, draw), resizer = new ResizeObserver(draw);
-  resizer.observe(root);
-  return () => {
-    model.off("change:index", draw);
-    resizer.disconnect();
-    unfollow();
-  };
+  return live(root, model, draw, { "change:index": draw });
 }
 
 export default { render };

@@ -1,5 +1,5 @@
 // Plans to train a model: seconds against memory; the chosen one beside the best, its step and its memory.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { plain } from "./units.js";
 import { unpack } from "./wire.js";
 import { GanttChart } from "./gantt.js";
@@ -201,18 +201,8 @@ async function render({ model, el: host }) {
     tell();
   };
   onView();
-  const events = [["change:board", onBoard], ["change:view", onView], ["change:chosen", draw], ["change:settings", tell], ["change:notice", tell], ["change:is_stale", tell], ["change:verdict", tell], ["msg:custom", onAnswer]];
-  for (const [event, act] of events) model.on(event, act);
-  const unfollow = followTheme(root, draw);
-  const resizer = new ResizeObserver(draw);
-  resizer.observe(left);
-  return () => {
-    clearTimeout(silence);
-    for (const [event, act] of events) model.off(event, act);
-    unfollow();
-    resizer.disconnect();
-    chart.destroy();
-  };
+  const events = { "change:board": onBoard, "change:view": onView, "change:chosen": draw, "change:settings": tell, "change:notice": tell, "change:is_stale": tell, "change:verdict": tell, "msg:custom": onAnswer };
+  return live(root, model, draw, events, () => clearTimeout(silence), () => chart.destroy());
 }
 
 export default { render };

@@ -1,5 +1,5 @@
 // A pipeline schedule and its figures; in the pipeline lab with controls over it.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
@@ -293,38 +293,19 @@ async function render({ model, el: host }) {
   };
   const onColour = () => colourBy(model.get("colour"));
   onColour();
-  model.on("change:colour", onColour);
   const onSettings = () => show(wanted ?? model.get("settings"));
-  model.on("change:board", onBoard);
+  const events = { "change:board": onBoard, "change:colour": onColour };
   if (isLab) {
     onSettings();
     tellNotice();
     showEdits();
-    model.on("change:num_edits", showEdits);
-    model.on("change:is_stale", onNotice);
-    model.on("change:settings", onSettings);
-    model.on("change:verdict", onSettings);
-    model.on("change:notice", onNotice);
-    model.on("msg:custom", onAnswer);
+    Object.assign(events, { "change:num_edits": showEdits, "change:is_stale": onNotice, "change:settings": onSettings, "change:verdict": onSettings, "change:notice": onNotice, "msg:custom": onAnswer });
   }
-  const unfollow = followTheme(root, () => {
+  const redraw = () => {
     paintLegend();
     chart.draw();
-  });
-  return () => {
-    clearTimeout(silence);
-    model.off("change:board", onBoard);
-    model.off("change:colour", onColour);
-    model.off("change:settings", onSettings);
-    model.off("change:verdict", onSettings);
-    model.off("change:num_edits", showEdits);
-    model.off("change:is_stale", onNotice);
-    model.off("change:notice", onNotice);
-    model.off("msg:custom", onAnswer);
-    unfollow();
-    chart.destroy();
-    player.destroy();
   };
+  return live(root, model, redraw, events, () => clearTimeout(silence), () => chart.destroy(), () => player.destroy());
 }
 
 export default { render };

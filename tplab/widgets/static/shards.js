@@ -1,5 +1,5 @@
 // Which rank holds which piece: tensors cut up, and every rank with its own pieces. To point at one shows it everywhere.
-import { card, el, followTheme, keepHeight } from "./shell.js";
+import { card, el, keepHeight, live } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene } from "./scene.js";
 
@@ -43,17 +43,8 @@ async function render({ model, el: host }) {
     over = -1;
     choose(next);
   });
-  model.on("change:rank", show);
   const [, letGo] = keepHeight(root, say, () => [data.sentence, ...data.says.map((pair) => pair.join(" "))]);
-  const resizer = new ResizeObserver(show);
-  resizer.observe(root);
-  const unfollow = followTheme(root, show);
-  return () => {
-    unfollow();
-    resizer.disconnect();
-    letGo();
-    model.off("change:rank", show);
-  };
+  return live(root, model, show, { "change:rank": show }, letGo);
 }
 
 export default { render };

@@ -66,6 +66,22 @@ export function followTheme(root, changed) {
   };
 }
 
+// Draws again when the theme or the width of the card changes, and does what the model's events ask for. Returns what ends
+// it, and `ends` with it.
+export function live(root, model, draw, events, ...ends) {
+  let width = null;
+  const unfollow = followTheme(root, draw), resizer = new ResizeObserver(() => {
+    if (root.clientWidth !== width) draw();
+    width = root.clientWidth;
+  });
+  resizer.observe(root);
+  for (const [event, act] of Object.entries(events)) model.on(event, act);
+  return () => {
+    for (const [event, act] of Object.entries(events)) model.off(event, act);
+    for (const end of [unfollow, () => resizer.disconnect(), ...ends]) end();
+  };
+}
+
 // The colours of the theme, for canvases: read from the style sheet, so that they stand in one place.
 export function colours(root) {
   const style = getComputedStyle(root);

@@ -1,5 +1,5 @@
 // What a rank holds over time: areas on top of each other, of the rank that is chosen.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend, inWords } from "./scene.js";
 
@@ -43,15 +43,7 @@ async function render({ model, el: host }) {
     if (turn) return choose(model.get("rank") + turn);
     says.textContent = inWords(scene.step(by));
   });
-  const resizer = new ResizeObserver(draw);
-  resizer.observe(figure);
-  model.on("change:rank", draw);
-  const unfollow = followTheme(root, draw);
-  return () => {
-    model.off("change:rank", draw);
-    resizer.disconnect();
-    unfollow();
-  };
+  return live(root, model, draw, { "change:rank": draw });
 }
 
 export default { render };

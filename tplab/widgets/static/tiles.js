@@ -1,6 +1,6 @@
 // Pictures at every position of a playhead, and the timeline of a run below them. After `period` steps they are the same
 // pictures again: those of another pass.
-import { card, followTheme, el, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { timeText } from "./units.js";
 import { positionAt, timeAt } from "./score.js";
 import { unpack } from "./wire.js";
@@ -41,15 +41,7 @@ async function render({ model, el: host }) {
     draw(player.position);
     lanes?.draw();
   };
-  const unfollow = followTheme(root, redraw);
-  const resizer = new ResizeObserver(redraw);
-  resizer.observe(row);
-  return () => {
-    unfollow();
-    resizer.disconnect();
-    lanes?.destroy();
-    player.destroy();
-  };
+  return live(root, model, redraw, {}, () => lanes?.destroy(), () => player.destroy());
 }
 
 export default { render };

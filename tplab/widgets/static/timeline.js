@@ -1,5 +1,5 @@
 // Where the time goes: one lane per rank, on which one can look closer.
-import { card, el, followTheme, hint } from "./shell.js";
+import { card, el, hint, live } from "./shell.js";
 import { timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { head, numSteps, positionAt, timeAt } from "./score.js";
@@ -65,17 +65,10 @@ async function render({ model, el: host }) {
     paintLegend();
     lanes.draw();
   };
-  const unfollow = followTheme(root, draw);
   draw();
   onView();
-  for (const name of ["begin", "end"]) model.on(`change:${name}`, onView);
-  return () => {
-    clearTimeout(resting);
-    for (const name of ["begin", "end"]) model.off(`change:${name}`, onView);
-    unfollow();
-    lanes.destroy();
-    player.destroy();
-  };
+  const ends = [() => clearTimeout(resting), () => lanes.destroy(), () => player.destroy()];
+  return live(root, model, draw, { "change:begin": onView, "change:end": onView }, ...ends);
 }
 
 export default { render };
