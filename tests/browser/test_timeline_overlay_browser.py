@@ -10,8 +10,7 @@ from playwright.sync_api import Page, expect
 from tests.widgets.test_timeline_overlay import COSTS, executed, one_by_one
 from tplab.schedules import dualpipe, one_f_one_b, simulate, zb_v
 from tplab.widgets.paper.card import script
-from tplab.widgets.schedule.overlay import Overlay, now, overlay, say
-from tplab.widgets.schedule.payload_overlay import overlay as sent
+from tplab.widgets.schedule.overlay import Overlay, now, overlay, say, sent
 
 CELL = """
 from tests.widgets.test_timeline_overlay import PREDICTED, executed

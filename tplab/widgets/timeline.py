@@ -13,7 +13,7 @@ from tplab.trace.trace import Trace
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.step import Step
-from tplab.widgets.schedule import overlay, payload_overlay, still_overlay
+from tplab.widgets.schedule import overlay, still_overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
@@ -38,7 +38,7 @@ class Timeline(Card):
         self.of, self.comparison, self.measured = of, None, measured or Durations()
         if isinstance(of, Overlay):
             self.comparison, self.sentence = of.comparison, overlay.sentence(of)
-            super().__init__(score=payload_overlay.overlay(of), step=step)
+            super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
             super().__init__(score=payload.lanes(of, self.measured), step=step)

@@ -18,8 +18,12 @@ from tplab.trace.trace import Trace
 from tplab.units import plain, time_text
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
 from tplab.widgets.paper.palette import KINDS, PAPER
+from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact
 from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.score import words
+from tplab.widgets.score.op_kinds import name_of
 
 MAX_STEPS = 400
 
@@ -232,6 +236,33 @@ def legend(over: Overlay) -> list[Key]:
 
 def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
+
+
+def sent(of: Overlay) -> bytes:
+    """For `timeline` over a prediction: when everything ran, and when it was predicted; static/overlay.js reads it."""
+    schedule = of.predicted.schedule
+    keys, drawn = packed([], legend(of))
+    header = {
+        **keys,
+        "overlay": True,
+        "title": title(of),
+        "about": about(of),
+        "badge": words.clock(of.trace),
+        "unit": of.trace.unit,
+        "ranks": schedule.num_ranks,
+        "names": list(of.comparison.ranks),
+        "word": of.word,
+        "stages": schedule.num_stages,
+        "times": of.times.tolist(),
+        "ops": [name_of(op) for op in of.ops],
+        "makespan": of.comparison.makespan,
+        "facts": facts(of),
+        "computes": True,
+    }
+    others = {f"other_{name}": column for name, column in of.others.items()}
+    if of.trace.warnings:
+        header["warning"] = words.warning(of.trace)
+    return pack(header, {**of.actions, **others, **drawn})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
