@@ -17,9 +17,10 @@ from tests.hand_traces import ALL, ring_all_reduce
 from tplab import Mesh
 from tplab.widgets import Bars, Row, animate, knob
 from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.legend import dashes
 from tplab.widgets.paper.palette import ACCENT, HUES, INK, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.pen import Pen
-from tplab.widgets.paper.scene import Scene, dashes, on_curve, packed
+from tplab.widgets.paper.scene import Scene, on_curve, packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import ranks, table
 

@@ -14,8 +14,8 @@ from tplab import Mesh, P
 from tplab.errors import MeshError, ShapeError, SpecError
 from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
+from tplab.widgets.paper.palette import PAPER
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.shards import content
 from tplab.widgets.tensors.layout import drawing, index_text, ranks_text
 from tplab.widgets.tensors.product import Tensor, product
 
@@ -204,9 +204,11 @@ def test_a_picture_without_a_kernel(mesh: Mesh):
 def test_the_small_copies_show_each_rank_s_own_piece():
     mesh = Mesh(dp=2, tp=4)
     tensor = Tensor("w", (8, 12), P("dp", "tp"))
-    drawn = content(mesh, tensor)
-    for rank, box in enumerate(drawn["ranks"]["boxes"]):
-        ((x, y, width, height, own_x, own_y, own_width, own_height, _),) = box["minis"]
+    boxes = [part for part in shards(mesh, tensor.shape, tensor.spec).scenes[1].parts if part.method == "box"]
+    copies = [place for place, box in enumerate(boxes) if dict(box.look).get("fill") == PAPER]
+    assert len(copies) == 8
+    for rank, place in enumerate(copies):
+        (x, y, width, height), (own_x, own_y, own_width, own_height) = (boxes[at].place for at in (place, place + 1))
         rows, columns = shard_slices(tensor.shape, tensor.spec, mesh, rank)
         assert (own_x - x) / width == pytest.approx(columns.start / 12, abs=0.01)
         assert (own_y - y) / height == pytest.approx(rows.start / 8, abs=0.01)

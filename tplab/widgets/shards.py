@@ -36,7 +36,7 @@ class Shards(Card):
         self.content = content(mesh, of)
         self.sentence = self.content["sentence"]
         drawings = self.content["drawings"]
-        self.scenes = [picture.tensors(drawings, mesh.size), picture.ranks(self.content["ranks"], drawings)]
+        self.scenes = [picture.tensors(drawings, mesh.size), picture.ranks(drawings, mesh)]
         self.scenes[0].label = self.sentence
         header, columns = packed(self.scenes)
         words = {name: self.content[name] for name in ("title", "about", "badge", "sentence", "says")}
@@ -65,7 +65,6 @@ def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
         "about": about,
         "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
         "drawings": drawings,
-        "ranks": layout.ranks(drawings, mesh),
         "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
         "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],
     }

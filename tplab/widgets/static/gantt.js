@@ -1,6 +1,6 @@
 // Pipeline schedules on a canvas: one lane per rank, its actions above, what it holds in memory below; one time axis.
 import { actionBar, actionName } from "./action.js";
-import { hatch, shape } from "./canvas.js";
+import { drawPath, hatch } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 
@@ -109,7 +109,7 @@ export class GanttChart {
     for (const run of this.runs) {
       this.ground(pen, paint, run, idle);
       run.rank.forEach((_, row) => this.action(pen, paint, run, row));
-      if (this.critical) this.path(pen, paint, run);
+      if (this.critical) drawPath(pen, paint.accent, Array.from(run.critical, (row) => this.place(run, row)));
     }
     this.moveTo(this.now ?? 0);
   }
@@ -176,24 +176,6 @@ export class GanttChart {
     const action = { kind: run.kind[row], microbatch: run.microbatch[row], stage: run.stage[row], tier: run.slot[row] / run.slots, name: label(run, row) };
     actionBar(pen, paint, this.place(run, row), action, { by: this.by, letters: this.letters });
     pen.globalAlpha = 1;
-  }
-
-  path(pen, paint, run) {
-    pen.strokeStyle = paint.accent;
-    pen.lineWidth = 2;
-    let before = null;
-    for (const row of run.critical) {
-      const [x, y, width, height] = this.place(run, row), middle = y + height / 2;
-      shape(pen, x + 1, y + 1, Math.max(width - 2, 1), height - 2, 3);
-      pen.stroke();
-      if (before && Math.abs(before[1] - middle) > 1) {
-        pen.beginPath();
-        pen.moveTo(...before);
-        pen.lineTo(x, middle);
-        pen.stroke();
-      }
-      before = [x + width, middle];
-    }
   }
 
   showCritical(on) {

@@ -4,7 +4,7 @@ import { plain, ticks, timeText } from "./units.js";
 import { COLLECTIVE, COMPUTE, SEND, WAIT, barColour, talkKind, workKind } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar } from "./action.js";
-import { hatch, shape } from "./canvas.js";
+import { drawPath, hatch, shape } from "./canvas.js";
 
 export const LANES_TOP = 6, LANES_AXIS = 20;
 const MEASURED = 17; // the height of what was measured
@@ -222,25 +222,11 @@ export class Lanes {
   }
 
   drawCritical(pen, paint) {
-    const { score } = this;
-    pen.strokeStyle = paint.accent;
-    pen.lineWidth = this.lane > 12 ? 2 : 1.2;
-    let before = null;
-    for (const row of this.critical) {
-      const [y, height] = this.at(row), x = this.x(score.start[row]), right = this.x(score.end[row]);
-      if (right - x > 1) {
-        shape(pen, x + 1, y + 1, Math.max(right - x - 2, 1), height - 2, 3);
-        pen.stroke();
-      }
-      const middle = y + height / 2;
-      if (before && Math.abs(before[1] - middle) > 1) {
-        pen.beginPath();
-        pen.moveTo(before[0], before[1]);
-        pen.lineTo(x, middle);
-        pen.stroke();
-      }
-      before = [right, middle];
-    }
+    const { score } = this, bars = [...this.critical].map((row) => {
+      const [y, height] = this.at(row), x = this.x(score.start[row]);
+      return [x, y, this.x(score.end[row]) - x, height];
+    });
+    drawPath(pen, paint.accent, bars, this.lane > 12 ? 2 : 1.2);
   }
 
   showCritical(on) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tplab.mesh import Mesh
 from tplab.sharding import local_shape, replicas, shard_slices
@@ -151,59 +150,6 @@ def multiplied(of: Product, mesh: Mesh) -> list[Drawing]:
         drawing(of.y, mesh, left + inner + gap, top + inner + gap, (columns, rows), above=False, beside=False,
                 summed=of.summed),
     ]  # fmt: skip
-
-
-def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> dict[str, Any]:
-    """Every rank with a small copy of each tensor, in which its own pieces are filled."""
-    few = mesh.size <= 16
-    scale = 0.26 if few else 0.14
-    if len(drawings) > 1:
-        scale *= 0.65
-    small = [(max(11.0, d.width * scale), max(9.0, d.height * scale)) for d in drawings]
-    gap, pad, name = (6.0, 8.0, 20.0) if few else (3.0, 5.0, 16.0)
-    width = max(sum(w for w, _ in small) + gap * (len(small) - 1) + 2 * pad, 58.0 if few else 34.0)
-    height = max(h for _, h in small) + name + pad
-    between = 10 if few else 5
-    columns = mesh.shape[mesh.axis_names[-1]]
-    grid = len([size for size in mesh.shape.values() if size > 1]) > 1 and columns <= 16
-    if not grid:
-        columns = min(mesh.size, 4 if mesh.size in (4, 8) or mesh.size > 8 else mesh.size)
-        columns = 8 if mesh.size > 16 else columns
-    left, top = (44.0, 24.0) if grid else (0.0, 0.0)
-    boxes, labels = [], []
-    for rank in mesh.ranks:
-        row, column = divmod(rank, columns)
-        x, y = left + column * (width + between), top + row * (height + between)
-        inside = x + (width - sum(w for w, _ in small) - gap * (len(small) - 1)) / 2
-        minis = []
-        for d, (w, h) in zip(drawings, small):
-            own = next(piece for piece in d.pieces if rank in piece.ranks)
-            box = (inside, y + name + (height - name - pad - h) / 2, w, h)
-            part = (
-                box[0] + own.x / d.width * w,
-                box[1] + own.y / d.height * h,
-                own.width / d.width * w,
-                own.height / d.height * h,
-            )
-            minis.append([*box, *part, own.hue])
-            inside += w + gap
-        boxes.append({"x": x, "y": y, "minis": minis})
-    if grid:
-        *others, last = mesh.axis_names
-        labels += [[left + c * (width + between) + width / 2, 10.0, f"{last} {c}"] for c in range(columns)]
-        for row in range(mesh.size // columns):
-            where = mesh.coordinates(row * columns)
-            text = " ".join(f"{axis} {where[axis]}" for axis in others if mesh.shape[axis] > 1)
-            labels.append([20.0, top + row * (height + between) + height / 2, text])
-    rows = -(-mesh.size // columns)
-    return {
-        "boxes": boxes,
-        "size": [width, height],
-        "labels": labels,
-        "few": few,
-        "width": left + columns * (width + between) - between,
-        "height": top + rows * (height + between) - between,
-    }
 
 
 def held(tensor: Tensor, mesh: Mesh) -> str:

@@ -5,11 +5,11 @@ A position of the playhead is what is pointed out: a rank, or after the last ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tplab.mesh import Mesh
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene, spans
 from tplab.widgets.tensors.layout import Drawing, Tile, ranks_text
@@ -76,28 +76,56 @@ def _name(sheet: Scene, drawing: Drawing, piece: Tile, own: set[int], last: int)
                 sheet.text(x, y, text, size=10.5, bold=True, fill=ink)
 
 
-def ranks(grid: Mapping[str, Any], drawings: Sequence[Drawing]) -> Scene:
-    """The key of a rank is its number."""
-    sheet = Scene(grid["width"], grid["height"], "the ranks")
-    width, height = grid["size"]
+def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> Scene:
+    """Every rank with a small copy of each tensor, in which its own pieces are filled. Its key is its number."""
+    few = mesh.size <= 16
+    scale = (0.26 if few else 0.14) * (0.65 if len(drawings) > 1 else 1)
+    small = [(max(11.0, d.width * scale), max(9.0, d.height * scale)) for d in drawings]
+    gap, pad, head, between = (6.0, 8.0, 20.0, 10) if few else (3.0, 5.0, 16.0, 5)
+    inside = sum(w for w, _ in small) + gap * (len(small) - 1)
+    width, height = max(inside + 2 * pad, 58.0 if few else 34.0), max(h for _, h in small) + head + pad
+    columns = mesh.shape[mesh.axis_names[-1]]
+    is_grid = len([size for size in mesh.shape.values() if size > 1]) > 1 and columns <= 16
+    if not is_grid:
+        columns = 8 if mesh.size > 16 else 4 if mesh.size in (4, 8) or mesh.size > 8 else mesh.size
+    left, top = (44.0, 24.0) if is_grid else (0.0, 0.0)
+    across, down = width + between, height + between
+    sheet = Scene(left + columns * across - between, top + -(-mesh.size // columns) * down - between, "the ranks")
     pieces = [piece for drawing in drawings for piece in drawing.pieces]
-    for x, y, text in grid["labels"]:
-        sheet.text(x, y, text, size=10.5, fill=DIM)
-    for rank, box in enumerate(grid["boxes"]):
-        own = [len(grid["boxes"]) + place for place, piece in enumerate(pieces) if rank in piece.ranks]
-        pointed = [*spans([rank, *own])]
+    if is_grid:
+        *others, last = mesh.axis_names
+        for column in range(columns):
+            sheet.text(left + column * across + width / 2, 10.0, f"{last} {column}", size=10.5, fill=DIM)
+        for row in range(mesh.size // columns):
+            where = mesh.coordinates(row * columns)
+            text = " ".join(f"{axis} {where[axis]}" for axis in others if mesh.shape[axis] > 1)
+            sheet.text(20.0, top + row * down + height / 2, text, size=10.5, fill=DIM)
+    for rank in mesh.ranks:
+        x, y = left + rank % columns * across, top + rank // columns * down
+        pointed = [*spans([rank, *(mesh.size + place for place, piece in enumerate(pieces) if rank in piece.ranks)])]
         with sheet.about((), key=rank):
-            sheet.box(box["x"], box["y"], width, height, fill=SOFT, edge=LINE, radius=8, line=1.2)
+            sheet.box(x, y, width, height, fill=SOFT, edge=LINE, radius=8, line=1.2)
         for begin, end in pointed:
             with sheet.during(begin, end):
-                sheet.box(box["x"], box["y"], width, height, edge=ACCENT, radius=8, line=1.8)
-        name = f"rank {rank}" if grid["few"] else str(rank)
-        sheet.text(box["x"] + width / 2, box["y"] + 10, name, size=10, bold=True)
-        for x, y, w, h, px, py, pw, ph, colour in box["minis"]:
-            sheet.box(x, y, w, h, fill=PAPER, edge=LINE, radius=2)
-            place = (px, py, max(pw, 2), max(ph, 2))
-            sheet.box(*place, fill=mix(hue(colour), 0.45), radius=1)
+                sheet.box(x, y, width, height, edge=ACCENT, radius=8, line=1.8)
+        sheet.text(x + width / 2, y + 10, f"rank {rank}" if few else str(rank), size=10, bold=True)
+        x += (width - inside) / 2
+        for d, (w, h) in zip(drawings, small):
+            own, low = (
+                next(piece for piece in d.pieces if rank in piece.ranks),
+                y + head + (height - head - pad - h) / 2,
+            )
+            sheet.box(x, low, w, h, fill=PAPER, edge=LINE, radius=2)
+            share = w / d.width, h / d.height
+            part = (
+                x + own.x * share[0],
+                low + own.y * share[1],
+                max(own.width * share[0], 2),
+                max(own.height * share[1], 2),
+            )
+            sheet.box(*part, fill=mix(hue(own.hue), 0.45), radius=1)
             for begin, end in ((-2, -0.5), *pointed):
                 with sheet.during(begin, end):
-                    sheet.box(*place, fill=hue(colour), radius=1)
+                    sheet.box(*part, fill=hue(own.hue), radius=1)
+            x += w + gap
     return sheet
