@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+import tplab.widgets
 from tests.hand_traces import ring_all_reduce
 from tests.widgets.memories import two_ranks
 from tplab import Mesh, P, Trace
@@ -200,3 +203,15 @@ def test_the_timeline_of_a_whole_program_may_come_first(tmp_path: Path):
     first, second = Page(to_html(trace, tmp_path / "run.html", timeline_first=True)).cards
     assert base64.b64decode(first["bytes"]["score"]) == timeline(trace).score
     assert base64.b64decode(second["bytes"]["score"]) == animate(trace).score
+
+
+def test_no_two_scripts_have_one_name():
+    """They become one module, in which a second `const` of a name is an error."""
+    names: list[str] = []
+    for file in sorted((Path(tplab.widgets.__file__).parent / "static").glob("*.js")):
+        text = file.read_text(encoding="utf8")
+        for found in re.finditer(
+            r"^(?:export )?(?:async )?(?:const|let|function|class) (\[.*?\]|\w+)", text, re.MULTILINE
+        ):
+            names += re.findall(r"\w+", found[1])
+    assert {name: count for name, count in Counter(names).items() if count > 1}.keys() == {"render"}

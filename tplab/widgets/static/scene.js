@@ -106,7 +106,7 @@ export class Scene {
     const { mark } = this.table, first = new Map();
     for (let part = 0; part < mark.length; part++) if (mark[part] >= 0 && this.isThere(part)) first.set(mark[part], part);
     const parts = [...first.values()].filter((part) => this.reads(this.keyOf(part)));
-    const said = parts.length > READ ? [] : [...new Set(parts.map((part) => inWords(this.rowsOf(part))))].filter(Boolean);
+    const said = parts.length > READ ? [] : [...new Set(parts.map((part) => hintText(this.rowsOf(part))))].filter(Boolean);
     if (said.join() === this.said) return;
     this.said = said.join();
     this.list.hidden = !said.length;
@@ -234,7 +234,7 @@ export class Scene {
 }
 
 // What a hint says, in one line.
-export const inWords = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
+export const hintText = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
 
 function fillAndStroke(pen, fill, edge) {
   if (fill) {

@@ -1,7 +1,7 @@
 // What a rank holds over time: areas on top of each other, of the rank that is chosen.
 import { card, el, hint, live } from "./shell.js";
 import { unpack } from "./wire.js";
-import { Scene, drawLegend, inWords } from "./scene.js";
+import { Scene, drawLegend, hintText } from "./scene.js";
 
 async function render({ model, el: host }) {
   const data = await unpack(model.get("scene")), { ranks } = data;
@@ -41,7 +41,7 @@ async function render({ model, el: host }) {
     event.preventDefault();
     event.stopPropagation();
     if (turn) return choose(model.get("rank") + turn);
-    says.textContent = inWords(scene.step(by));
+    says.textContent = hintText(scene.step(by));
   });
   return live(root, model, draw, { "change:rank": draw });
 }
