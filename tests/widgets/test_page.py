@@ -100,7 +100,7 @@ def test_a_trace_is_its_animation_over_its_timeline(tmp_path: Path):
     first, second = page.cards
     assert base64.b64decode(first["bytes"]["score"]) == animate(trace).score
     assert base64.b64decode(second["bytes"]["score"]) == timeline(trace).score
-    assert first["values"] == second["values"] == {"step": 0}
+    assert first["values"] == {"step": 0} and second["values"] == {"step": 0, "begin": 0, "end": 1}
 
 
 @pytest.mark.parametrize("thing", [gpipe(2, 3).named("mine"), simulate(gpipe(2, 3).named("mine"), Costs(1, 2, 3))])
