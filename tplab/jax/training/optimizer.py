@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,32 @@ from tplab.jax.data.clipping import gradient_norm, scale_to
 from tplab.jax.data.pieces import held_of, pieces_of
 from tplab.jax.data.sharded_optimizer import GradientPieces, shard_optimizer
 from tplab.jax.pipeline.copies import once
-from tplab.jax.pipeline.flat import Kind
+from tplab.jax.pipeline.flat import Flat, Kind
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import vary
 from tplab.jax.training.gpt_stages import GPTPacking
+from tplab.models.gpt import ROUTER_BIAS, GPTExperts
 from tplab.sharding import P
-from tplab.training.recipe import Recipe, data_axes
+from tplab.training.recipe import TINY, Recipe, data_axes
+
+
+class _Steps(NamedTuple):
+    """What a step takes off the parameters: AdamW's update times the rate, and of routers' biases their own rate with
+    the sign of the gradient, g / (|g| + TINY), so that roundings have hardly one. `biases` is 1 there, 0 elsewhere."""
+
+    adamw: Any
+    rate: Array
+    experts: GPTExperts | None
+    biases: Flat
+
+    def update(self, grads: Stages, state: Any, params: Stages) -> tuple[Stages, Any]:
+        updates, state = self.adamw.update(grads, state, params)
+        steps = {kind: self.rate * update for kind, update in updates.flat.items()}
+        for kind, is_bias in self.biases.items():
+            g = grads.flat[kind]
+            signs = self.experts.bias_rate * g / (jnp.abs(g) + TINY) if self.experts else 0
+            steps[kind] = jnp.where(is_bias > 0, signs, steps[kind])
+        return Stages(steps, updates.blueprints), state
 
 
 class Optimizer:
@@ -49,14 +70,16 @@ class Optimizer:
 
     def update(self, stages: Stages, state: Any, grads: Stages, rate: Array) -> tuple[Stages, Any, Array]:
         """Inside a rank's program: (the stages after the step, the new state, the norm that the gradients had)."""
+        experts = self._packing.config.experts
+        biases = self._packing.where(ROUTER_BIAS) if experts is not None and experts.bias_rate else {}
+        norm = self._norm(grads, biases)
+        clipped = grads if self._clip is None else scale_to(grads, norm, self._clip)
+        inner = _Steps(self._adamw, rate, experts, self._pieces(biases))
         if self._sharded is None:
-            norm = gradient_norm(grads)
-            updates, state = self._adamw.update(self._clipped(grads, norm), state, stages)
+            steps, state = inner.update(clipped, state, stages)
         else:
-            norm = self._norm_of_pieces(grads, stages)
-            updates, state = self._sharded.update(GradientPieces(self._clipped(grads, norm)), state, stages)
-        stages = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), stages, updates)
-        return stages, state, norm
+            steps, state = replace(self._sharded, inner=inner).update(GradientPieces(clipped), state, stages)
+        return jax.tree.map(lambda p, step: (p - step).astype(p.dtype), stages, steps), state, norm
 
     @property
     def specs(self) -> Any:
@@ -77,18 +100,18 @@ class Optimizer:
         states = optax.ScaleByAdamState(count, first, second), optax.EmptyState()
         return states if self._sharded is None else {"states": states}
 
-    def _clipped(self, gradients: Any, norm: Array) -> Any:
-        return gradients if self._clip is None else scale_to(gradients, norm, self._clip)
-
-    def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
-        """The norm with each number of the model once: pieces of the gradients times those of ones and zeros."""
-        ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
-        counts = {
-            kind: held_of(pieces_of([x], self._shared_by(kind)), [x], self._shared_by(kind))[0]
-            for kind, x in once(ones, self._blueprints).items()
-        }
-        counted = {kind: x * counts[kind] for kind, x in pieces.flat.items()}
+    def _norm(self, grads: Stages, biases: Flat) -> Array:
+        """The norm with each number of the model once, and none of routers' biases: what there is of the gradients
+        times ones and zeros."""
+        ones = {kind: kind.zeros(size) + 1 for kind, size in self._sizes.items()}
+        counts = self._pieces(once({kind: one - biases.get(kind, 0) for kind, one in ones.items()}, self._blueprints))
+        counted = {kind: x * counts[kind] for kind, x in grads.flat.items()}
         return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
+
+    def _pieces(self, flat: Flat) -> Flat:
+        """This rank's part of each array; all of it where nothing is shared."""
+        shared = {kind: axes for kind in flat if (axes := self._shared_by(kind))}
+        return flat | {k: held_of(pieces_of([flat[k]], axes), [flat[k]], axes)[0] for k, axes in shared.items()}
 
     def _parts(self, stages: Stages) -> Stages:
         """Rows of whole flat arrays -> rows of their parts, those of the first rank that shares them first."""
