@@ -209,7 +209,7 @@ def test_a_shared_expert_and_a_bias_that_balances(lab: Any, mesh: Mesh, how: Any
     same(got, 4, BIASED)
     for block in range(2):
         moved = got[0].state[f"blocks.{block}.mlp.router.bias"] / 0.05
-        assert np.abs(moved).max() > 1.9
+        assert np.abs(moved).max() > 0.9
         np.testing.assert_allclose(moved, np.rint(moved), atol=1e-6)
 
 
