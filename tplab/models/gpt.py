@@ -19,6 +19,8 @@ IGNORED = -100
 """A target that no loss counts, as in torch."""
 ROUTER_BIAS = "router.bias"
 """How the names end of biases that are stepped by the sign of their gradient, which is no part of a norm."""
+TINY = 1e-12
+"""Beside this, such a gradient counts as 0."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from tplab.sequence import LAYOUTS, LayoutName, TokenLayout
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """The names of the axes for data, pipeline, expert, context and tensor parallelism."""
-TINY = 1e-12
-"""Beside this, a gradient counts as 0 where a step goes by its sign."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from tplab.jax.pipeline.flat import Flat, Kind
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import vary
 from tplab.jax.training.gpt_stages import GPTPacking
-from tplab.models.gpt import ROUTER_BIAS, GPTExperts
+from tplab.models.gpt import ROUTER_BIAS, TINY, GPTExperts
 from tplab.sharding import P
-from tplab.training.recipe import TINY, Recipe, data_axes
+from tplab.training.recipe import Recipe, data_axes
 
 
 class _Steps(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.models.gpt import ROUTER_BIAS, GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
+from tplab.models.gpt import ROUTER_BIAS, TINY, GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.average import copies_of
@@ -22,7 +22,7 @@ from tplab.torch.data.sharded_optimizer import ShardedOptimizer
 from tplab.torch.pipeline.stages import Stages
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.training.gpt_stages import box_of
-from tplab.training.recipe import TINY, Recipe, data_axes
+from tplab.training.recipe import Recipe, data_axes
 
 
 class Piece(NamedTuple):
