@@ -441,8 +441,8 @@ def test_zero_in_jax_shares_experts_among_the_ranks_that_hold_copies(stage):
         return updates
 
     rows = P(case.names)
-    args = {name: fw.array(value) for name, value in state.items()}, fw.array(x), fw.array(c)
     with double(fw):
+        args = {name: fw.array(value) for name, value in state.items()}, fw.array(x), fw.array(c)
         got = lab.run(program, case.mesh, *args, in_specs=(specs, rows, rows), out_specs=specs).value
         want = reference(state, x, c, case)
         for name in specs:
