@@ -143,7 +143,7 @@ def test_picture_and_controls_are_on_a_small_screen_together(page: Page, name: s
 
 def test_work_on_a_timeline_has_a_legend_of_its_kinds(page: Page):
     draw(page, timeline(TRACES["mlp 4"]()))
-    tools = page.locator(".tpl-tools")
+    tools = page.locator(".tpl-legend")
     for text in ("matmul", "elementwise", "all_reduce", "idle"):
         expect(tools).to_contain_text(text)
     expect(tools).not_to_contain_text("norm")  # there is none in it
