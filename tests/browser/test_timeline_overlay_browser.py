@@ -63,8 +63,8 @@ def test_an_executed_schedule_over_its_prediction(open_notebook, pytestconfig, t
     expect(root).to_have_attribute("data-theme", theme)
     expect(root.locator(".tpl-about")).to_have_text("executed 12 · predicted 8 · residual +4")
     expect(root.locator(".tpl-badge")).to_have_text("modelled · unit times")
-    expect(root.locator(".tpl-tools")).to_contain_text("executed, above")
-    expect(root.locator(".tpl-tools")).to_contain_text("predicted, beneath")
+    expect(root.locator(".tpl-legend")).to_contain_text("executed, above")
+    expect(root.locator(".tpl-legend")).to_contain_text("predicted, beneath")
     expect(root.locator("canvas")).to_have_attribute(
         "aria-label", "timeline of 1F1B on 2 ranks: executed 12 · predicted 8 · residual +4"
     )
