@@ -134,7 +134,7 @@ def test_every_widget_is_drawn_on_a_page(page: Page, open_page, name: str):
 def test_what_a_trace_says_is_text_and_runs_nowhere(page: Page, open_page):
     cards = open_page(nasty_trace())
     expect(cards.first).to_contain_text(NASTY)
-    box = cards.nth(1).locator("canvas").bounding_box()
+    box = cards.nth(1).locator(".tpl-lanes canvas").bounding_box()
     assert box
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 12)
     expect(cards.nth(1).get_by_role("tooltip")).to_contain_text(NASTY)

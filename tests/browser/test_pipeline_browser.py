@@ -132,6 +132,6 @@ def test_two_schedules_under_one_playhead(open_notebook):
     root = book.output(1).locator(".tplab")
     expect(root.locator(".tpl-of")).to_have_text(["1F1B", "ZB-V"])
     expect(root.locator(".tpl-playhead")).to_have_count(1)
-    expect(root.locator("canvas").first).to_have_attribute(
+    expect(root.locator(".tpl-lanes canvas").first).to_have_attribute(
         "aria-label", "1F1B on 4 ranks, 33 long; ZB-V on 4 ranks, 25.5 long"
     )

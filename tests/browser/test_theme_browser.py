@@ -54,7 +54,7 @@ timeline(tt.run(lambda x: tt.all_reduce(x @ x, "tp"), Mesh(tp=4), torch.ones(64,
 def test_a_canvas_in_jupyterlab_follows_a_live_switch(open_notebook):
     """JupyterLab hides the notebook while it loads a theme, so the canvas has no size at that moment."""
     book = open_notebook([TIMELINE], theme="light")
-    canvas = book.output(0).locator("canvas").first
+    canvas = book.output(0).locator(".tpl-lanes canvas")
 
     def brightness() -> float:
         book.page.wait_for_timeout(300)

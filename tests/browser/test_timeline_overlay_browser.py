@@ -65,7 +65,7 @@ def test_an_executed_schedule_over_its_prediction(open_notebook, pytestconfig, t
     expect(root.locator(".tpl-badge")).to_have_text("modelled · unit times")
     expect(root.locator(".tpl-legend")).to_contain_text("executed, above")
     expect(root.locator(".tpl-legend")).to_contain_text("predicted, beneath")
-    expect(root.locator("canvas")).to_have_attribute(
+    expect(root.locator(".tpl-lanes canvas")).to_have_attribute(
         "aria-label", "timeline of 1F1B on 2 ranks: executed 12 · predicted 8 · residual +4"
     )
     box = root.locator(".tpl-lanes canvas").bounding_box()
@@ -90,8 +90,8 @@ def test_an_executed_schedule_over_its_prediction(open_notebook, pytestconfig, t
     expect(root.locator(".tpl-say")).to_contain_text("t = 3 — rank 1 runs F0 (B0 was due); the others run as predicted")
     book.page.keyboard.press("End")
     expect(root.locator(".tpl-say")).to_contain_text("8 of 8 actions done, 8 due")
-    whole = root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()")
+    whole = root.locator(".tpl-lanes canvas").evaluate("(canvas) => canvas.toDataURL()")
     book.page.keyboard.press("+")
-    assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") != whole
+    assert root.locator(".tpl-lanes canvas").evaluate("(canvas) => canvas.toDataURL()") != whole
     book.page.keyboard.press("0")
-    assert root.locator("canvas").evaluate("(canvas) => canvas.toDataURL()") == whole
+    assert root.locator(".tpl-lanes canvas").evaluate("(canvas) => canvas.toDataURL()") == whole
