@@ -82,10 +82,10 @@ class Reference:
     def epsilon(self) -> float:
         return EPSILON.get(self.dtype, EPSILON["float32"])
 
-    def slack_of_norm(self, number: int) -> float:
-        """How far a norm of all gradients may be off."""
+    def slack_of_norm(self, number: int, turn: int = -1) -> float:
+        """How far a norm of gradients may be off."""
         norms, again = (
-            [step.norms[-1][0] for step in steps if step.norms]
+            [step.norms[turn][0] for step in steps if step.norms]
             for steps in (self.steps(number), self._steps_again(number))
         )
         return max(8 * self.floor * abs(norms[0]), TIMES * gap(again[:1] or norms[:1], norms[:1])) if norms else 0.0

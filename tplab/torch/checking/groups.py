@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tplab.torch.checking.watched import Watched
 from tplab.torch.data.parallel import DataParallel
 from tplab.torch.distributed import asked
+from tplab.torch.distributed.asked import several
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.work import Taken
 from tplab.torch.private import graph_task
@@ -36,6 +38,46 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
 
     with rank.calls(SimulatedRank):
         return rank.mending.collective(run, call, put, take, Taken)
+
+
+def _all_gather(rank: Watched, original: Any, group: Group, /, outputs: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+    found = original(group, outputs, inputs, *args, **kw)
+    places = outputs if isinstance(outputs[0], Tensor) else outputs[0]
+    _see_gather(rank, "all_gather", group, several(inputs), places, found)
+    return found
+
+
+def _all_gather_single(
+    rank: Watched, original: Any, group: Group, /, output: Tensor, x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    found, size = original(group, output, x, *args, **kwargs), len(group.place.group)
+    if x.dim() and output.shape == (size * len(x), *x.shape[1:]):
+        _see_gather(rank, "all_gather_into_tensor", group, [x], _parts(output, size), found)
+    return found
+
+
+def _all_to_all_single(
+    rank: Watched, original: Any, group: Group, /, output: Tensor, x: Tensor, gets: Any = None, gives: Any = None,
+    *args: Any, **kwargs: Any
+) -> Any:  # fmt: skip
+    found, size = original(group, output, x, gets, gives, *args, **kwargs), len(group.place.group)
+    _see_gather(rank, "all_to_all_single", group, _parts(x, size, gives), _parts(output, size, gets), found)
+    return found
+
+
+def _parts(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    """Views of one part of the rows for each rank."""
+    sizes, starts = sizes or [len(x) // count] * count, [0]
+    starts += accumulate(sizes)
+    return [x.narrow(0, start, size) for start, size in zip(starts, sizes)]
+
+
+def _see_gather(
+    rank: Watched, op: str, group: Group, given: Sequence[Tensor], got: Sequence[Tensor], work: Any
+) -> None:
+    """Only what is there at once can be made to pass gradients back."""
+    if isinstance(work, Taken):
+        rank.gather(op, group.place.group, given, got)
 
 
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:
@@ -97,6 +139,9 @@ def require_sync(
 GROUPS: Sequence[StandIn] = (
     (Group, "_run", _collective),
     (asked, "in_memory", _in_memory),
+    (Group, "allgather", _all_gather),
+    *((Group, name, _all_gather_single) for name in ("all_gather_single", "_allgather_base")),
+    *((Group, name, _all_to_all_single) for name in ("all_to_all_single", "alltoall_base")),
     (Group, "__init__", _join),
     (SimulatedRank, "do", _of_tplab),
     (SimulatedRank, "begin", _of_tplab),
