@@ -65,7 +65,7 @@ def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesi
         has = ", ".join(
             f"rank {rank} has that of rank {of}" for rank, of in trails.mistaken(op.key, place, pieces[op.key])
         )
-        cause = f"what is made here is not the rank's part of the reference's{f': {has}' if has else ''}"
+        cause = f"what is made here is not the rank's part of the reference's: {has}"
         cause += f"; {op.line} takes it together with what is the rank's part"
         words = f"the rank's own part of what {made} makes, where {op.line} takes it"
         values = {(key, place): each for key, each in pieces.items()}

@@ -95,21 +95,24 @@ class Trails:
                 return ops[key].given[place][0] if key in ops and place in ops[key].given else None
 
             for found in self._cuts(keys, given):
-                held = [given(ops, op.key) for ops in self._by_key]
-                if any(x is not None and not np.array_equal(x, found[op.key][rank]) for rank, x in enumerate(held)):
+                if any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
 
     def made_at(self, op: Op, place: int) -> str:
         """The line that made what an operation takes, or else its own."""
         return op.given[place][1] or op.line
 
-    def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> Iterator[tuple[int, int]]:
-        """The ranks that take another rank's part, and whose."""
+    def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
+        """The ranks that take another rank's part, and whose; [] if any takes what is nobody's."""
+        found = []
         for rank, ops in enumerate(self._by_key):
-            has = ops[key].given[place][0]
-            of = [other for other, piece in pieces.items() if np.array_equal(piece, has)]
-            if of and rank not in of:
-                yield rank, of[0]
+            has = ops[key].given[place][0].astype(np.float64)
+            slack = 1e-6 * float(np.abs(has).max(initial=0))
+            of = [other for other, piece in pieces.items() if np.abs(piece - has).max(initial=0) <= slack]
+            if not of:
+                return []
+            found += [(rank, of[0])] * (rank not in of)
+        return found
 
     def value(self, rank: int, key: Key) -> np.ndarray | None:
         """The result of an operation on a rank."""
@@ -131,10 +134,17 @@ class Trails:
                      for key in keys}  # fmt: skip
             if not keys or any(len(pieces) < len(self._ours) for pieces in found.values()):
                 return
-            yield found
+            if all(self._is_whole(pieces, value(self._theirs, key)) for key, pieces in found.items()):
+                yield found
             wholes = {key: value(self._theirs, key) for key in keys}
             if all(whole is not None and found[key][0].shape == whole.shape for key, whole in wholes.items()):
                 return
+
+    @staticmethod
+    def _is_whole(pieces: Mapping[int, np.ndarray], want: np.ndarray | None) -> bool:
+        """Whether every part is on some rank."""
+        count = len({piece.__array_interface__["data"][0] for piece in pieces.values()})
+        return want is not None and count * pieces[0].size == want.size
 
     def _pieces(self, held: Sequence[np.ndarray | None], want: np.ndarray | None, apart: int) -> dict[int, np.ndarray]:
         found = dict[int, np.ndarray]()

@@ -85,8 +85,8 @@ FAULTS = {
         "loss", "counts / chosen.numel()", "it is 2 times the reference's",
     ),
     "the balance of each rank's own tokens": Fault(
-        "        dist.all_reduce(counts)\n", "        counts *= world\n",
-        "loss", "counts / (chosen.numel() * world)", "the mean of it over ranks is the reference's",
+        "        dist.all_reduce(counts)\n", "        counts = world * counts.float()\n",
+        "loss", "counts = world", "the mean of it over ranks is the reference's",
     ),
     "the mask is cut along ep first, and tokens along dp": Fault(
         "is_token.chunk(dp)[d].chunk(ep)[e]", "is_token.chunk(ep)[e].chunk(dp)[d]",
