@@ -52,8 +52,8 @@ def _finding(case: Case) -> Finding:
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
         return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=hypotheses(case))
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
-    factor = factor or 1.0
-    is_loss = is_scaled and case.is_all and times is not None and abs(times / factor - 1) < 5e-3
+    factor = 1.0 if factor is None else factor
+    is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want

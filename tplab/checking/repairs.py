@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from tplab.checking.same_model import Finding, SameModel, What
 
 MOST_TRIED = 6
@@ -160,10 +158,3 @@ def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
 
 def _unknown(finding: Finding) -> Finding:
     return replace(finding, cause=finding.seen, thread="")
-
-
-def close(a: np.ndarray | float, b: np.ndarray | float, tolerance: float = 2e-3) -> bool:
-    """Equal but for a small part of the second's largest element."""
-    size = float(np.abs(b).max(initial=0)) if isinstance(b, np.ndarray) else abs(b)
-    gap = np.abs(np.asarray(a, np.float64) - b)
-    return bool(np.isfinite(gap).all() and (gap <= tolerance * size).all())

@@ -40,44 +40,34 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
         return rank.mending.collective(run, call, put, take, Taken)
 
 
-def _all_gather(rank: Watched, original: Any, group: Group, /, outputs: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
-    found = original(group, outputs, inputs, *args, **kw)
-    places = outputs if isinstance(outputs[0], Tensor) else outputs[0]
-    _see_gather(rank, "all_gather", group, several(inputs), places, found)
-    return found
+def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Callable[..., Any]:
+    """A collective that autograd does not see. Only what is there at once can be made to pass gradients back.
+
+    parts   of the number of ranks and its arguments: what it takes, for each rank or for all; what it gives, of each
+    """
+
+    def gather(rank: Watched, original: Any, group: Group, /, *args: Any, **kwargs: Any) -> Any:
+        found, ranks = original(group, *args, **kwargs), group.place.group
+        if isinstance(found, Taken):
+            rank.gather(op, ranks, lambda: parts(len(ranks), *args))
+        return found
+
+    return gather
 
 
-def _all_gather_single(
-    rank: Watched, original: Any, group: Group, /, output: Tensor, x: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    found, size = original(group, output, x, *args, **kwargs), len(group.place.group)
-    if x.dim() and output.shape == (size * len(x), *x.shape[1:]):
-        _see_gather(rank, "all_gather_into_tensor", group, [x], _parts(output, size), found)
-    return found
-
-
-def _all_to_all_single(
-    rank: Watched, original: Any, group: Group, /, output: Tensor, x: Tensor, gets: Any = None, gives: Any = None,
-    *args: Any, **kwargs: Any
-) -> Any:  # fmt: skip
-    found, size = original(group, output, x, gets, gives, *args, **kwargs), len(group.place.group)
-    _see_gather(rank, "all_to_all_single", group, _parts(x, size, gives), _parts(output, size, gets), found)
-    return found
-
-
-def _parts(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Tensor]:
+def _rows(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Tensor]:
     """Views of one part of the rows for each rank."""
-    sizes, starts = sizes or [len(x) // count] * count, [0]
+    x, starts = x if x.dim() else x[None], [0]
+    sizes = sizes or [len(x) // count] * count
     starts += accumulate(sizes)
     return [x.narrow(0, start, size) for start, size in zip(starts, sizes)]
 
 
-def _see_gather(
-    rank: Watched, op: str, group: Group, given: Sequence[Tensor], got: Sequence[Tensor], work: Any
-) -> None:
-    """Only what is there at once can be made to pass gradients back."""
-    if isinstance(work, Taken):
-        rank.gather(op, group.place.group, given, got)
+_all_gather = _gathers("all_gather", lambda _, places, inputs, *more: (
+    several(inputs), places if isinstance(places[0], Tensor) else places[0]))  # fmt: skip
+_all_gather_single = _gathers("all_gather_into_tensor", lambda count, output, x, *_: ([x], _rows(output, count)))
+_all_to_all_single = _gathers("all_to_all_single", lambda count, output, x, gets=None, gives=None, *_: (
+    _rows(x, count, gives), _rows(output, count, gets)))  # fmt: skip
 
 
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:

@@ -237,9 +237,13 @@ class Mending:
         def back(gradients: Sequence[Tensor]) -> list[Tensor]:
             held = self._exchanged(("through", line), gradients)
             mine = [held[rank][index] for rank in ranks]
-            return mine if len(given) > 1 else [torch.stack(mine).sum(0)]
+            return mine if len(given) > 1 else [torch.stack(mine).sum(0).reshape(given[0].shape)]
 
-        for x, y in zip(got, Through.apply(back, len(given), *given, *got)):
+        found, base = Through.apply(back, len(given), *given, *got), got[0]._base
+        if base is not None and sum(x.numel() for x in got) == base.numel():  # views of one tensor: write it at once
+            base.copy_(torch.cat([y.reshape(-1) for y in found]).view_as(base))
+            return
+        for x, y in zip(got, found):
             x.copy_(y)
 
     def keeps(self, line: str) -> bool:

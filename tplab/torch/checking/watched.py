@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -417,10 +417,11 @@ class Watched:
             Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
         )
 
-    def gather(self, op: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
-        """A collective is done that autograd does not see: it took pieces, and gave one of each rank."""
+    def gather(self, op: str, ranks: Sequence[int], parts: Callable[[], Any]) -> None:
+        """A collective is done that autograd does not see. parts: what it took, and what it gave of each rank"""
         if self.is_looking or graph_task() != -1 or not torch.is_grad_enabled():
             return
+        given, got = parts()
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)
