@@ -220,7 +220,7 @@ for step in range(2):
     average()
     optimizer.step()
 """
-TO_ALL = GATHERED.format(rows=16, gather="all_gather_into_tensor(out, h)", targets="y[step] % 3", scaled="div(16)")
+TO_ALL = GATHERED.format(rows=16, gather="all_gather(list(out.split(8)), h)", targets="y[step] % 3", scaled="div(16)")
 TO_EACH = GATHERED.format(
     rows="2 * (3, 5)[rank]",
     gather="all_to_all_single(out, h, 2 * [(3, 5)[rank]], [3, 5])",
