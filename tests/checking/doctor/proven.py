@@ -44,7 +44,7 @@ class Proof(NamedTuple):
 
 
 PROOFS: list[Proof] = []
-source_of = cache(getsource)
+source_of: Callable[[Any], str] = cache(getsource)
 
 
 def proven_of_each(rows: Sequence[Any], name: Callable[[Any], str], texts: Callable[[Any], Iterable[str]]) -> Any:
