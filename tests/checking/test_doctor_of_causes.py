@@ -282,9 +282,7 @@ CASES = {
     "losses of copies, which are added up": Case(
         LOSSES, "loss", "the losses of ranks are added up, where their mean is"
     ),
-    "what every rank gathers": Case(
-        TO_ALL, "gradient", "all_gather_into_tensor at train.py:32 passes no gradient back"
-    ),
+    "what every rank gathers": Case(TO_ALL, "gradient", "all_gather at train.py:30 passes no gradient back"),
     "what ranks exchange": Case(TO_EACH, "gradient", "all_to_all_single at train.py:30 passes no"),
     "flat shards, of which the rule for weight decay knows no dims": Case(
         FLAT, "optimizer", "the weight decay is not what it is on one rank"
