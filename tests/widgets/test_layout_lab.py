@@ -315,7 +315,7 @@ def test_the_pipeline_of_the_chosen_plan_is_the_simulated_one_with_unequal_ends(
     assert (shown["plan"], shown["runs"][0]["ranks"], shown["lane"]) == (lab.chosen, 4, "pp")
     np.testing.assert_array_equal(of["pipeline.start.0"], run.start)
     assert shown["about"].startswith("16 of 128 microbatches are drawn")
-    ends, starts, kinds = (of[f"pipeline.{name}0"] for name in ("end", "start", "kind"))
+    ends, starts, kinds = (of[f"pipeline.{name}.0"] for name in ("end", "start", "kind"))
     takes = (ends - starts)[kinds == 0]
     assert max(takes) > 1.1 * min(takes)  # the head is in the last stage
     whole = lab.forecast.pipeline(10_000)
