@@ -10,8 +10,8 @@
 #
 # ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/25_will_it_fit.png)
 #
-# *Twelve layers of a model on eight B200 GPUs, in two stages. Bars: the forecast peak of a rank. Marks: what SimuMax measured.
-# With two stages, the first needs more than the second.*
+# *Twelve layers of a model on eight B200 GPUs, in two stages. The bars are forecasts of a rank's peak memory, and the marks
+# are what SimuMax measured. The first stage needs more than the second.*
 
 # %%
 import subprocess
@@ -25,15 +25,12 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 from dataclasses import replace
 
-import torch
-import tplab.torch as tt
-from tplab import Mesh
 from tplab.cost import H100_MEASURED
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.activations import layer_tensors
 from tplab.forecast.measured import ON_B200, runs
 from tplab.forecast.memory import memory, usable_bytes
-from tplab.widgets import Bars, Row, knob
+from tplab.widgets import Bars, Row, knob, layout_lab
 
 # %% [markdown]
 # A `Model` says how large a model is, and a `Plan` says how it is split. `memory` works out the peak memory of
@@ -148,6 +145,9 @@ knob("Eight stages of Llama 3 8B", control, options, start=1, unit="GB", about=a
 # which follows every tensor of every rank:
 
 # %%
+import torch
+import tplab.torch as tt
+from tplab import Mesh
 from tplab.schedules import one_f_one_b
 
 config = tt.GPTConfig(132, 24, num_layers=4, num_heads=4, context=12)
@@ -166,11 +166,11 @@ def step():
     optimizer.step()
 
 counted = tt.run(step, Mesh(pp=4, dp=1, tp=1), count_memory=True).memory
-plan = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
-planned = memory(Model.of_config(config), plan, batch=8, sequence=12, stack="tplab")
-for rank, held in enumerate(planned):
-    said, most = held.by_kind["activations"], int(counted[rank].of("activations").max())
-    print(f"rank {rank}: activations, forecast {said:,} B, counted {most:,} B")
+in_four = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
+planned = memory(Model.of_config(config), in_four, batch=8, sequence=12, stack="tplab")
+for rank, peak in enumerate(planned):
+    foreseen, most = peak.by_kind["activations"], counted[rank].of("activations").max()
+    print(f"rank {rank}: activations, forecast {foreseen:,} B, counted {int(most):,} B")
 
 # %% [markdown]
 # The activations agree to the byte. On real GPUs, libraries add workspaces of their own. Megatron's are known, so for the four
@@ -242,6 +242,13 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 #
 # </details>
 #
+# Now look for a plan yourself. Each dot below is a plan, and you choose one with the mouse or the arrow keys. Below the
+# picture there is a task: on how few GPUs can you still train Llama 3 70B?
+
+# %%
+layout_lab("llama3-70b", task="few")
+
+# %% [markdown]
 # ## A bug to repair: the mean of all stages
 #
 # NVIDIA's Megatron-Bridge prints the memory of its fullest rank before it trains. Until July 2026 it [divided all
@@ -266,7 +273,7 @@ for s in (0, 1, 7):
 
 # %% [markdown]
 # Two lines are wrong. Repair them for every cut, every stage and every number of microbatches: what are the parameters of a
-# stage, and how many microbatches does it have in flight at most? (Logits and buffers stay out of it.)
+# stage, and how many microbatches does it have in flight at most? Leave out logits and buffers.
 
 # %%
 from tplab.exercises.will_it_fit import check_stage_bytes

@@ -150,12 +150,17 @@ print("all equal" if all(same) else "off")
 #   it saves little here.
 # - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts. It pays off if a token goes to
 #   nearly every rank anyway, which it does not with $k = 2$.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That may be more in total, but
-#   less of it crosses the network:
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That is more in total, but
+#   fewer rows cross the network:
 
 # %%
-between = done.trace.select(kind="collective", axis="node", rank=0)
-print(f"two_levels: {sum(e.bytes for e in between.events):,} B to the other node")
+ways = {"all_to_all": (contiguous(8, 4), False), "per_rank": (contiguous(8, 4), True),
+        "two_levels": (contiguous(8, 2), True)}
+for name, (place, once) in ways.items():  # the first half of the ranks is node 0
+    rows = rows_between(done.value[1].numpy(), place, once=once)
+    node_0, node_1 = range(len(rows) // 2), range(len(rows) // 2, len(rows))
+    crossing = sum(rows[i, j] + rows[j, i] for i in node_0 for j in node_1)
+    print(f"{name:<10} {crossing} rows of 64 tokens go to the other node")
 
 # %% [markdown]
 # `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same position in the other node, and from

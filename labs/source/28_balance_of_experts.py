@@ -172,7 +172,8 @@ def train(over=None, rule=None):
             out, routed = model(x)
             loss = task = (out - y).square().mean()
             if over:
-                loss = task + 0.1 * tt.balance_loss(routed, over=over, axis="ep")
+                axis = "ep" if over == "global" else None
+                loss = task + 0.1 * tt.balance_loss(routed, over=over, axis=axis)
             adam.zero_grad()
             loss.backward()
             tt.average_gradients(model, "ep")
@@ -259,7 +260,7 @@ report("bias", with_bias)
 #
 # If the bias were also part of the weights, it would change what the layer computes, and experts that are rarely chosen would count
 # for more. Write `choose`: for each token the `k` experts with the highest `scores + bias`, and weights in proportion to their
-# `scores`, which add up to 1 for each token.
+# `scores`, which add up to 1 for each token. The router learns through these weights, so their gradients must reach the scores.
 
 # %%
 def choose(scores, bias, k):  # [T, E], [E]   ->   choices [T, k], weights [T, k]

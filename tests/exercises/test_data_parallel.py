@@ -232,6 +232,11 @@ def in_pairs(model):
     return finish
 
 
+def without_the_biases(model):
+    """Hooks on the weights of layers only."""
+    return by_hooks(torch.nn.ParameterList(layer.weight for layer in model))
+
+
 def seeds(model):
     torch.manual_seed(0)
     return by_hooks(model)
@@ -270,6 +275,7 @@ def test_right_replicas(fn):
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (sends_everything, "One all_reduce per gradient is enough"),
         (in_pairs, "75% of the communication is hidden.\nBelow is one step on a modelled H100 node. Which gradients"),
+        (without_the_biases, "are not the means over the ranks"),
         (seeds, "leaves torch's global generator in another state"),
         (steps_too, "it changes its argument 0.weight in place"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),

@@ -112,6 +112,10 @@ def two_experts_per_rank(choices, ranks, experts):
     return rows_sent(choices // 2, ranks, ranks)
 
 
+def two_experts_per_rank_by_arrays(choices, ranks, experts):
+    return by_arrays(choices // 2, ranks, ranks)
+
+
 def in_place(choices, ranks, experts):
     choices //= experts // ranks
     return rows_sent(choices, ranks, ranks)
@@ -121,6 +125,7 @@ def in_place(choices, ranks, experts):
     "fn, words",
     [
         (two_experts_per_rank, "for 4 tokens, 2 ranks and 8 experts"),
+        (two_experts_per_rank_by_arrays, "for 4 tokens, 2 ranks and 8 experts"),
         (in_place, "changes its argument `choices` in place"),
     ],
 )
@@ -185,6 +190,7 @@ def add_in_place(bias, counts, rate):
         (add_in_place, "in place"),
         (lambda b, c, r: print(end=""), "returns None"),
         (lambda b, c, r: tt.balanced_bias(b, c, r), "`balanced_bias` does the work"),
+        (lambda b, c, r: b + r * (c.sum() // len(c) - c).sign(), "mean is rounded down"),
         (lambda b, c, r: b + 0.01 * _gap(c).sign(), "is wrong for counts [4, 4, 0, 11, 1]"),
         (lambda b, c, r: b + r * (4 - c).sign(), "is wrong for counts [7, 1, 5, 40, 6, 1]"),
     ],
@@ -205,13 +211,19 @@ def in_another_order(scores, bias, k):
     return choices.flip(1), weights.flip(1)
 
 
-def in_numpy(scores, bias, k):
-    choices = np.argsort(-(scores.numpy() + bias.numpy()), 1)[:, :k]
-    weights = np.take_along_axis(scores.numpy(), choices, 1)
-    return choices, weights / weights.sum(1, keepdims=True)
+def by_numpys_order(scores, bias, k):
+    choices = torch.tensor(np.argsort(-(scores + bias).detach().numpy(), 1)[:, :k].copy())
+    weights = torch.take_along_dim(scores, choices, 1)
+    return choices, torch.nn.functional.normalize(weights, p=1, dim=1)
 
 
-@pytest.mark.parametrize("fn", [choose, in_another_order, in_numpy])
+def with_zeros_elsewhere(scores, bias, k):
+    choices = (scores + bias).argsort(1, descending=True)[:, :k]
+    masked = torch.zeros_like(scores).scatter(1, choices, scores.gather(1, choices))
+    return choices, (masked / masked.sum(1, keepdim=True)).gather(1, choices)
+
+
+@pytest.mark.parametrize("fn", [choose, in_another_order, by_numpys_order, with_zeros_elsewhere])
 def test_choices_that_are_right(fn):
     assert check_choose(fn).passed, check_choose(fn)
 
@@ -253,6 +265,9 @@ def _chosen_by(order):
         (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
         (lambda s, b, k: choose(s, b, 1), "have shape [5, 1], and not [5, 2]"),
         (lambda s, b, k: choose(s.add_(0.1), b, k), "in place"),
+        (lambda s, b, k: choose(s.detach(), b, k), "the router cannot learn"),
+        (lambda s, b, k: tuple(one.numpy() for one in choose(s.detach(), b, k)), "the router cannot learn"),
+        (_weighted(lambda s, b, c: s.gather(1, c) / s.gather(1, c).sum(1, keepdim=True).detach()), "gradient"),
     ],
 )
 def test_choices_that_are_wrong(fn, words):

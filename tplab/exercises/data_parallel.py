@@ -184,7 +184,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
 
     random = np.random.default_rng(1)
     xs = torch.tensor(random.normal(size=(num_ranks, 3, ROWS, WIDTH)))
-    model = _layers(WIDTH, LAYERS, dtype=torch.float64)
+    model = _layers(WIDTH, LAYERS, bias=True, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
@@ -231,11 +231,11 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
         refuse(f"{begin}: the gradients are not the means over the ranks.")
 
 
-def _layers(width: int, count: int, **options: Any) -> Any:
+def _layers(width: int, count: int, bias: bool = False, **options: Any) -> Any:
     from torch import nn
     from torch.nn.utils import skip_init
 
-    return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=False, **options) for _ in range(count)])
+    return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=bias, **options) for _ in range(count)])
 
 
 def _gradients(model: Any, xs: Sequence[Any]) -> list[Any]:
