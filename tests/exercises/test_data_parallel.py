@@ -218,13 +218,13 @@ def in_pairs(model):
         waiting.append(p)
         if len(waiting) == 2:
             pair = waiting[:]
-            flights.append((pair, start(all_reduce, torch.stack([p.grad for p in pair]), "dp", "mean")))
+            flights.append((pair, start(all_reduce, torch.cat([p.grad.flatten() for p in pair]), "dp", "mean")))
             waiting.clear()
 
     def finish():
         for pair, flight in flights:
-            for p, mean in zip(pair, flight.wait()):
-                p.grad = mean
+            for p, mean in zip(pair, flight.wait().split([p.numel() for p in pair])):
+                p.grad = mean.view_as(p)
         flights.clear()
 
     for p in model.parameters():

@@ -139,7 +139,11 @@ def test_counts_that_are_right_by_accident(fn, words):
     [
         (lambda r, e: (router(r), tt.all_reduce(e, "dp") / tt.axis_size("ep")), "ranks along ep alone"),
         (lambda r, e: (router(r), e / tt.axis_size("ep")), "divide by all ranks"),
-        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / 8), "of Mesh(dp=3, ep=2)"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / 6), "of Mesh(dp=1, ep=3)"),
+        (
+            lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size("dp")),
+            "entries are off",  # and no hint that is not true
+        ),
     ],
 )
 def test_more_averages_that_are_wrong(fn, words):
@@ -188,7 +192,10 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: b * (1 + r * _gap(c).sign()), "The bias is multiplied"),
         (lambda b, c, r: (b + r * _gap(c).sign()).sum(), "of shape []"),
         (add_in_place, "in place"),
-        (lambda b, c, r: print(end=""), "returns None"),
+        (lambda b, c, r: print(end=""), "returns a NoneType"),
+        (lambda b, c, r: update(b, c, r).tolist(), "returns a list"),
+        (lambda b, c, r: update(b, c, r).numpy(), "returns a ndarray"),
+        (lambda b, c, r: b + 0 * r, "The bias stays as it was"),
         (lambda b, c, r: tt.balanced_bias(b, c, r), "`balanced_bias` does the work"),
         (lambda b, c, r: b + r * (c.sum() // len(c) - c).sign(), "mean is rounded down"),
         (lambda b, c, r: b + 0.01 * _gap(c).sign(), "is wrong for counts [4, 4, 0, 11, 1]"),
@@ -255,6 +262,7 @@ def _chosen_by(order):
         (_chosen_by(lambda s, b: -s - b), "lowest sums"),
         (_chosen_by(lambda s, b: s - b), "subtracts the bias"),
         (_chosen_by(lambda s, b: s * b), "multiplies scores and bias"),
+        (_chosen_by(lambda s, b: s.softmax(1) + b), "a softmax of the scores. Take"),
         (_weighted(lambda s, b, c: _share((s + b).gather(1, c))), "The bias is in the weights. It only selects"),
         (_weighted(lambda s, b, c: (s + b).gather(1, c)), "The bias is in the weights, and they do not add up"),
         (_weighted(lambda s, b, c: s.gather(1, c)), "do not add up to 1"),
@@ -263,7 +271,7 @@ def _chosen_by(order):
         (_weighted(lambda s, b, c: torch.full(c.shape, 1 / c.shape[1])), "All weights are equal"),
         (_weighted(lambda s, b, c: _share(s.gather(1, c).sort().values)), "weights wrongly"),
         (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
-        (lambda s, b, k: choose(s, b, 1), "have shape [5, 1], and not [5, 2]"),
+        (lambda s, b, k: choose(s, b, 1), "have shape [7, 1], and not [7, 3]"),
         (lambda s, b, k: choose(s.add_(0.1), b, k), "in place"),
         (lambda s, b, k: choose(s.detach(), b, k), "the router cannot learn"),
         (lambda s, b, k: tuple(one.numpy() for one in choose(s.detach(), b, k)), "the router cannot learn"),

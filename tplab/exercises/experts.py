@@ -17,7 +17,7 @@ from tplab.sharding import P
 
 # --- gradients of experts --------------------------------------------------------------------------------------------
 
-MESHES = (Mesh(dp=2, ep=4), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+MESHES = (Mesh(dp=2, ep=3), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
 EXPERTS = 2  # of each rank
 
@@ -194,8 +194,8 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
 # --- the bias that balances experts ----------------------------------------------------------------------------------
 
 LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
-    ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
     ((0.5, -0.25, 0.0, 0.125, 1.0), (4, 4, 0, 11, 1), 0.5),  # the mean is 4, and the median too
+    ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
     ((0.25, -1.0, 2.0), (0, 0, 12), 0.001),
     ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
     ((0.3, 0.7), (5, 5), 0.1),
@@ -219,8 +219,8 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
             got = fn(bias, counts, rate)
         if bias.tolist() != list(old) or counts.tolist() != list(chosen):
             refuse(f": {where} it changes its arguments in place. Return a new tensor.")
-        if got is None:
-            refuse(f": {where} it returns None. Return the next bias.")
+        if not torch.is_tensor(got):
+            refuse(f": {where} it returns a {type(got).__name__}. Return the next bias, a tensor.")
         found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
         gap = loads.mean() - loads
         step = rate * np.sign(gap)
@@ -246,6 +246,7 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
                 "Only the expert with the smallest load changes. All experts below the mean need more.": before
                 + rate * least,
                 "The direction is right, and the length of the step is not `rate`.": before + np.sign(gap),
+                "The bias stays as it was.": before,
                 "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
             }
             more = hint(found, known)
@@ -255,7 +256,7 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
     return right(" is right: each expert moves by the same small step, towards the mean load.")
 
 
-SCORES: tuple[tuple[int, int, int], ...] = ((5, 4, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
+SCORES: tuple[tuple[int, int, int], ...] = ((7, 6, 3), (5, 4, 2), (4, 8, 1), (6, 3, 3), (1, 5, 2))
 """(tokens, experts, k)."""
 
 
@@ -296,6 +297,9 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
                 "It chooses by the scores alone. The bias decides which experts are chosen.": best(scores),
                 "It chooses the experts with the lowest sums.": best(-scores - bias),
                 "It subtracts the bias. A higher bias makes an expert be chosen more often.": best(scores - bias),
+                "It adds the bias to a softmax of the scores. Take the scores as they are.": best(
+                    np.exp(scores) / np.exp(scores).sum(1, keepdims=True) + bias
+                ),
                 "It multiplies scores and bias. Add the bias.": best(scores * bias),
             }
             more = hint(choices, known)

@@ -1,6 +1,6 @@
 """Lab 13: what the ranks of a pipeline hold, by its formulas, and what Megatron allocated."""
 
-from tests.labs.entries import Claim, Given
+from tests.labs.entries import Claim
 from tests.labs.schedules import WHICH
 from tplab.forecast import Model, Plan
 from tplab.forecast.activations import kept

@@ -82,11 +82,11 @@ CLAIMS = (
         lambda: all(round(big(replace(BIG, pp=pp, dp=32 // pp))[0].activations / GB, 1) == 45 for pp in (2, 4, 8)),
     ),
     Claim(
-        "torch's FSDP would keep 71 GB of whole gradients on each rank",
+        "KempnerForge would keep 71 GB of whole gradients on each rank",
         lambda: [big(PARTED, "fsdp")[0].gradients / GB],
     ),
     Claim(
-        "ZeRO 3 needs the least, but only with Megatron",
+        "ZeRO 3 needs the least, if gradients are scattered in every backward pass",
         lambda: big(PARTED)[0].total < LIMIT < big(PARTED, "fsdp")[0].total,
     ),
     Claim(
