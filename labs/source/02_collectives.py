@@ -126,7 +126,7 @@ print("the sums:", ring.value[0].tolist())
 animate(ring.trace)
 
 # %% [markdown]
-# It works on any number of ranks. tplab calls it `ring_all_reduce`.
+# tplab calls this `ring_all_reduce`.
 #
 # ## Why the busiest rank cannot send less
 #
@@ -193,7 +193,7 @@ for piece in range(4):
 # So some rank must send at least that much, and in the ring no rank sends more.
 #
 # If an all-reduce takes $t$ seconds, its **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: the rate at which every
-# link of a ring must have sent. You can compare it with the link's own speed, whatever $R$ is. For an all-gather or a
+# link of a ring must have sent. For an all-gather or a
 # reduce-scatter, the factor is $\frac{R-1}{R}$, and $n$ is the whole tensor.
 #
 # ## What it costs
@@ -223,10 +223,8 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `broadcast`, as a tree: the ranks that have it double with every hop | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# ## Turn the knob
-#
-# `tplab.cost` has these formulas, and our programs send just those bytes. With more and more ranks, which of the four bars
-# stop growing? Guess, then turn the knob.
+# `tplab.cost` has these formulas, and our programs send just those bytes. **Turn the knob:** with more and more ranks, which of
+# the four bars stop growing? Guess first.
 
 # %%
 built = {
@@ -330,8 +328,7 @@ curves(
 # hops *and* few bytes. But it assumes that any two ranks can talk at full speed, as through NVIDIA's switch. Where ranks are
 # wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
 #
-# For small tensors NCCL is faster than our ring: its low-latency protocol, LL, has shorter hops, but at most half of
-# the bandwidth.
+# For small tensors NCCL is faster than our ring, because its protocol LL has shorter hops.
 #
 # **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
 # bandwidth, the speed of the links. Do they?

@@ -36,8 +36,7 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++, an extension of ZeRO, makes each
-# pass smaller.
+# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++ makes each pass smaller.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -365,11 +364,11 @@ for scheme in ("ZeRO 3", "ZeRO++"):
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# At the data sheets' rates, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb),
-# and ZeRO++ from about 1,400 tokens per rank. The forecast with InfiniBand NDR is about 2,200 tokens per rank and about
-# 1,300 tokens per rank; with the playbook's network, it is about 6,500 tokens per rank and about 2,400 tokens per rank.
-# ZeRO++ gains most where both wait: a step is then 1.7 times as fast by the data sheets, 1.6 times with InfiniBand NDR, 2.7
-# times with the playbook's network, and 3.5 times on Ethernet. Its authors measured up to 2.16 times on 384 GPUs.
+# ZeRO++ stops paying off where ZeRO-3 hides its messages, too: from about 2,500 tokens per rank by the data sheets, as in
+# [lab 17](17_zero.ipynb), about 2,200 with InfiniBand NDR, and about 6,500 with the playbook's network. On Ethernet it still
+# pays at 16,384. ZeRO++ gains most where both wait: a step is then 1.7 times as fast by the data sheets, 1.6 times with
+# InfiniBand NDR, 2.7 times with the playbook's network, and 3.5 times on Ethernet. Its authors measured up to 2.16 times on 384
+# GPUs.
 #
 # The model leaves out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
 # node, $2M / g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
@@ -378,9 +377,9 @@ for scheme in ("ZeRO 3", "ZeRO++"):
 #
 # ## A bug to repair
 #
-# A code means nothing without its scale. [In vLLM](https://github.com/vllm-project/vllm/pull/54683), ranks quantised
-# with a scale each, gathered the codes, and read all of them with one scale. If they had equally many tokens, no error
-# was raised. Here is the same with the eight numbers from above:
+# A code means nothing without its scale. A [pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683) reports
+# ranks that quantise with a scale each, gather the codes, and read all of them with one scale. If they have equally many
+# tokens, no error is raised. Here is the same with the eight numbers from above:
 
 # %%
 def with_one_scale(x):  # x [n]   ->   [R n]
@@ -395,7 +394,7 @@ matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
 # Rank 0 reads rank 1's codes five times too large, and rank 1 reads those of rank 0 five times too small.
 #
 # Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients. Its result is right if all scales are
-# equal. Run the check, then repair `add_up`. Codes may be `int8`.
+# equal. Run the check, then repair `add_up`. Codes may be `int8`. The check's numbers are float64.
 #
 # <details><summary>A hint</summary>
 #
@@ -429,8 +428,8 @@ check_add_up(add_up)
 #
 # Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and rank =
 # node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes. On $N$ nodes, that means $N - 1$
-# rows from each GPU. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index
-# 1, and so on.
+# rows from each GPU. Send as few rows as you can inside the node, too. `tt.reduce_scatter(x, axis)` gives the first rows to
+# index 0 of the axis, the next ones to index 1, and so on.
 #
 # <details><summary>A hint</summary>
 #

@@ -3,8 +3,8 @@
 #
 # **What does my training script really send, and why does it hang?**
 #
-# Time: 50 minutes. Prerequisites: [lab 16](16_data_parallel.ipynb) for data parallelism and its buckets, and some experience
-# with PyTorch.
+# Prerequisites: [lab 16](16_data_parallel.ipynb) for data parallelism and its buckets, and some experience with PyTorch. Time: 50
+# minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_your_own_program.ipynb)
 #
@@ -33,9 +33,9 @@ from tplab.torch import run
 # %% [markdown]
 # ## A script
 #
-# In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
-# `torch.distributed`. With `distributed=True`, it is initialized on every simulated rank, and code that is built on it
-# runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+# Your own code probably uses `torch.distributed` instead of tplab's collectives. With `distributed=True`, it is initialized on
+# every simulated rank, and code that is built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials
+# teach it:
 
 # %%
 WIDTH = 512
@@ -90,9 +90,9 @@ from tplab.trace import overlap, summary
 print(summary(ddp.trace))
 
 # %% [markdown]
-# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
-# tplab calculates them from the data sheets of an H100 and of NVLink, and assumes that operations are launched one by
-# one, as they are without `torch.compile`.
+# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled
+# from the data sheets of an H100 and of NVLink, for operations that are launched one by one, as they are without
+# `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
 # parameters, and rank 0 sends its parameters to all others.
@@ -113,7 +113,7 @@ timeline(ddp.trace)
 # make sure that all ranks fill the same buckets.
 #
 # `overlap` says how much of the communication is hidden in the whole run, with the start and the first step, which hide
-# nothing. A rank can hide no more than it computes. Here it computes for longer than it sends, so both figures are equal.
+# nothing. A rank can hide no more than it computes, but here it computes for longer than it sends, so both figures are equal.
 
 # %%
 print(overlap(ddp.trace))
@@ -170,8 +170,8 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 # ## FSDP: the same model in pieces
 #
 # DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
-# layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`. The table has what rank 0
-# sends in two steps:
+# layer when it is needed. `device_mesh()` is the mesh of this run, as PyTorch's `DeviceMesh`. The table has what rank 0 sends in
+# two steps:
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -194,8 +194,8 @@ print(traffic_table(columns))
 # an `all_reduce` it sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and stores a quarter of the model.
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
-# two nodes of two ranks, so that every collective also crosses the slower network between the nodes. We subtract a run of
-# two steps from one of three, so that the start and the first step do not count:
+# two nodes of two ranks, so that every collective also crosses the slower network. We subtract a run of two steps from one of
+# three, so that the start and the first step do not count:
 
 # %%
 from dataclasses import replace
@@ -257,31 +257,31 @@ except Exception as error:
 # does not communicate, `loss` is that of rank 0's batch alone.
 # </details>
 #
-# ## Wrong without hanging
+# ## A branch that depends on the data
 #
-# Another classic mistake is a branch that depends on the data. The ranks ask for the largest norm of their gradients, but
-# each rank does so only if its own loss is large:
+# Here the ranks ask for the largest of their losses, but each rank does so only if its own loss is large:
 
 # %% tags=["nbval-ignore-output"]
-def clip_sometimes():
+def warn_sometimes():
     net = DistributedDataParallel(model())
     loss = net(batch() * (1 + dist.get_rank())).pow(2).mean()
     loss.backward()
     if loss > 0.005:
-        norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        largest = loss.detach().clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     dist.all_reduce(weights, op=dist.ReduceOp.AVG)
 
 try:
-    run(clip_sometimes, Mesh(dp=4), distributed=True)
+    run(warn_sometimes, Mesh(dp=4), distributed=True)
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# Some ranks ask for the maximum of a norm, while others ask for the mean of their weights. NCCL does not compare the calls.
-# It combines numbers that have nothing to do with each other, or it hangs. tplab compares every call with those of the
-# other ranks before it computes anything. On real GPUs, PyTorch does so if you set `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+# Some ranks ask for the largest loss, while others ask for the mean of their weights. NCCL does not compare the calls, and by
+# [its manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html) it may hang, crash or return
+# wrong numbers. tplab compares every call with those of the other ranks before it computes anything. On real GPUs, PyTorch
+# does so if you set `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 #
 # ## The twin: `jit` in JAX
 #
@@ -369,7 +369,7 @@ for name, trace in {"torchrun": recorded, "simulated": simulated}.items():
 # ## Your turn: send once per step
 #
 # A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
-# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and
+# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, a DDP model without gradients, and
 # `batches`, the parts of its rank. `loss_of(net, batch)` is the mean loss of one part. Write `accumulate` so that it
 # leaves the gradients of the mean loss over all parts of all ranks in `net`, and sends them only once. The activations of
 # two parts must never be in memory at the same time. Leave everything else as it was: the caller's optimizer does the step.
@@ -389,16 +389,15 @@ check_accumulate(accumulate)
 # |---|---|
 # | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
 # | the same, on real GPUs | `torchrun --nproc-per-node 8 -m tplab.record train.py`, then `python -m tplab.merge tplab_trace --html run.html` |
-# | the same, and a page that plays the run in any browser | `... --html run.html train.py` |
+
 # | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
 # | a script that you start from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
 # | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
 #
-# `tplab.record` writes down what real ranks send and when, also if the run hangs or is killed.
-
-# %% [markdown]
+# `tplab.record` also writes down a run that hangs or is killed.
+#
 # ## To take away
 #
 # - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide much of that behind the backward pass. In FSDP

@@ -113,7 +113,7 @@ def common_scale(x):
 
 @pytest.mark.parametrize("fn", [repaired, a_scale_for_each_row, with_float32_scales])
 def test_repairs_pass(fn: Callable):
-    expect(check_add_up(fn), True, "total equals the unsharded result", "of codes and scales")
+    expect(check_add_up(fn), True, "the sum equals the unsharded result", "of codes and scales")
 
 
 def in_eight_bits(x):
@@ -144,6 +144,19 @@ def test_a_repair_in_jax_passes():
     expect(check_add_up(in_jax, "jax"), True)
 
 
+def cuts_the_largest(x):
+    """Codes from -8 to 7: the largest number becomes 8, which is cut to 7."""
+    scale = x.abs().max() / 8
+    codes, scales = (x / scale).round().clamp(-8, 7).to(torch.int8), tt.all_gather(scale.reshape(1), "dp")
+    return (tt.all_to_all(codes, "dp") * scales[:, None]).sum(0, keepdim=True)
+
+
+def to_every_rank(x):
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_gather(codes_of(x, scale)[None], "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes[:, tt.axis_index("dp")] * scales[:, None]).sum(0, keepdim=True)
+
+
 def mean_scale(x):
     scale = x.abs().max() / 7
     return tt.reduce_scatter(codes_of(x, scale), "dp") * tt.all_reduce(scale, "dp", "mean")
@@ -167,17 +180,19 @@ def only_codes(x):
         (half, "These are sums of numbers in half precision"),
         (toward_zero, "Which code is the nearest?"),
         (lambda x: tt.quantized_reduce_scatter(x, "dp", bits=4), "`quantized_reduce_scatter` does the work"),
-        (common_scale, "it is the best of the wrong answers"),
+        (common_scale, "These are codes of one common scale"),
+        (cuts_the_largest, "Is the largest number cut off?"),
+        (to_every_rank, "the codes of its own row"),
         (of_one_row(lambda: 0), "entries are off"),
         (of_one_row(lambda: -1), "entries are off"),
         (of_one_row(lambda: tt.axis_index("dp")), "entries are off"),
         (of_the_first_row_in_eight_bits, "entries are off"),
-        (around_a_ring(7), "Are sums rounded again on their way?"),
-        (around_a_ring(127), "Are sums rounded again on their way?"),
+        (around_a_ring(7), "Are sums rounded again on their way, or"),
+        (around_a_ring(127), "Are sums rounded again on their way, or"),
         (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes its argument x in place"),
-        (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "where 120 are enough"),
+        (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "120 are more than enough"),
         (lambda x: x[:1], "entries are off"),
-        (lambda x: tt.reduce_scatter(x, "dp"), "Send the codes"),
+        (lambda x: tt.reduce_scatter(x, "dp"), "the codes of its own row"),
     ],
 )
 def test_what_is_wrong_with_a_sum_is_told(fn: Callable, hint: str):

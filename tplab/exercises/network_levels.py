@@ -74,7 +74,7 @@ def few_rows(answer: Answer, again: str, added: str = "") -> None:
         trace, row = answer.run(mesh).trace, 4 * answer.tensors(mesh)["x"].shape[1]  # bytes in float32
         inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / row
         across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / row - inside
-        first = "Which of the two levels should come first?"
+        first = "Which of the two levels should come first, and which rows have to cross?"
         for sent, enough, is_inside, where, why in (
             (across, nodes - 1, False, "in messages that may leave its node", first),
             (inside, (gpus - 1) * nodes, True, "inside its node", again),

@@ -39,7 +39,7 @@ def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
 def _sum_for_each(tensors: Tensors) -> Tensors:
     x = tensors["x"]
     num_ranks = round(len(x) ** 0.5)
-    return {"total": _by_rank(x, num_ranks).sum(0)}
+    return {"the sum": _by_rank(x, num_ranks).sum(0)}
 
 
 def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) -> np.ndarray:
@@ -67,38 +67,37 @@ ADD_UP = Exercise(
     tensors=_of_different_scales,
     specs={"x": P("dp")},
     plain=_sum_for_each,
-    results={"total": P("dp")},
+    results={"the sum": P("dp")},
     meshes=(Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=1)),
     mistakes=(
         Mistake(
-            "total",
+            "the sum",
             "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
             "of 7 is 7 times the scale of the rank that sent it.\nTurn codes into numbers before you add them up.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
         ),
         Mistake(
-            "total",
+            "the sum",
             "These are sums of codes, times the mean of all scales. Each rank's codes need the scale of that rank.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.mean()),
         ),
         Mistake(
-            "total",
+            "the sum",
             "These are sums of codes, times the largest scale. Each rank's codes need the scale of that rank.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.max()),
         ),
         Mistake(
-            "total",
+            "the sum",
             "These are sums of codes. A code times the scale of its rank is a number.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: 1.0),
         ),
         Mistake(
-            "total",
-            "All ranks have quantised with one common scale, the largest. Then codes can be added, and it is the best "
-            "of the wrong answers. But the numbers\nof a rank with a smaller scale are rounded to steps that are too "
-            "long for them. Keep each rank's own scale.",
+            "the sum",
+            "These are codes of one common scale, the largest of all ranks. Such codes can be added. But the numbers\n"
+            "of a rank with a smaller scale are rounded to steps that are too long for them. Keep each rank's own.",
             _common_scale,
         ),
-        Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
+        Mistake("the sum", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
     ),
     not_with=("quantized_reduce_scatter",),
     tolerance=1e-6,  # a scale may be float32
@@ -111,7 +110,7 @@ Rounding toward zero makes it nearly twice as large, and one common scale more."
 def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` adds up what ranks send as codes, and sends no unquantised number.
 
-    x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
+    x [R, n], row i for the rank at index i of "dp"   ->   [1, n], the sum of the rows for this rank
     The numbers are integer multiples of each rank's own step: 4 bits hold them without an error.
     """
     verdict = grade(fn, ADD_UP, framework, _few_bytes)
@@ -126,6 +125,10 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
         return verdict
     if many > GROWTH * few:
         return Verdict(False, f"add_up: the more ranks, the larger its error.\n{AGAIN}")
+    if (off := _largest_error(answer)) > HALF_A_STEP:
+        return Verdict(
+            False, f"add_up: a number is off by {off:.0%} of the largest one, and half of a seventh would do.\n{CUT}"
+        )
     return Verdict(True, f"add_up is right: {CLOSE}.")
 
 
@@ -139,8 +142,8 @@ def _few_bytes(answer: Answer) -> Verdict:
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
     if sent > ENOUGH:
         but(
-            f"on {mesh} a rank sends {sent} bytes, where {ENOUGH} are enough.\nSend the codes, which take a byte each "
-            "here, along with the scales."
+            f"on {mesh} a rank sends {sent} bytes, and {ENOUGH} are more than enough.\nSend to each rank the codes of "
+            "its own row, which take a byte each here, along with the scales."
         )
     return answer.says(
         f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
@@ -148,7 +151,13 @@ def _few_bytes(answer: Answer) -> Verdict:
 
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
-AGAIN = "Are sums rounded again on their way? Send each number as one code, straight to the rank that adds it up."
+AGAIN = (
+    "Are sums rounded again on their way, or are codes coarser with more ranks?\nSend each number as one code, "
+    "straight to the rank that adds it up."
+)
+CUT = "Is the largest number cut off? Its code must be one that the bits can hold, such as 7 for 4 bits."
+HALF_A_STEP = 1.05 / 14
+"""The largest error of 4 bits, relative to the largest number; a little more, for numbers of the other rank."""
 GROWTH = 1.6
 """How much larger the error may be on eight ranks than on two, relative to that of numbers which are rounded once. If a
 rank does not round its own numbers, this is 1.3; around a ring, where every hop rounds the sum so far, it is 2."""
@@ -175,6 +184,15 @@ def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
     return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
 
 
+def _largest_error(answer: Answer) -> float:
+    """The largest error on two ranks, relative to the largest number, for numbers of one rank: the other's are tiny."""
+    x = np.random.default_rng(1).uniform(-1, 1, size=(2, 2, 768)).astype(np.float32)
+    x[0, 1, :2] = 1, -1
+    x[1] *= 1e-4
+    found = answer.run(Mesh(dp=2), {"x": x.reshape(4, -1)}).per_rank
+    return float(np.abs(np.concatenate([np.asarray(one) for one in found]) - x.sum(0)).max())
+
+
 # --- reduce in two levels ------------------------------------------------------------------------------------------
 
 
@@ -194,19 +212,19 @@ REDUCE_TWICE = Exercise(
     tensors=lambda rng, mesh: {"x": rng.integers(-9, 10, (mesh.size**2, 3)).astype(float)},
     specs={"x": P(("node", "gpu"))},
     plain=_sum_for_each,
-    results={"total": P(("node", "gpu"))},
+    results={"the sum": P(("node", "gpu"))},
     not_with=("quantized_reduce_scatter",),
     is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=4), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
     mistakes=(
         Mistake(
-            "total",
+            "the sum",
             "Every sum is right, but it is another rank's. Inside the node, the first rows go to gpu 0; and the first "
             "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.",
             _piece_of(lambda node, gpu, nodes, gpus: gpu * nodes + node),
         ),
         Mistake(
-            "total",
+            "the sum",
             "This is a row of this rank's own x: nothing is added to it.",
             lambda seen: seen.own["x"][seen.rank][None],
         ),
@@ -217,7 +235,7 @@ REDUCE_TWICE = Exercise(
 def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` reduces in two levels, and sends only a node's sums to other nodes.
 
-    x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this rank
+    x [R, n], row r for rank r   ->   [1, n], the sum of all ranks' rows for this rank
     """
     return grade(fn, REDUCE_TWICE, framework, _only_sums_cross)
 

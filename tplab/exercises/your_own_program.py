@@ -85,10 +85,9 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
         known = {
             "DDP takes the mean over the ranks: who divides by their number a second time?": 1 / counts[0],
             "This is their sum over the ranks, and not their mean.": counts[0],
+            "Each backward() adds to what is there: divide each loss by the number of batches.": counts[1],
         }
-        why = hint(
-            factor, known, "Each backward() adds to what is there: divide each loss by the number of batches.", 1e-5
-        )
+        why = hint(factor, known, "By which number do you divide them, and what happens to them afterwards?", 1e-5)
         return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{why}"
     for place in range(counts[1]):
         alone = _expected(counts[0], only=place)
