@@ -371,7 +371,7 @@ check_puzzle(5, puzzle_5)
 # - With one equal stage per rank and free messages, no order of F and B has a smaller bubble than $(p-1)(F+B)$. 1F1B
 #   saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
-# - Ask of every "zero bubble": span or makespan, at which costs, in how much memory?
+# - When a schedule promises "zero bubble", ask: span or makespan, at which costs, and in how much memory?
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,

@@ -284,8 +284,8 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 # When messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter
 # longer than it would with one program per rank, which is how torch runs it.
 #
-# With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: end
-# sooner than GPipe, in less memory.
+# With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: beat
+# GPipe, in less memory.
 
 # %%
 pipeline_lab("gpipe", transfer=1, task="exchange")

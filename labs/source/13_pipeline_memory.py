@@ -191,8 +191,8 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 #
 # </details>
 #
-# The strips in this picture count microbatches. Below it there is a task: make them equal on all ranks, without a longer
-# step.
+# The strips in this picture count microbatches. Below it there is a task: make them equal on all ranks, at no cost
+# in time.
 
 # %%
 pipeline_lab(task="even")

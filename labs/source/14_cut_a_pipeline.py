@@ -263,12 +263,12 @@ knob("The best cut that fits", "memory per rank, in % of what the even cut needs
 # Here are this bound and the simulation for the four cuts above:
 
 # %%
-def bound(stages, m=8):  # B = 2 F
-    return max(3 * sum(stages[:s]) + 3 * m * stages[s] for s in range(len(stages)))
+def bound(sizes, m=8):  # B = 2 F
+    return max(3 * sum(sizes[:s]) + 3 * m * sizes[s] for s in range(len(sizes)))
 
-for stages in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
-    steps = step(stages).makespan
-    print(stages, f"at least {bound(stages)} steps; 1F1B takes {steps:g}")
+for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
+    steps = step(sizes).makespan
+    print(sizes, f"at least {bound(sizes)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
 # When is an uneven cut worth it? Here it saves up to 15% of the memory for 16% more time. Recomputation ([lab

@@ -36,7 +36,7 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++ makes each pass smaller.
+# gradients. With $M$ parameters, that is $3M$ numbers of 2 bytes in each step. ZeRO++ makes each of the three passes smaller.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -84,7 +84,7 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 #
 # <details><summary>Answer</summary>
 #
-# With one scale, 0.1, -0.2 and 0.04 are smaller than half of it, 0.25, so they come back as 0. With two, the second
+# With one scale, 0.1, -0.2 and 0.04 are closer to 0 than half of it, 0.25, so they come back as 0. With two, the second
 # half's scale is 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
 #
 # </details>
@@ -159,7 +159,7 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
-# 512, only the outlier's own block pays. At 32, the scales already add an eighth to the bytes.
+# 512, only the outlier's own block pays. With blocks of 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
@@ -169,12 +169,12 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So
 # each hop would turn codes into numbers, add, and round again.
 #
-# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen do. Is the sum's relative error
-# larger with sixteen?
+# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen do. By which factor does the sum's relative
+# error grow?
 #
 # <details><summary>Answer</summary>
 #
-# Yes. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
+# By about four. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
 #
 # </details>
 
@@ -200,7 +200,7 @@ for ranks in (2, 4, 16, 64):
 # So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the
 # owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
-# With eight ranks on two nodes, each rank then sends four of its seven pieces to the other node. So ZeRO++ works on two
+# With eight ranks on two nodes, four of the seven pieces that a rank sends go to the other node. So ZeRO++ works on two
 # levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross, as codes again, so each number
 # is rounded twice.
 
@@ -379,7 +379,7 @@ for scheme in ("ZeRO 3", "ZeRO++"):
 #
 # A code means nothing without its scale. A [pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683) reports
 # ranks that quantise with a scale each, gather the codes, and read all of them with one scale. If they have equally many
-# tokens, no error is raised. Here is the same with the eight numbers from above:
+# tokens, no error is raised. Here is the same bug with the eight numbers from above:
 
 # %%
 def with_one_scale(x):  # x [n]   ->   [R n]
@@ -458,7 +458,7 @@ check_reduce_twice(reduce_twice)
 #
 # ## To take away
 #
-# - The numbers of a block share a scale. The largest error is half of it, and an outlier spoils only its own block.
+# - The numbers of a block share a scale. The largest error is half of that scale, and an outlier spoils only its own block.
 # - Codes can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
 # - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #

@@ -33,7 +33,7 @@ from tplab.torch import run
 # %% [markdown]
 # ## A script
 #
-# Your own code probably uses `torch.distributed` instead of tplab's collectives. With `distributed=True`, it is initialized on
+# Your own code probably uses `torch.distributed` instead of tplab's collectives. With `distributed=True`, it is initialised on
 # every simulated rank, and code that is built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials
 # teach it:
 
@@ -112,8 +112,9 @@ timeline(ddp.trace)
 # four buckets, and the first three are sent while the backward pass goes on, as in lab 16. Two tiny broadcasts before them
 # make sure that all ranks fill the same buckets.
 #
-# `overlap` says how much of the communication is hidden in the whole run, with the start and the first step, which hide
-# nothing. A rank can hide no more than it computes, but here it computes for longer than it sends, so both figures are equal.
+# `overlap` says how much of the communication is hidden in the whole run, including the start and the first step, neither of
+# which hides anything. A rank can hide no more than it computes, but here it computes for longer than it sends, so the two
+# figures are the same.
 
 # %%
 print(overlap(ddp.trace))
@@ -138,7 +139,7 @@ for name, out in (("DDP", ddp), ("by hand", hand)):
           f"{overlap(out.trace).share:.0%} hidden")
 
 # %% [markdown]
-# Both train the same model and send the same gradients. Ours hides nothing, because it waits for each `all_reduce`.
+# Both train the same model and send the same gradients. Our version hides nothing, because it waits for each `all_reduce`.
 #
 # ## Turn the knob: larger buckets
 #
@@ -171,7 +172,7 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 #
 # DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
 # layer when it is needed. `device_mesh()` is the mesh of this run, as PyTorch's `DeviceMesh`. The table has what rank 0 sends in
-# two steps:
+# two steps, start included:
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -213,8 +214,8 @@ cases = [("one node", "h100", 256), ("two nodes", two_nodes, 256),
          ("two nodes", two_nodes, 2048)]
 for nodes, cluster, rows in cases:
     both = [step_time(each, rows, cluster) for each in (ddp_training, fsdp_training)]
-    print(f"{nodes}, {rows:5,} rows per rank: DDP {both[0]:.0f} us,",
-          f"FSDP {both[1]:.0f} us per step, {both[1] / both[0] - 1:.0%} more")
+    print(f"{nodes}, {rows:5,} rows per rank: DDP {both[0]:.0f} µs,",
+          f"FSDP {both[1]:.0f} µs per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
 # By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because its gathers cross the
@@ -332,6 +333,8 @@ print(tj.explain(jitted, params, x))
 # of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command is the same:
 
 # %%
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 

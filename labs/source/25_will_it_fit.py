@@ -11,7 +11,7 @@
 # ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/25_will_it_fit.png)
 #
 # *Twelve layers of a model on eight B200 GPUs, in two stages. The bars are forecasts of a rank's peak memory, and the marks
-# are what SimuMax measured. The first stage needs more than the second.*
+# are what the authors of SimuMax, a simulator, measured. The first stage needs more than the second.*
 
 # %%
 import subprocess
@@ -58,7 +58,7 @@ shown = {"about": about, "unit": "GiB", "by": "SimuMax"}
 knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 
 # %% [markdown]
-# The marks are what torch had allocated. Its allocator had reserved more: 70.9 GiB where the mark is at 66.55. NCCL and the CUDA
+# The marks are what torch had allocated. Its allocator had reserved more: 70.9 GiB where the mark is at 66.6. NCCL and the CUDA
 # context come on top. So leave a margin.
 #
 # ## By hand: bytes per parameter
@@ -89,7 +89,7 @@ print(f"{'in total':<12} {held.total / GB:5.1f} GB")
 # ## What a layer keeps
 #
 # **Activations** are what the forward pass keeps for the backward pass. For each token, a layer keeps the inputs of its
-# matmuls and a few tensors more. Which are the largest?
+# matmuls and a few more tensors. Which are the largest?
 
 # %%
 kept = layer_tensors(llama, Plan(), sequence=4096)
@@ -175,7 +175,8 @@ for rank, peak in enumerate(planned):
 # %% [markdown]
 # The activations agree to the byte. That is for tplab's own GPT. On real GPUs, libraries add workspaces of their own. Megatron's
 # are known, so for the four runs at the top the forecast is off by 0.1% at most, without any fitting. For nanotron, four constants
-# were fitted to half of 803 runs; on the other half the median error is 10.5%.
+# were fitted to half of 803 runs; on the other half the median error is 10.5% ([How right is the
+# forecast?](../docs/forecast.md)).
 #
 # This lab runs no JAX: what a compiled step keeps is XLA's choice, and `compiled.memory_analysis()` says how many bytes a device
 # needs, before the step runs.
@@ -185,8 +186,8 @@ for rank, peak in enumerate(planned):
 #
 # **KempnerForge** trains with torch's FSDP, and keeps more in two places. By default, FSDP scatters gradients in every backward
 # pass. KempnerForge adds up those of all microbatches first, and sends less. So they stay whole, in float32, until the last one:
-# ZeRO 3 divides them only if there is one microbatch. And its loss keeps at least four copies of the logits in 16 bits, 8 bytes
-# for each, which tensor parallelism does not divide. Llama 3 8B on H200s, as it was measured:
+# ZeRO 3 divides them only if there is one microbatch. And its loss keeps at least four 16-bit copies of the logits, 8 bytes per
+# logit, which tensor parallelism does not divide. Llama 3 8B on H200s, as it was measured:
 
 # %%
 for run in runs():
@@ -202,7 +203,7 @@ for run in runs():
 
 # %% [markdown]
 # Data parallelism divides parameters and optimizer, but not the gradients: with `dp` 4 they still take 32.1 GB. The forecast is
-# within 8% of what was measured. The four copies were chosen with these rows in sight; all else was counted.
+# within 8% of what was measured. The four copies were chosen after looking at these rows. Everything else was counted.
 #
 # ## Turn the knob
 #
@@ -236,8 +237,8 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 # <details><summary>What there is to discover</summary>
 #
 # Recomputation alone is not enough, because most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is
-# not enough alone either, but the two together are. More stages divide parameters, gradients and optimizer. The activations of
-# stage 0 stay at 45.0 GB: it has half as many layers, and twice as many microbatches in flight. ZeRO 3 needs the least, if
+# not enough alone either, but the two together are. More stages leave each rank with fewer parameters, gradients and optimizer
+# states, but with four or eight stages it does not fit either. The activations of stage 0 stay at 45.0 GB: it has half as many layers, and twice as many microbatches in flight. ZeRO 3 needs the least, if
 # gradients are scattered in every backward pass. KempnerForge would keep 71 GB of whole gradients on each rank, because a step
 # has four microbatches, and the plan would not fit.
 #
@@ -286,8 +287,8 @@ check_stage_bytes(stage_bytes)
 # %% [markdown]
 # ## Your turn: make it fit
 #
-# None of these four jobs fits into the 85 GB of an H100. The list of remedies begins with what changes a job least. Choose for
-# each job the first one that is enough, and work out how many GB its fullest rank then holds. A tenth more or less is good
+# None of these four jobs fits into the 85 GB of an H100. The remedies are in order: the first changes a job least. Choose for
+# each job the first one that makes it fit, and work out how many GB its fullest rank then holds. A tenth more or less is good
 # enough. What fills the memory, which remedy divides just that, and by what?
 
 # %%
@@ -315,8 +316,8 @@ check_remedies(my_remedies)
 #
 # ## To take away
 #
-# - A parameter costs 16 to 18 bytes in training. ZeRO divides them over `dp`, and tensor and pipeline parallelism divide the
-#   parameters themselves.
+# - A parameter costs 16 to 18 bytes in training. ZeRO spreads these bytes over `dp`. Tensor and pipeline parallelism give each
+#   rank fewer parameters.
 # - Ask what your software keeps: a trainer that adds up gradients before it scatters them has them whole.
 # - Activations grow with the tokens of a microbatch and with the microbatches in flight. Sequence parallelism and
 #   recomputation make them smaller, and ZeRO does not.

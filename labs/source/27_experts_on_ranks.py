@@ -31,7 +31,7 @@ import tplab.torch as tt
 from tplab import Mesh, P
 from tplab.cost import NAMED
 from tplab.experts import Routing, contiguous, expected_copies, rows_between
-from tplab.widgets import Bars, Row, animate, experts, knob
+from tplab.widgets import Bars, Row, animate, experts, knob, layout_lab
 
 # %% tags=["opening-picture"]
 EXPERTS, D = 4, 2
@@ -266,6 +266,13 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training, the backward pass needs both
 # exchanges again. DeepSeek-V3 was trained with a schedule that computes one microbatch while the tokens of another travel.
 #
+# A whole layout has other axes, too. Each dot below is a plan for Qwen3 30B on 64 GPUs. Below the picture there is a task: spread
+# its experts over at least 8 ranks, and stay close to the best plan.
+
+# %%
+layout_lab("qwen3-30b-a3b", sequence=4096, task="experts")
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Now the mesh has two axes. The ranks along `ep` share the experts, and every expert has copies along `dp`. The gradients of the

@@ -94,7 +94,7 @@ ADD_UP = Exercise(
         Mistake(
             "the sum",
             "These are codes of one common scale, the largest of all ranks. Such codes can be added. But the numbers\n"
-            "of a rank with a smaller scale are rounded to steps that are too long for them. Keep each rank's own.",
+            "of a rank with a smaller scale are rounded to steps that are too coarse. Keep each rank's own.",
             _common_scale,
         ),
         Mistake("the sum", "These are sums of numbers in half precision. Send codes and scales.", _in_half),

@@ -52,7 +52,7 @@ def off_on_b200() -> float:
 
 
 CLAIMS = (
-    Given("70.9 GiB where the mark is at 66.55"),
+    Given("70.9 GiB where the mark is at 66.6"),
     Claim("the weights alone take only 13.5 GB", lambda: [2 * Model.find("llama2-7b").parameters / GB]),
     Claim("which is 0.067 GB", lambda: [LAYER]),
     Claim(
