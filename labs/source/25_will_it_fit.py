@@ -10,8 +10,8 @@
 #
 # ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/25_will_it_fit.png)
 #
-# *Twelve layers of a model on eight B200 GPUs, in two stages. The bars are forecasts of a rank's peak memory, and the marks
-# are what the authors of SimuMax, a simulator, measured. The first stage needs more than the second.*
+# *Twelve layers of a model on eight B200 GPUs, in two stages. Bars: the forecast peak of a rank. Marks: what SimuMax measured.
+# With two stages, the first needs more than the second.*
 
 # %%
 import subprocess
@@ -25,12 +25,15 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 from dataclasses import replace
 
+import torch
+import tplab.torch as tt
+from tplab import Mesh
 from tplab.cost import H100_MEASURED
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.activations import layer_tensors
 from tplab.forecast.measured import ON_B200, runs
 from tplab.forecast.memory import memory, usable_bytes
-from tplab.widgets import Bars, Row, knob, layout_lab
+from tplab.widgets import Bars, Row, knob
 
 # %% [markdown]
 # A `Model` says how large a model is, and a `Plan` says how it is split. `memory` works out the peak memory of
@@ -58,7 +61,7 @@ shown = {"about": about, "unit": "GiB", "by": "SimuMax"}
 knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 
 # %% [markdown]
-# The marks are what torch had allocated. Its allocator had reserved more: 70.9 GiB where the mark is at 66.6. NCCL and the CUDA
+# The marks are what torch had allocated. Its allocator had reserved more: 70.9 GiB where the mark is at 66.55. NCCL and the CUDA
 # context come on top. So leave a margin.
 #
 # ## By hand: bytes per parameter
@@ -89,7 +92,7 @@ print(f"{'in total':<12} {held.total / GB:5.1f} GB")
 # ## What a layer keeps
 #
 # **Activations** are what the forward pass keeps for the backward pass. For each token, a layer keeps the inputs of its
-# matmuls and a few more tensors. Which are the largest?
+# matmuls and a few tensors more. Which are the largest?
 
 # %%
 kept = layer_tensors(llama, Plan(), sequence=4096)
@@ -107,13 +110,13 @@ print(f"{'one layer in all':<28} {sum(kept.values()) / 2**20:6.1f} MiB")
 # Llama 3 8B is split into eight stages of four layers each, with full recomputation. With the 1F1B schedule, an early stage
 # has more microbatches **in flight**: it has run their forward pass, and not yet their backward pass.
 #
-# **Predict.** A layer has 0.2181 billion parameters, and the embedding and the output matrix have 0.5253 billion each. A microbatch
+# **Predict.** A layer has 0.218 billion parameters, and the embedding and the output matrix have 0.525 billion each. A microbatch
 # of one sequence keeps 8,192 x 4,096 numbers of two bytes per layer, which is 0.067 GB. How many GB do stages 0, 1 and 7 need, and
 # which stage needs the most?
 #
 # <details><summary>Answer</summary>
 #
-# For parameters, gradients and optimizer, stages 0 and 7 need $18 \cdot (4 \cdot 0.2181 + 0.5253) = 25.2$ GB, and stage 1 needs
+# For parameters, gradients and optimizer, stages 0 and 7 need $18 \cdot (4 \cdot 0.218 + 0.525) = 25.2$ GB, and stage 1 needs
 # 15.7 GB. Stage 0 keeps eight microbatches, $8 \cdot 4 \cdot 0.067 = 2.1$ GB, stage 1 keeps seven, 1.9 GB, and stage 7 keeps
 # one, 0.3 GB. About 2 GB more are needed while a layer is computed again. So you would expect about 29 GB on stage 0, and less
 # everywhere else. But it is the last stage that needs the most. The next cell shows why.
@@ -145,9 +148,6 @@ knob("Eight stages of Llama 3 8B", control, options, start=1, unit="GB", about=a
 # which follows every tensor of every rank:
 
 # %%
-import torch
-import tplab.torch as tt
-from tplab import Mesh
 from tplab.schedules import one_f_one_b
 
 config = tt.GPTConfig(132, 24, num_layers=4, num_heads=4, context=12)
@@ -166,17 +166,16 @@ def step():
     optimizer.step()
 
 counted = tt.run(step, Mesh(pp=4, dp=1, tp=1), count_memory=True).memory
-in_four = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
-planned = memory(Model.of_config(config), in_four, batch=8, sequence=12, stack="tplab")
-for rank, peak in enumerate(planned):
-    foreseen, most = peak.by_kind["activations"], counted[rank].of("activations").max()
-    print(f"rank {rank}: activations, forecast {foreseen:,} B, counted {int(most):,} B")
+plan = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
+planned = memory(Model.of_config(config), plan, batch=8, sequence=12, stack="tplab")
+for rank, held in enumerate(planned):
+    said, most = held.by_kind["activations"], int(counted[rank].of("activations").max())
+    print(f"rank {rank}: activations, forecast {said:,} B, counted {most:,} B")
 
 # %% [markdown]
-# The activations agree to the byte. That is for tplab's own GPT. On real GPUs, libraries add workspaces of their own. Megatron's
-# are known, so for the four runs at the top the forecast is off by 0.1% at most, without any fitting. For nanotron, four constants
-# were fitted to half of 803 runs; on the other half the median error is 10.5% ([How right is the
-# forecast?](../docs/forecast.md)).
+# The activations agree to the byte. On real GPUs, libraries add workspaces of their own. Megatron's are known, so for the four
+# runs at the top the forecast is off by 0.1% at most, without any fitting. For nanotron, four constants were fitted to half of
+# 803 runs; on the other half the median error is 10.5%.
 #
 # This lab runs no JAX: what a compiled step keeps is XLA's choice, and `compiled.memory_analysis()` says how many bytes a device
 # needs, before the step runs.
@@ -184,10 +183,9 @@ for rank, peak in enumerate(planned):
 # %% [markdown]
 # ## Other software, other memory
 #
-# **KempnerForge** trains with torch's FSDP, and keeps more in two places. By default, FSDP scatters gradients in every backward
-# pass. KempnerForge adds up those of all microbatches first, and sends less. So they stay whole, in float32, until the last one:
-# ZeRO 3 divides them only if there is one microbatch. And its loss keeps at least four 16-bit copies of the logits, 8 bytes per
-# logit, which tensor parallelism does not divide. Llama 3 8B on H200s, as it was measured:
+# **torch's FSDP** differs in two places. If a step has several microbatches, their gradients are added up in float32 and stay
+# whole until the last one: ZeRO 3 divides them only if there is one microbatch. And the loss keeps at least four copies of the
+# logits in 16 bits, 8 bytes for each, which tensor parallelism does not divide. Llama 3 8B on H200s, measured by KempnerForge:
 
 # %%
 for run in runs():
@@ -203,7 +201,7 @@ for run in runs():
 
 # %% [markdown]
 # Data parallelism divides parameters and optimizer, but not the gradients: with `dp` 4 they still take 32.1 GB. The forecast is
-# within 8% of what was measured. The four copies were chosen after looking at these rows. Everything else was counted.
+# within 8% of what was measured. The four copies were chosen with these rows in sight; all else was counted.
 #
 # ## Turn the knob
 #
@@ -237,37 +235,28 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 # <details><summary>What there is to discover</summary>
 #
 # Recomputation alone is not enough, because most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is
-# not enough alone either, but the two together are. More stages leave each rank with fewer parameters, gradients and optimizer
-# states, but with four or eight stages it does not fit either. The activations of stage 0 stay at 45.0 GB: it has half as many layers, and twice as many microbatches in flight. ZeRO 3 needs the least, if
-# gradients are scattered in every backward pass. KempnerForge would keep 71 GB of whole gradients on each rank, because a step
-# has four microbatches, and the plan would not fit.
+# not enough alone either, but the two together are. More stages divide parameters, gradients and optimizer. The activations of
+# stage 0 stay at 45.0 GB: it has half as many layers, and twice as many microbatches in flight. ZeRO 3 needs the least, but only
+# with Megatron: torch's FSDP would keep 71 GB of whole gradients on each rank, because a step has four microbatches, and the plan
+# would not fit.
 #
 # </details>
 #
-# Now look for a plan yourself. Each dot below is a plan, and you choose one with the mouse or the arrow keys. Below the
-# picture there is a task: on how few GPUs can you still train Llama 3 70B?
-
-# %%
-layout_lab("llama3-70b", task="few")
-
-# %% [markdown]
 # ## A bug to repair: the mean of all stages
 #
-# NVIDIA's Megatron-Bridge prints an estimate of the memory of its fullest rank. Until July 2026 it [gave every stage the mean
-# number of layers](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), and an embedding, although stages differ. For
-# eight layers in stages of 1, 2, 2 and 3, it counted 6,792 parameters, and the last stage had 9,952. Here is such an estimate
+# NVIDIA's Megatron-Bridge prints the memory of its fullest rank before it trains. Until July 2026 it [divided all
+# parameters by the number of stages](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), although stages differ. For
+# eight layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. Here is such an estimate
 # for a 1F1B pipeline, and what it says of the eight stages of Llama 3 8B:
 
 # %%
 def stage_bytes(cut, microbatches, layer, ends, kept):  # ->   the bytes of each stage
-    # cut: layers of each stage. layer: parameters of a layer. ends: parameters of the
-    # embedding, and as many of the output matrix. kept: bytes of a layer, per microbatch
-    stages, found = len(cut), []
-    for stage, layers in enumerate(cut):
-        parameters = sum(cut) / stages * layer + ends
-        in_flight = min(stages, microbatches)
-        found.append(18 * parameters + in_flight * layers * kept)
-    return found
+    # cut: how many layers each stage has. layer: parameters of a layer. ends: those
+    # of the embedding, and of the output matrix. kept: bytes of a layer per microbatch
+    stages = len(cut)
+    parameters = (sum(cut) * layer + 2 * ends) / stages
+    in_flight = stages
+    return [18 * parameters + in_flight * layers * kept for layers in cut]
 
 said = stage_bytes([4] * 8, 64, 218_112_000, 525_336_576, 67_108_864)
 held = memory(small, Plan(pp=8, recompute="full"), batch=64, sequence=8192)
@@ -276,8 +265,8 @@ for s in (0, 1, 7):
     print(f"stage {s}: this says {ours:.1f} GB, the forecast {theirs:.1f} GB")
 
 # %% [markdown]
-# Two lines are wrong, those of `parameters` and `in_flight`. Repair them for every cut and every number of microbatches: what are
-# the parameters of a stage, and how many microbatches does it have in flight at most? Leave out logits and buffers.
+# Two lines are wrong. Repair them for every cut, every stage and every number of microbatches: what are the parameters of a
+# stage, and how many microbatches does it have in flight at most? (Logits and buffers stay out of it.)
 
 # %%
 from tplab.exercises.will_it_fit import check_stage_bytes
@@ -287,8 +276,8 @@ check_stage_bytes(stage_bytes)
 # %% [markdown]
 # ## Your turn: make it fit
 #
-# None of these four jobs fits into the 85 GB of an H100. The remedies are in order: the first changes a job least. Choose for
-# each job the first one that makes it fit, and work out how many GB its fullest rank then holds. A tenth more or less is good
+# None of these four jobs fits into the 85 GB of an H100. The list of remedies begins with what changes a job least. Choose for
+# each job the first one that is enough, and work out how many GB its fullest rank then holds. A tenth more or less is good
 # enough. What fills the memory, which remedy divides just that, and by what?
 
 # %%
@@ -309,16 +298,16 @@ check_remedies(my_remedies)
 # | here | Megatron-LM | torch, torchtitan | DeepSpeed |
 # |---|---|---|---|
 # | `zero=1` | `--use-distributed-optimizer` | `ZeroRedundancyOptimizer` | `"stage": 1` |
-# | `zero=3` | `--use-megatron-fsdp`, `--data-parallel-sharding-strategy optim_grads_params` | `fully_shard` | `"stage": 3` |
+# | `zero=3` | `--use-torch-fsdp2` | `fully_shard` | `"stage": 3` |
 # | `recompute="full"` | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1` | `torch.utils.checkpoint`, `activation_checkpoint.mode` | `activation_checkpointing` |
 # | `sequence_parallel` | `--sequence-parallel` | `SequenceParallel` | |
 # | counted on real ranks | `--log-memory-to-tensorboard` | `torch.cuda.max_memory_allocated()` | `see_memory_usage` |
 #
 # ## To take away
 #
-# - A parameter costs 16 to 18 bytes in training. ZeRO spreads these bytes over `dp`. Tensor and pipeline parallelism give each
-#   rank fewer parameters.
-# - Ask what your software keeps: a trainer that adds up gradients before it scatters them has them whole.
+# - A parameter costs 16 to 18 bytes in training. ZeRO divides them over `dp`, and tensor and pipeline parallelism divide the
+#   parameters themselves.
+# - Ask what your software keeps: torch's FSDP has whole gradients as long as it adds up microbatches.
 # - Activations grow with the tokens of a microbatch and with the microbatches in flight. Sequence parallelism and
 #   recomputation make them smaller, and ZeRO does not.
 # - Look at every stage: the first has the most in flight, and the last has the logits.

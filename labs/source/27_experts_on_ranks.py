@@ -10,9 +10,9 @@
 #
 # ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/27_experts_on_ranks.png)
 #
-# *Four tokens, two on each rank. A token is a row of numbers, and goes through two of the four experts. First the ranks tell
-# each other how many rows will come (a), then the rows travel to their experts (b), and then the results travel back (c). We
-# take the program apart below.*
+# *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
+# will come (a), then the rows travel to their experts (b), and then the results travel back (c). We take the program apart
+# below.*
 
 # %%
 import subprocess
@@ -24,14 +24,11 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
-from dataclasses import replace
-
 import torch
 import tplab.torch as tt
 from tplab import Mesh, P
-from tplab.cost import NAMED
 from tplab.experts import Routing, contiguous, expected_copies, rows_between
-from tplab.widgets import Bars, Row, animate, experts, knob, layout_lab
+from tplab.widgets import Bars, Row, animate, experts, knob
 
 # %% tags=["opening-picture"]
 EXPERTS, D = 4, 2
@@ -123,14 +120,13 @@ for ranks in (1, 2, 4):
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# The backward pass needs no new code. The gradient of a row goes back the way the row came: the backward pass of the combine is
-# a dispatch, and that of the dispatch is a combine. The counts are already known, so they are not sent again.
+# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same number of rows travels
+# again: the backward pass of the combine is a dispatch, and that of the dispatch is a combine. Only the counts are known already.
 #
-# `tt.MixtureOfExperts` has the router, the experts, and four ways to send. Here are four ranks in two nodes. The tokens are 128
-# wide, and the hidden layer of an expert is 64 wide. `axis` may be a tuple: then the ranks of both axes share the experts.
+# `tt.MixtureOfExperts` has the router, experts with two or three matrices, and four ways to send. Here are four ranks in two
+# nodes. `axis` may be a tuple: then the ranks of both axes share the experts.
 
 # %%
-two_nodes = replace(NAMED["h100"], node_size=2)  # H100s, two in each node
 rule = Routing(experts=8, top_k=2)
 x = torch.randn(64, 128)
 
@@ -140,7 +136,7 @@ def layer(x, dispatch):
     return y, routed.choices
 
 results, both = {}, P(("node", "ep"))
-specs = {"in_specs": (both, None), "out_specs": (both, both), "cluster": two_nodes}
+specs = {"in_specs": (both, None), "out_specs": (both, both), "cluster": "h100"}
 for dispatch in ("all_to_all", "per_rank", "gather", "two_levels"):
     done = tt.run(layer, Mesh(node=2, ep=2), x, dispatch, **specs)
     results[dispatch] = done.value[0]
@@ -152,19 +148,14 @@ print("all equal" if all(same) else "off")
 # - `"all_to_all"` sends a row for each choice, as the program above did.
 # - `"per_rank"` sends a token once to each rank that has any of its experts. Two random experts are rarely on the same rank, so
 #   it saves little here.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It pays off if a token goes to nearly every rank
-#   anyway, which it does not with $k = 2$.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That is more in total, but
-#   fewer rows cross the network:
+# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts. It pays off if a token goes to
+#   nearly every rank anyway, which it does not with $k = 2$.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That may be more in total, but
+#   less of it crosses the network:
 
 # %%
-ways = {"all_to_all": (contiguous(8, 4), False), "per_rank": (contiguous(8, 4), True),
-        "two_levels": (contiguous(8, 2), True)}
-for name, (place, once) in ways.items():  # the first half of the ranks is node 0
-    rows = rows_between(done.value[1].numpy(), place, once=once)
-    node_0, node_1 = range(len(rows) // 2), range(len(rows) // 2, len(rows))
-    crossing = sum(rows[i, j] + rows[j, i] for i in node_0 for j in node_1)
-    print(f"{name:<10} {crossing} rows of 64 tokens go to the other node")
+between = done.trace.select(kind="collective", axis="node", rank=0)
+print(f"two_levels: {sum(e.bytes for e in between.events):,} B to the other node")
 
 # %% [markdown]
 # `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same position in the other node, and from
@@ -179,8 +170,7 @@ experts(done.trace, done.value[1])
 # XLA compiles a program before it knows what a router will choose, and needs the size of every message in advance. (JAX's
 # `ragged_all_to_all` does not, but XLA cannot compile it for CPUs.) So here an expert has slots for a fixed number of tokens
 # from each rank, and empty slots travel too. A choice that finds no free slot is **dropped**: the token does without that
-# expert. The **capacity** is a factor: with 1.0 there are just enough slots if each rank's tokens choose all experts equally
-# often.
+# expert. The **capacity** is a factor: with 1.0 there are just enough slots if all experts are chosen equally often.
 
 # %%
 import tplab.jax as tj
@@ -204,8 +194,8 @@ for capacity in (1.0, 1.5, 2.0, 4.0):
     print(f"capacity {capacity}: {lost:>2} of 128 choices dropped, {sent:,} B sent")
 
 # %% [markdown]
-# **The real difference.** Real loads are not equal, so in JAX either choices are dropped or empty slots are sent. The all-to-all
-# in torch need not drop anything, and sends no empty slots, but every rank must know the sizes before the exchange can start.
+# **What truly differs.** Real loads are not equal, so in JAX either choices are dropped or empty slots are sent. The all-to-all
+# in torch drops nothing and sends no empty slots, but every rank must know the sizes before the exchange can start.
 #
 # ## Turn the knob
 #
@@ -222,22 +212,22 @@ def bars(ranks):
         "to ranks, by choice": 8 * (1 - 1 / ranks),
         "to ranks, once to each": expected_copies(v3, ranks) * (1 - 1 / ranks),
         "to nodes, once to each": expected_copies(v3, nodes) * (1 - 1 / nodes),
-        "to nodes, 4 of 8 groups": expected_copies(limited, nodes) * (1 - 1 / nodes),
+        "to nodes, of 4 groups": expected_copies(limited, nodes) * (1 - 1 / nodes),
     }
     drawn = [Row(name, {"leaving": round(n, 2)}) for name, n in leave.items()]
     return Bars(drawn, f"{ranks} ranks in {nodes} nodes; 8 of 256 experts.")
 
 options = {ranks: bars(ranks) for ranks in (16, 32, 64)}
 about = "on average, if a token chooses at random"
-knob("Rows sent per token", "ranks", options, start=16, about=about, unit="")
+knob("Rows that a token is sent as", "ranks", options, start=16, about=about, unit="")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# On 64 ranks, sending a token once to each rank saves hardly anything, because its 8 experts are mostly on 8 different ranks.
-# Nodes are another matter, because there are only eight of them. A row that has crossed the network once can be copied inside
-# the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks each node has one group,
-# so a token goes to four nodes at most, its own included.
+# On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks. Nodes are another
+# matter, because there are only eight of them. A row that has crossed the network once can be copied inside the node over
+# NVLink. DeepSeek-V3 also lets a token choose from only 4 of 8 groups of experts. On 64 ranks each node has one group, so a token
+# goes to four nodes at most.
 #
 # </details>
 #
@@ -249,8 +239,7 @@ knob("Rows sent per token", "ranks", options, start=16, about=about, unit="")
 # | good if | few experts share a rank | many experts share a rank | few ranks, small messages | several nodes |
 #
 # DeepSeek's own kernels, DeepEP, send 8-bit numbers in dispatch and 16-bit numbers in combine. These are the bytes of one layer for 128
-# tokens of one rank, with $D = 7168$ and a row for each choice. A row of the dispatch also has a 4-byte scale for every 128
-# numbers:
+# tokens of one rank, with $D = 7168$ and a row for each choice. In dispatch a row has a scale of 4 B for every 128 numbers:
 
 # %%
 num_rows = 128 * 8
@@ -261,23 +250,15 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 
 # %% [markdown]
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
-# inference, on 16 H800s in two nodes. Our rates are within 2% of the 63 and 74 GB/s that their authors report for the same times,
-# so our bytes are theirs. Both exceed the
+# inference, on 16 H800s in two nodes. Our rates are within 2% of the 63 and 74 GB/s that their authors report. Both exceed the
 # 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training, the backward pass needs both
 # exchanges again. DeepSeek-V3 was trained with a schedule that computes one microbatch while the tokens of another travel.
 #
-# A whole layout has other axes, too. Each dot below is a plan for Qwen3 30B on 64 GPUs. Below the picture there is a task: spread
-# its experts over at least 8 ranks, and stay close to the best plan.
-
-# %%
-layout_lab("qwen3-30b-a3b", sequence=4096, task="experts")
-
-# %% [markdown]
 # ## A bug to repair
 #
-# Now the mesh has two axes. The ranks along `ep` share the experts, and every expert has copies along `dp`. The gradients of the
-# router are averaged over all ranks, and those of the experts over their copies. But the experts' gradients are `ep` times too
-# large. Adam hides that factor, but SGD, the gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
+# Here every expert has copies along `dp`. The gradients of the router are averaged over all ranks, and those of the experts over
+# their copies. But the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
+# gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
 # large](https://github.com/pytorch/pytorch/issues/160285). (`tt.axis_size("ep")` is the number of ranks along `ep`.)
 
 # %%
@@ -328,8 +309,7 @@ check_rows_sent(rows_sent)
 # ## To take away
 #
 # - Experts are spread over ranks, and tokens travel to them and back: two all-to-alls forward, and two backward.
-# - What counts is how often a token crosses the network. With many ranks, sending it once per rank saves almost nothing; sending
-#   it once per node does.
+# - What counts is how often a token crosses the network. With many ranks, only sending it once per node makes that less.
 # - The gradient of an expert is a sum over the tokens of all ranks. Divide it by the number of all these ranks.
 #
 # **Sources.** Shazeer et al. 2017, [Outrageously large neural networks](https://arxiv.org/abs/1701.06538). Lepikhin et al. 2020,

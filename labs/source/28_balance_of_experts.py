@@ -9,9 +9,9 @@
 #
 # ![Four ranks with two experts each. Most rows go to two of the ranks, and the other two wait.](images/28_balance_of_experts.png)
 #
-# *Four ranks share eight experts. The router is untrained, and its tokens have much in common, so it sends most of them to the same
-# few experts. (Training alone will make that worse.) On the left you see the rows that travel, in the middle what each expert
-# computes, and on the right the time of each rank. Hover over anything to see its numbers.*
+# *Four ranks share eight experts. The router is new, and its tokens have much in common, so it sends most of them to the same few
+# experts. On the left you see the rows that travel, in the middle what each expert computes, and on the right the time of each
+# rank. Hover over anything to see its numbers.*
 
 # %%
 import subprocess
@@ -57,7 +57,7 @@ experts(out.trace, out.value)
 # The results of all experts must be back before the next layer can begin. So a layer takes as long as its busiest rank.
 #
 # **Predict.** Four ranks have one expert each, and 16 rows arrive: 9, 3, 2 and 2. How much longer do the experts compute than with
-# equal loads? What fraction of the ranks' time is lost?
+# equal loads? What part of the ranks' time is lost?
 #
 # <details><summary>Answer</summary>
 #
@@ -113,14 +113,14 @@ for skew, shown in options.items():
 # <details><summary>What there is to discover</summary>
 #
 # At about 1.5. All bars are equally long, because the other ranks wait for rank 0, which has the two most popular experts. A token
-# chooses two different experts, so no expert ever has more than half of all rows.
+# chooses two different experts, so no expert ever has more than half of all rows. With top 1, the skew would cost even more.
 #
 # </details>
 #
 # **Measured.** NVIDIA's [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (commit 095f58a, Apache-2.0) has timed the expert
-# kernels on one of four H100s, with the sizes of Mixtral 8x7B (8 experts, top 2) and 12,288 tokens in bfloat16. With equal loads
+# kernels of one H100 out of four, with the sizes of Mixtral 8x7B (8 experts, top 2) and 12,288 tokens in bfloat16. With equal loads
 # they take 5.35 ms. With loads drawn from a power law (exponent 1.2), the busiest of the four takes 9.99 ms. These times contain no
-# exchange between GPUs. We have found no published timings of whole training steps at different skews.
+# exchange between GPUs. We have found no published times of whole training steps by skew.
 
 # %%
 print(f"{9.9899 / 5.3489:.2f} times as long")
@@ -128,10 +128,10 @@ print(f"{9.9899 / 5.3489:.2f} times as long")
 # %% [markdown]
 # ## A limit: capacity
 #
-# One way to bound the time is to drop the excess. With a capacity of 1.0, an expert takes only as many of a rank's tokens as it
-# would get if all experts were chosen equally often. Any further choices of that expert are dropped: these tokens do without it.
+# One way to bound the time is to drop what is too much. With a capacity of 1.0, an expert takes only as many of a rank's tokens as
+# it would get if all experts were chosen equally often. Further choices of it are dropped: these tokens do without that expert.
 #
-# **Predict.** Our untrained router favours a few experts. What fraction of its choices is dropped at 1.0?
+# **Predict.** Our new router prefers few experts. What part of its choices is dropped at 1.0?
 
 # %%
 def bounded(x, routing):
@@ -172,8 +172,7 @@ def train(over=None, rule=None):
             out, routed = model(x)
             loss = task = (out - y).square().mean()
             if over:
-                axis = "ep" if over == "global" else None
-                loss = task + 0.1 * tt.balance_loss(routed, over=over, axis=axis)
+                loss = task + 0.1 * tt.balance_loss(routed, over=over, axis="ep")
             adam.zero_grad()
             loss.backward()
             tt.average_gradients(model, "ep")
@@ -197,16 +196,16 @@ plain = train()
 report("no balance", plain)
 
 # %% [markdown]
-# The numbers are means over the last 20 of 120 steps, rounded. Half of the experts get no rows, or hardly any. An expert that is
-# not chosen gets no gradient. So it does not learn, and does not become worth choosing. The other four have to learn eight topics.
+# The numbers are means over the last 20 of 120 steps. Half of the experts get no rows, or hardly any. An expert that is not chosen
+# gets no gradient. So it does not learn, and does not become worth choosing. The other four have to learn eight topics.
 #
 # ## A loss that balances
 #
 # The usual remedy is a second loss, $E \sum_e f_e\,p_e$, where $f_e$ is the fraction of choices that fall on expert $e$, and $p_e$ is its
-# mean score, as a probability. It is 1 if all experts are chosen equally often. Over which tokens do we count $f_e$: over those of
-# this rank (its *microbatch*), or over those of all ranks (the *global* batch)?
+# mean score. It is 1 if all experts are chosen equally often. Over which tokens do we count $f_e$: over those of this rank (its
+# *microbatch*), or over those of all ranks (the *global* batch)?
 #
-# **Predict.** Which of the two gives the lower loss here?
+# **Predict.** Which of the two gives the lower loss here? Remember that each rank has its own topics.
 
 # %%
 report("microbatch", train("microbatch"))
@@ -215,9 +214,9 @@ report("global", train("global"))
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Both balance the experts. But the microbatch loss asks every rank to use all eight experts for its two topics. So the experts
-# can hardly specialise, and the model is no better than without balance. The global loss only asks that all ranks together use
-# the experts equally. It costs one all-reduce of 8 numbers, and here the model learns more.
+# Both balance the experts. But the microbatch loss asks every rank to use all eight experts for its two topics. So no expert can
+# specialise, and the loss is higher than without balance. The global loss only asks that all ranks together use the experts
+# equally. It costs one all-reduce of 8 numbers.
 #
 # </details>
 #
@@ -227,8 +226,8 @@ report("global", train("global"))
 # without it. After each training step, the bias of an expert that was chosen more often than the mean falls by a fixed amount, the
 # `rate`, and that of an expert chosen less often rises by it. No gradient is involved.
 #
-# **Your turn.** Write the rule. `counts` are the choices of all ranks, as whole numbers. The rate of DeepSeek-V3 was 0.001 for most
-# of its training. Ours is short, so we take 0.02.
+# **Your turn.** Write the rule. `counts` are the choices of all ranks, as whole numbers. The rate of DeepSeek-V3 is 0.001. Our
+# training is short, so we take 0.02.
 
 # %%
 def update(bias, counts, rate):  # bias [E], counts [E]   ->   the next bias [E]
@@ -256,11 +255,11 @@ for step in (0, 5, 10, 20, 40, 80, 119):
 report("bias", with_bias)
 
 # %% [markdown]
-# ## Your turn: the bias selects, but does not weight
+# ## Your turn: it selects, and does not weight
 #
 # If the bias were also part of the weights, it would change what the layer computes, and experts that are rarely chosen would count
 # for more. Write `choose`: for each token the `k` experts with the highest `scores + bias`, and weights in proportion to their
-# `scores`, which add up to 1 for each token. The router learns through these weights, so their gradients must reach the scores.
+# `scores`, which add up to 1 for each token.
 
 # %%
 def choose(scores, bias, k):  # [T, E], [E]   ->   choices [T, k], weights [T, k]
@@ -275,15 +274,15 @@ check_choose(choose)
 # ## Replicas: balance without changing the router
 #
 # When a trained model is used, its router must choose as it has learned to. But a popular expert can be on several ranks, and each of
-# these **replicas** takes a part of its rows. DeepSeek's published load balancer, EPLB, decides which experts get replicas, and puts
-# experts with many rows beside experts with few. We give it the loads of the router that we trained without balance.
+# these **replicas** takes a part of its rows. EPLB, DeepSeek's published balancer, decides which experts get replicas, and puts
+# experts with many rows beside experts with few. Here it gets the loads of the router that we trained without balance.
 #
-# **Predict.** Each of four ranks has two slots, with room for one expert each. Can any placement without replicas be balanced? And
-# if each rank has a third slot, which expert gets the most replicas?
+# **Predict.** Four ranks have two places each. Can any placement without replicas be balanced? And if each rank has a third
+# place, which expert gets the most replicas?
 #
 # <details><summary>Answer</summary>
 #
-# No: a quarter of the 512 rows is 128, and expert 3 alone has 222. So it gets the most replicas. Each further slot takes the
+# No: a quarter of the 512 rows is 128, and expert 3 alone has 222. So it gets the most replicas. Each further place takes the
 # memory of one more expert on its rank. In training, the gradients of replicas would have to be added up.
 #
 # </details>
@@ -291,7 +290,7 @@ check_choose(choose)
 # %%
 skewed = plain[0][-20:].double().mean(0).numpy()
 plans = {"in order": contiguous(EXPERTS, RANKS)}
-plans |= {f"{n} slots": balanced(skewed, RANKS, slots=n) for n in (8, 12)}
+plans |= {f"{n} places": balanced(skewed, RANKS, slots=n) for n in (8, 12)}
 for name, plan in plans.items():
     ranks = plan.load_of_ranks(skewed).round().astype(int).tolist()
     print(f"{name:<9} {plan.slots}\n          rows by rank {ranks}")
@@ -309,9 +308,9 @@ import tplab.jax as tj
 print(tj.balanced_bias(jnp.zeros(4), jnp.array([9, 3, 2, 2]), 0.01))
 
 # %% [markdown]
-# **The real difference.** In torch the busiest rank is slow, and nothing has to be dropped. XLA needs fixed sizes, so in JAX every
-# rank computes its experts for a fixed number of tokens, even if fewer come. There you pay for skew with dropped choices, or with
-# spare capacity on every rank.
+# **What truly differs.** In torch the busiest rank is slow, and nothing is dropped. XLA needs fixed sizes, so in JAX every rank
+# computes all slots of its experts, including the empty ones. There, skew costs either dropped choices or a capacity that every rank
+# pays for.
 #
 # ## On Monday
 #

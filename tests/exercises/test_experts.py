@@ -112,10 +112,6 @@ def two_experts_per_rank(choices, ranks, experts):
     return rows_sent(choices // 2, ranks, ranks)
 
 
-def two_experts_per_rank_by_arrays(choices, ranks, experts):
-    return by_arrays(choices // 2, ranks, ranks)
-
-
 def in_place(choices, ranks, experts):
     choices //= experts // ranks
     return rows_sent(choices, ranks, ranks)
@@ -125,7 +121,6 @@ def in_place(choices, ranks, experts):
     "fn, words",
     [
         (two_experts_per_rank, "for 4 tokens, 2 ranks and 8 experts"),
-        (two_experts_per_rank_by_arrays, "for 4 tokens, 2 ranks and 8 experts"),
         (in_place, "changes its argument `choices` in place"),
     ],
 )
@@ -139,11 +134,7 @@ def test_counts_that_are_right_by_accident(fn, words):
     [
         (lambda r, e: (router(r), tt.all_reduce(e, "dp") / tt.axis_size("ep")), "ranks along ep alone"),
         (lambda r, e: (router(r), e / tt.axis_size("ep")), "divide by all ranks"),
-        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / 6), "of Mesh(dp=1, ep=3)"),
-        (
-            lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size("dp")),
-            "entries are off",  # and no hint that is not true
-        ),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp") / 8), "of Mesh(dp=3, ep=2)"),
     ],
 )
 def test_more_averages_that_are_wrong(fn, words):
@@ -192,12 +183,8 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: b * (1 + r * _gap(c).sign()), "The bias is multiplied"),
         (lambda b, c, r: (b + r * _gap(c).sign()).sum(), "of shape []"),
         (add_in_place, "in place"),
-        (lambda b, c, r: print(end=""), "returns a NoneType"),
-        (lambda b, c, r: update(b, c, r).tolist(), "returns a list"),
-        (lambda b, c, r: update(b, c, r).numpy(), "returns a ndarray"),
-        (lambda b, c, r: b + 0 * r, "The bias stays as it was"),
+        (lambda b, c, r: print(end=""), "returns None"),
         (lambda b, c, r: tt.balanced_bias(b, c, r), "`balanced_bias` does the work"),
-        (lambda b, c, r: b + r * (c.sum() // len(c) - c).sign(), "mean is rounded down"),
         (lambda b, c, r: b + 0.01 * _gap(c).sign(), "is wrong for counts [4, 4, 0, 11, 1]"),
         (lambda b, c, r: b + r * (4 - c).sign(), "is wrong for counts [7, 1, 5, 40, 6, 1]"),
     ],
@@ -218,19 +205,13 @@ def in_another_order(scores, bias, k):
     return choices.flip(1), weights.flip(1)
 
 
-def by_numpys_order(scores, bias, k):
-    choices = torch.tensor(np.argsort(-(scores + bias).detach().numpy(), 1)[:, :k].copy())
-    weights = torch.take_along_dim(scores, choices, 1)
-    return choices, torch.nn.functional.normalize(weights, p=1, dim=1)
+def in_numpy(scores, bias, k):
+    choices = np.argsort(-(scores.numpy() + bias.numpy()), 1)[:, :k]
+    weights = np.take_along_axis(scores.numpy(), choices, 1)
+    return choices, weights / weights.sum(1, keepdims=True)
 
 
-def with_zeros_elsewhere(scores, bias, k):
-    choices = (scores + bias).argsort(1, descending=True)[:, :k]
-    masked = torch.zeros_like(scores).scatter(1, choices, scores.gather(1, choices))
-    return choices, (masked / masked.sum(1, keepdim=True)).gather(1, choices)
-
-
-@pytest.mark.parametrize("fn", [choose, in_another_order, by_numpys_order, with_zeros_elsewhere])
+@pytest.mark.parametrize("fn", [choose, in_another_order, in_numpy])
 def test_choices_that_are_right(fn):
     assert check_choose(fn).passed, check_choose(fn)
 
@@ -262,7 +243,6 @@ def _chosen_by(order):
         (_chosen_by(lambda s, b: -s - b), "lowest sums"),
         (_chosen_by(lambda s, b: s - b), "subtracts the bias"),
         (_chosen_by(lambda s, b: s * b), "multiplies scores and bias"),
-        (_chosen_by(lambda s, b: s.softmax(1) + b), "a softmax of the scores. Take"),
         (_weighted(lambda s, b, c: _share((s + b).gather(1, c))), "The bias is in the weights. It only selects"),
         (_weighted(lambda s, b, c: (s + b).gather(1, c)), "The bias is in the weights, and they do not add up"),
         (_weighted(lambda s, b, c: s.gather(1, c)), "do not add up to 1"),
@@ -271,11 +251,8 @@ def _chosen_by(order):
         (_weighted(lambda s, b, c: torch.full(c.shape, 1 / c.shape[1])), "All weights are equal"),
         (_weighted(lambda s, b, c: _share(s.gather(1, c).sort().values)), "weights wrongly"),
         (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
-        (lambda s, b, k: choose(s, b, 1), "have shape [7, 1], and not [7, 3]"),
+        (lambda s, b, k: choose(s, b, 1), "have shape [5, 1], and not [5, 2]"),
         (lambda s, b, k: choose(s.add_(0.1), b, k), "in place"),
-        (lambda s, b, k: choose(s.detach(), b, k), "the router cannot learn"),
-        (lambda s, b, k: tuple(one.numpy() for one in choose(s.detach(), b, k)), "the router cannot learn"),
-        (_weighted(lambda s, b, c: s.gather(1, c) / s.gather(1, c).sum(1, keepdim=True).detach()), "gradient"),
     ],
 )
 def test_choices_that_are_wrong(fn, words):

@@ -104,14 +104,6 @@ def mean(cut, layer, ends):
             ),
             "In stage_bytes(cut=(1, 2, 2, 3)",
         ),
-        (stage_bytes(lambda cut, layer, ends: [n * layer + ends for n in cut]), "one end on every stage"),
-        (
-            stage_bytes(
-                lambda cut, layer, ends: [n * layer + ends * (s in (0, len(cut) - 1)) for s, n in enumerate(cut)]
-            ),
-            "A single stage is the first and the last",
-        ),
-        (lambda *case: [one / 1e9 for one in stage_bytes()(*case)], "137,200 B, and yours are 0.0001372"),
         (stage_bytes(states=16), "with gradients in float32"),
         (stage_bytes(in_flight=lambda s, n, m: n), "How many forward passes does a later stage run"),
         (stage_bytes(in_flight=lambda s, n, m: min(n, m)), "stage 1 takes"),
@@ -144,11 +136,11 @@ def test_a_stub_is_not_started():
     assert check_stage_bytes(stage_bytes).passed is None
 
 
-def test_the_labs_version_has_an_end_on_every_stage_and_stage_0s_microbatches():
+def test_the_labs_version_is_the_mean_of_the_stages_and_stage_0s_microbatches():
     cells = (cell.source for cell in build.read_source("25_will_it_fit").cells if cell.cell_type == "code")
     names: dict[str, Any] = {}
     exec(next(source for source in cells if source.startswith("def stage_bytes(")).partition("said = ")[0], names)
-    test_wrong(names["stage_bytes"], "one end on every stage")
+    test_wrong(names["stage_bytes"], "are the mean of all stages")
     test_wrong(names["stage_bytes"], "How many forward passes does a later stage run")
 
 
@@ -189,7 +181,7 @@ def test_every_other_choice_is_refused_with_what_happens():
 
 
 def test_trying_every_remedy_tells_nothing_without_the_gigabytes():
-    for name, gb in product(REMEDIES, (None, 0, "70", True, 10.0, 300, float("nan"))):
+    for name, gb in product(REMEDIES, (None, 0, "70", True, 10.0, 300)):
         verdict = check_remedies(dict.fromkeys(JOBS, (name, gb)))  # type: ignore[arg-type]
         assert verdict.passed is False and "fits" not in verdict.text and "right:" not in verdict.text, verdict
         assert " down to " not in verdict.text, verdict
@@ -204,7 +196,7 @@ def test_what_is_missing_or_not_in_the_list_is_said():
     assert check_remedies(dict.fromkeys(JOBS, ("", 0))).passed is None
     assert check_remedies(dict.fromkeys(JOBS, "")).passed is None  # type: ignore[arg-type]
     assert "B: no remedy yet" in check_remedies(RIGHT | {"B": ("", 70)}).text
-    assert "'zero one' is not in the list." in check_remedies(RIGHT | {"A": ("zero one", 74)}).text
+    assert "'zero one' is not in the list" in check_remedies(RIGHT | {"A": ("zero one", 74)}).text
     assert "B: how many GB" in check_remedies(RIGHT | {"B": "full recomputation"}).text  # type: ignore[dict-item]
     assert "A: with ZeRO 1, the forecast is not 61 GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 61)}).text
     assert "type list" in check_remedies([*RIGHT.values()]).text  # pyright: ignore[reportArgumentType]

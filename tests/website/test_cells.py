@@ -44,7 +44,6 @@ RUN_ON_THE_PAGE = [
     ("10_pipeline_schedules", 22),
     ("14_cut_a_pipeline", 11),
     ("21_balance", 10),
-    ("25_will_it_fit", 13),
     ("26_which_layout", 17),
 ]
 

@@ -17,7 +17,7 @@ from tplab.sharding import P
 
 # --- gradients of experts --------------------------------------------------------------------------------------------
 
-MESHES = (Mesh(dp=2, ep=3), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+MESHES = (Mesh(dp=2, ep=4), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
 EXPERTS = 2  # of each rank
 
@@ -148,7 +148,7 @@ CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
     (((0, 1), (2, 3), (2, 0), (3, 2)), 2, 4),
     (((0, 3, 4), (1, 4, 3), (1, 0, 2), (4, 2, 3), (3, 1, 2), (0, 3, 2)), 3, 6),
     (((7, 6, 5, 4), (0, 2, 4, 6), (1, 0, 3, 2), (7, 5, 3, 1)), 4, 8),
-    (((7, 1, 2), (5, 6, 4), (4, 5, 1), (7, 6, 5)), 2, 8),
+    (((7, 1, 2), (3, 6, 0), (4, 5, 1), (2, 3, 0)), 2, 8),
     (((0,), (1,), (1,), (1,)), 1, 2),
 )
 """(choices of all tokens, ranks, experts)."""
@@ -194,12 +194,11 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
 # --- the bias that balances experts ----------------------------------------------------------------------------------
 
 LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
-    ((0.5, -0.25, 0.0, 0.125, 1.0), (4, 4, 0, 11, 1), 0.5),  # the mean is 4, and the median too
     ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
+    ((0.5, -0.25, 0.0, 0.125, 1.0), (4, 4, 0, 11, 1), 0.5),  # the mean is 4, and the median too
     ((0.25, -1.0, 2.0), (0, 0, 12), 0.001),
     ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
     ((0.3, 0.7), (5, 5), 0.1),
-    ((0.2, -0.1, 0.0, 0.4), (1, 3, 4, 7), 0.02),  # the mean is no whole number
 )
 """(bias, how often each expert was chosen, rate)."""
 
@@ -219,8 +218,8 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
             got = fn(bias, counts, rate)
         if bias.tolist() != list(old) or counts.tolist() != list(chosen):
             refuse(f": {where} it changes its arguments in place. Return a new tensor.")
-        if not torch.is_tensor(got):
-            refuse(f": {where} it returns a {type(got).__name__}. Return the next bias, a tensor.")
+        if got is None:
+            refuse(f": {where} it returns None. Return the next bias.")
         found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
         gap = loads.mean() - loads
         step = rate * np.sign(gap)
@@ -241,12 +240,9 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
                 "An expert whose load is exactly the mean needs no change.": before + np.where(gap > 0, rate, -rate),
                 "Experts that are chosen too often must get a lower bias too.": before + rate * (gap > 0),
                 "Experts that are chosen too rarely must get a higher bias too.": before - rate * (gap < 0),
-                "The mean is rounded down. It may be a fraction.": before
-                + rate * np.sign(loads.sum() // len(loads) - loads),
                 "Only the expert with the smallest load changes. All experts below the mean need more.": before
                 + rate * least,
                 "The direction is right, and the length of the step is not `rate`.": before + np.sign(gap),
-                "The bias stays as it was.": before,
                 "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
             }
             more = hint(found, known)
@@ -256,7 +252,7 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
     return right(" is right: each expert moves by the same small step, towards the mean load.")
 
 
-SCORES: tuple[tuple[int, int, int], ...] = ((7, 6, 3), (5, 4, 2), (4, 8, 1), (6, 3, 3), (1, 5, 2))
+SCORES: tuple[tuple[int, int, int], ...] = ((5, 4, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
 """(tokens, experts, k)."""
 
 
@@ -264,8 +260,7 @@ SCORES: tuple[tuple[int, int, int], ...] = ((7, 6, 3), (5, 4, 2), (4, 8, 1), (6,
 def check_choose(fn: Callable[..., Any]) -> Verdict:
     """Whether fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
 
-    scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1,
-                                                   and whose gradients reach the scores
+    scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1
     """
     import torch
 
@@ -273,18 +268,17 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
         where = f"for {tokens} tokens, {experts} experts and k = {k}"
         rng = np.random.default_rng(number)
         scores, bias = rng.uniform(0.05, 0.95, (tokens, experts)), rng.normal(0, 0.6, experts)
-        leaf = torch.tensor(scores, requires_grad=True)
-        given = 1 * leaf, torch.tensor(bias)
+        given = torch.tensor(scores), torch.tensor(bias)
         with on(where):
             got = fn(*given, k)
-        if not (np.array_equal(given[0].detach(), scores) and np.array_equal(given[1], bias)):
+        if not (np.array_equal(given[0], scores) and np.array_equal(given[1], bias)):
             refuse(f": {where} it changes its arguments in place. Make new tensors.")
         if not (isinstance(got, tuple | list) and len(got) == 2):
             refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
         for name, one in zip(("choices", "weights"), got):
             if tuple(np.shape(one)) != (tokens, k):
                 refuse(f": {where} its {name} have shape {list(np.shape(one))}, and not [{tokens}, {k}].")
-        choices, weights = np.asarray(got[0]), np.asarray(torch.as_tensor(got[1]).detach(), float)
+        choices, weights = np.asarray(got[0]), np.asarray(got[1], float)
         order = np.argsort(choices, 1)
         choices, weights = np.take_along_axis(choices, order, 1), np.take_along_axis(weights, order, 1)
 
@@ -297,9 +291,6 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
                 "It chooses by the scores alone. The bias decides which experts are chosen.": best(scores),
                 "It chooses the experts with the lowest sums.": best(-scores - bias),
                 "It subtracts the bias. A higher bias makes an expert be chosen more often.": best(scores - bias),
-                "It adds the bias to a softmax of the scores. Take the scores as they are.": best(
-                    np.exp(scores) / np.exp(scores).sum(1, keepdims=True) + bias
-                ),
                 "It multiplies scores and bias. Add the bias.": best(scores * bias),
             }
             more = hint(choices, known)
@@ -320,11 +311,4 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
             }
             more = hint(weights, known, slack=1e-6)
             refuse(f" weights wrongly {where}." + (f"\n{more}" if more else ""), beside("yours", weights, share))
-        if not (torch.is_tensor(got[1]) and got[1].requires_grad):
-            refuse(": its weights have no gradient, so the router cannot learn. Do not detach them from the scores.")
-        pull = torch.arange(1.0, k + 1, dtype=torch.float64)
-        own = leaf.gather(1, torch.as_tensor(got[0]).long())
-        grads = [torch.autograd.grad((w * pull).sum(), leaf)[0] for w in (own / own.sum(1, keepdim=True), got[1])]
-        if not torch.allclose(*grads, rtol=0, atol=1e-6):
-            refuse(": its weights are right, but not their gradient. Is a part of them detached from the scores?")
     return right(" is right: the bias selects, and the scores alone weight.")

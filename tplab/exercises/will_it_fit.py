@@ -72,12 +72,6 @@ OF_PARAMETERS: Mapping[str, Callable[[Case], Any]] = {
     "Only the first stage has the embedding, and only the last one has the output matrix.": (
         lambda case: case.parameters(ends=0) + 2 * case.ends
     ),
-    "A single stage is the first and the last, so it has the embedding and the output matrix.": (
-        lambda case: case.parameters() - (len(case.cut) == 1) * case.ends
-    ),
-    "Its parameters have one end on every stage. Which stage has the embedding, and which the output matrix?": (
-        lambda case: case.parameters(ends=0) + case.ends
-    ),
     "Every stage has its own layers, and not equally many.": (
         lambda case: replace(case, cut=len(case.cut) * (sum(case.cut) / len(case.cut),)).parameters()
     ),
@@ -125,7 +119,7 @@ def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
         if (wrong := np.flatnonzero(~np.isclose(found, want, rtol=1e-9))).size:
             stage = int(wrong[0])
             text = f" is not right yet. In {case}, stage {stage} takes {want[stage]:,} B, and yours are"
-            refuse(f"{text} {found[stage]:,.10g}.\n{_hint(found, case)}".rstrip())
+            refuse(f"{text} {found[stage]:,.0f}.\n{_hint(found, case)}".rstrip())
     return right(f" is right: it agrees with the schedule for {len(CASES)} pipelines, on every stage.")
 
 
@@ -240,14 +234,14 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
     names = {name.casefold(): name for name in REMEDIES}
     name = names.get(choice.casefold())
     if name is None:
-        return (f"{choice!r} is not in the list." if choice else "no remedy yet."), False
+        return (f"{choice!r} is not in the list" if choice else "no remedy yet"), False
     changed = REMEDIES[name](job.plan)
     if changed == job.plan:
         return f"{_no_change(name, job.plan)}. What is the largest part?", False
     (before, _), (peak, stage) = job.peak(job.plan), job.peak(changed)
     if not isinstance(gb, Real) or isinstance(gb, bool) or not gb:
-        return "how many GB does the fullest rank then hold? Write a number after the remedy.", False
-    if not abs(float(gb) - peak / GB) <= 0.1 * peak / GB:
+        return "how many GB does the fullest rank then hold? Write a number after the remedy", False
+    if abs(float(gb) - peak / GB) > 0.1 * peak / GB:
         return (
             f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
             "what stays?"
