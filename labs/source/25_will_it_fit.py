@@ -172,9 +172,9 @@ def step():
 counted = tt.run(step, Mesh(pp=4, dp=1, tp=1), count_memory=True).memory
 four = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
 planned = memory(Model.of_config(config), four, batch=8, sequence=12, stack="tplab")
-for rank, by_formula in enumerate(planned):
+for rank, formula in enumerate(planned):
     most = int(counted[rank].of("activations").max())
-    print(f"rank {rank}: activations, forecast {by_formula.by_kind['activations']:,} B,",
+    print(f"rank {rank}: activations, forecast {formula.by_kind['activations']:,} B,",
           f"counted {most:,} B")
 
 # %% [markdown]
@@ -306,7 +306,8 @@ check_remedies(my_remedies)
 # %% [markdown]
 # Would you like to choose among all plans? Run `from tplab.widgets import layout_lab` and `layout_lab()`, and choose the task *As few
 # GPUs as possible*: on how many GPUs does Llama 3 70B still fit? The widget judges your plan and has hints.
-#
+
+# %% [markdown]
 # ## On Monday
 #
 # | here | Megatron-LM | torch, torchtitan | DeepSpeed |
