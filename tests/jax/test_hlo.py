@@ -10,7 +10,7 @@ from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.jax.tracing.flow import axes_along
 from tplab.jax.tracing.hlo import Array, Module
 from tplab.jax.tracing.sending import Sent, merged
-from tplab.jax.tracing.xla import unrolled
+from tplab.jax.tracing.unroll import unrolled
 from tplab.trace.recorder import Recorder
 
 TOY = Cluster("toy", Chip("counter", {"float32": 1.0, "bfloat16": 1.0}, 1e9, 1e9), Link("wire", 0.0, 1.0))

@@ -79,7 +79,7 @@ from tplab.jax.ranks.context import rank_key
 from tplab.jax.run import Result, run
 from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, temporary_bytes
 from tplab.jax.tracing.explain import explain
-from tplab.jax.tracing.xla import trace
+from tplab.jax.tracing.unroll import trace
 from tplab.jax.training.train import train
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state

@@ -26,7 +26,7 @@ from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
 from tplab.torch.ranks import arguments
 from tplab.torch.ranks import rank as rank_context
-from tplab.torch.ranks.generators import generators
+from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.results import without_graph
 from tplab.trace.journal import Journal
 

@@ -23,7 +23,7 @@ from tplab.torch.processes.program import Program, Raised, Settings, carry_out, 
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import unmet
 from tplab.torch.processes.watch import Watch
-from tplab.torch.ranks.live_output import LiveOutput, Screen
+from tplab.torch.ranks.printing import LiveOutput, Screen
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 

@@ -17,10 +17,9 @@ from tplab.lines import notebook_cells
 from tplab.mesh import Mesh
 from tplab.torch.private import pytree
 from tplab.torch.processes.launcher import Launcher
-from tplab.torch.processes.parcels import Parcel
+from tplab.torch.processes.parcels import Parcel, explained
 from tplab.torch.processes.pool import Pool
 from tplab.torch.processes.program import Program, Settings, check_arguments
-from tplab.torch.processes.unsendable import explained
 from tplab.torch.ranks.printing import show
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
