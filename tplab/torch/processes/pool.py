@@ -176,7 +176,7 @@ def _first_error(outcomes: dict[int, Outcome], program: Program) -> TplabError |
     if not failed:
         return None
     rank = (by_itself or list(failed))[0]
-    return failure.error_of(rank, failed[rank], program.mesh, program.cells)
+    return failure.error_of(rank, failed[rank], program.job.mesh, program.cells)
 
 
 def _unmet(outcomes: dict[int, Outcome]) -> TplabError | None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor
 
 import tplab
 from tplab.errors import SpecError
-from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
@@ -26,6 +25,7 @@ from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
 from tplab.torch.ranks import arguments
 from tplab.torch.ranks import rank as rank_context
+from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.results import without_graph
 from tplab.trace.journal import Journal
@@ -86,23 +86,16 @@ class Settings(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What every rank runs. The arguments are whole: each rank takes its own piece of them."""
+    """A job as it is sent to a rank's process. cells: file name -> the number of its notebook cell."""
 
-    fn: Callable[..., Any]
-    mesh: Mesh
-    args: Sequence[Any]
-    in_specs: Any
-    seed: int
-    record: int
-    device: torch.device | None
+    job: Job
     settings: Settings
     cells: dict[str, int]
-    title: str
 
     def rank(self, rank: int, exchange: Exchange) -> ProcessRank:
         """The rank with this number, to run the program. Each keeps the values of its share of messages."""
-        record = -(-self.record // self.mesh.size)
-        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells)
+        record = -(-self.job.keep_values // self.job.mesh.size)
+        return ProcessRank(rank, self.job.mesh, exchange, record=record, cells=self.cells)
 
 
 class Raised(NamedTuple):
@@ -147,12 +140,12 @@ class Outcome(NamedTuple):
     is_clean: bool
 
 
-def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
+def check_arguments(job: Job) -> None:
     """Raise SpecError or ShapeError where the arguments cannot be split as in_specs says."""
-    for arg, entry in zip(args, arguments.entries_of(in_specs, len(args), "in_specs", "arguments")):
+    for arg, entry in zip(job.args, arguments.entries_of(job.in_specs, len(job.args), "in_specs", "arguments")):
         for leaf, spec in zip(pytree.tree_leaves(arg), arguments.spread(entry, arg, "in_specs")):
             if isinstance(leaf, Tensor | np.ndarray):
-                check_spec(leaf.shape, spec, mesh)
+                check_spec(leaf.shape, spec, job.mesh)
             elif spec.axis_names:
                 kind = type(leaf).__name__
                 raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
@@ -160,18 +153,18 @@ def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
 
 def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
     """Run the program as this rank, and return its result."""
-    drawn_from = generators(device)
+    job, drawn_from = program.job, generators(device)
     kept = [generator.get() for generator in drawn_from]
-    pieces = arguments.arguments_of(rank.rank, program.args, program.in_specs, program.mesh, device)
+    pieces = arguments.Arguments(job.args, job.in_specs, job.mesh, device, num_here=1).of(rank.rank)
     for generator in drawn_from:
-        generator.set(generator.state(program.seed, rank.rank))
-    rank.seed = program.seed
+        generator.set(generator.state(job.seed, rank.rank))
+    rank.seed = job.seed
     rank_context.enter(rank)
     try:
         with program.settings.state():
             rank.start_watching()
             try:
-                result = program.fn(*pieces)
+                result = job.fn(*pieces)
                 rank.has_returned = True
             finally:
                 rank.stop_watching()

@@ -84,7 +84,7 @@ class Worker:
             program: Program = next(contents)
             rank = program.rank(self._rank, self._exchange)
             self._watch = Watch(rank, store, self._exchange.break_off)
-            device = program.device
+            device = program.job.device
             if self._exchange.engine.has_gpu and (device is None or device.type == "cuda"):
                 device = torch.device("cuda", self._rank)
             result = carry_out(program, rank, device)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TextIO, cast
-
-import torch
 
 from tplab.cost.cluster import Cluster
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.ranks import results, texts
-from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.meeting import Group
@@ -27,31 +25,12 @@ from tplab.torch.ranks.world import World
 
 
 def run_on_simulated_ranks(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-    in_specs: Any,
-    *,
-    cluster: Cluster | None,
-    clock: str,
-    seed: int,
-    keep_values: int,
-    device: torch.device | None,
-    title: str,
-    more: More | None = None,
+    job: Job, cluster: Cluster | None = None, clock: str = "modelled", more: More | None = None
 ) -> tuple[list[Any], Chronicle]:
-    """Run `fn` on every rank of `mesh`, each a thread that takes turns. Returns each rank's result and what has
+    """Run a program on every rank of a mesh, each a thread that takes turns. Returns each rank's result and what has
     happened. `more` is what each rank has of its own where the program uses torch.distributed."""
-    world = World(
-        mesh,
-        title=title,
-        cluster=cluster,
-        is_timed=clock == "measured",
-        seed=seed,
-        keep_values=keep_values,
-        device=device,
-    )
-    state, around = ProcessState(device, more), current_rank_or_none()
+    mesh, world = job.mesh, World(job, cluster, is_timed=clock == "measured")
+    state, around = ProcessState(job.device, more), current_rank_or_none()
     turns = Turns(
         mesh.size,
         state,
@@ -73,18 +52,18 @@ def run_on_simulated_ranks(
             kept = Kept(stream, partial(_writer, world), mesh.size)
             ending.callback(kept.show)
             out = cast(TextIO, kept)
-        return [state.of_rank(seed, rank, kernels, out) for rank in mesh.ranks]
+        return [state.of_rank(job.seed, rank, kernels, out) for rank in mesh.ranks]
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
         with world.inherited(), more.inside(rank) if more is not None else nullcontext():
             rank.start_watching()
             try:
-                return fn(*pieces)
+                return job.fn(*pieces)
             finally:
                 rank.stop_watching()
 
-    pieces = Arguments(args, in_specs, mesh, device, num_here=mesh.size)
+    pieces = Arguments(job.args, job.in_specs, mesh, job.device, num_here=mesh.size)
     programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
     del pieces
     chronicle = world.chronicle

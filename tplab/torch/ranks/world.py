@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tplab.cost.cluster import Cluster
-from tplab.mesh import Mesh
+from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.chronicle import Chronicle
 from tplab.torch.ranks.meeting import Group
 from tplab.torch.ranks.rank import Lines
@@ -28,21 +28,12 @@ class World:
     stream             the caller's stream on the GPU that the ranks share, on which they all begin; None elsewhere
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        title: str,
-        cluster: Cluster | None,
-        is_timed: bool,
-        seed: int,
-        keep_values: int,
-        device: torch.device | None,
-    ):
-        self.mesh, self.cluster, self.is_timed, self.seed, self.device = mesh, cluster, is_timed, seed, device
+    def __init__(self, job: Job, cluster: Cluster | None, is_timed: bool):
+        device = self.device = job.device
+        self.mesh, self.seed, self.cluster, self.is_timed = job.mesh, job.seed, cluster, is_timed
         self.fuses_attention = cluster is not None and not is_timed and cluster.chip.fuses_attention
-        self.num_left_to_keep = keep_values
-        self.chronicle = Chronicle(mesh, title, cluster, "measured" if is_timed else "modelled")
+        self.num_left_to_keep = job.keep_values
+        self.chronicle = Chronicle(job.mesh, job.title, cluster, "measured" if is_timed else "modelled")
         self.members: list[Any] = []  # the rank of each lane
         self.lines = Lines()
         self.groups: dict[tuple[int, ...], Group] = {}
