@@ -60,22 +60,10 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
 
     # --- what is said to both ------------------------------------------------------------------------------------
 
-    def _register_backend(self, *args: Any) -> None:
-        self.real._register_backend(*args)
-        super()._register_backend(*args)
-
-    def _set_default_backend(self, *args: Any) -> None:
-        self.real._set_default_backend(*args)
-        super()._set_default_backend(*args)
-
     def _set_group_name(self, *args: Any) -> None:
         self.real._set_group_name(*args)
         super()._set_group_name(*args)
         self._id = self.notes.id_of_new(self.group_name)
-
-    def _set_group_desc(self, *args: Any) -> None:
-        self.real._set_group_desc(*args)
-        super()._set_group_desc(*args)
 
     @property
     def bound_device_id(self) -> Any:
@@ -151,6 +139,17 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _said_to_both(name: str) -> Callable[..., Any]:
+    def method(self: RecordedGroup, *args: Any) -> None:
+        getattr(self.real, name)(*args)
+        getattr(dist.ProcessGroup, name)(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("_register_backend", "_set_default_backend", "_set_group_desc"):
+    setattr(RecordedGroup, _name, _said_to_both(_name))
 _ASKED = {name for name in {**vars(Asked), **vars(Listener)} if hasattr(dist.ProcessGroup, name)}
 for _name in {name for name in _ASKED if not name.startswith("__")}:
     setattr(RecordedGroup, _name, _method(_name))
@@ -211,34 +210,15 @@ class Watched(c10d_C.Work):
             with suppress(RuntimeError):
                 self._notes.came_from(self._begun[0][0], self._rank_at(self._work._source_rank()))
 
-    # --- as it is ------------------------------------------------------------------------------------------------
 
-    def block_current_stream(self) -> None:
-        self._work.block_current_stream()
+def _as_it_is(name: str) -> Callable[..., Any]:
+    def method(self: Watched) -> Any:
+        return getattr(self._work, name)()
 
-    def is_success(self) -> bool:
-        return self._work.is_success()
+    method.__name__ = name
+    return method
 
-    def exception(self) -> Any:
-        return self._work.exception()
 
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def result(self) -> Any:
-        return self._work.result()
-
-    def get_future_result(self) -> Any:
-        return self._work.get_future_result()
-
-    def _get_duration(self) -> float:
-        return self._work._get_duration()
-
-    def _get_op_type(self) -> Any:
-        return self._work._get_op_type()
-
-    def boxed(self) -> Any:
-        return self._work.boxed()
+for _name in ("block_current_stream", "is_success", "exception", "source_rank", "_source_rank", "result",
+              "get_future_result", "_get_duration", "_get_op_type", "boxed"):  # fmt: skip
+    setattr(Watched, _name, _as_it_is(_name))
