@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import tplab
 from tplab.errors import RankError, TplabError
-from tplab.torch.processes import failure, parcels
+from tplab.torch.processes import parcels
 from tplab.torch.processes.launcher import LAST_WORDS, Launcher, scratch_file, text_of
-from tplab.torch.processes.program import Outcome, Program
+from tplab.torch.processes.program import Outcome, Program, death, error_of
 from tplab.torch.processes.waits import unmet
 
 SECONDS_FOR_OTHERS = 0.1
@@ -136,7 +136,7 @@ class Pool:
 
     def _death_of(self, member: Member) -> RankError:
         status = self._launcher.ended(member.pid, within_seconds=2.0)
-        return failure.death(member.rank, status, text_of(member.words, LAST_WORDS).strip())
+        return death(member.rank, status, text_of(member.words, LAST_WORDS).strip())
 
     def close(self) -> None:
         """End all processes, whatever they are doing, and wait until they have ended."""
@@ -176,7 +176,7 @@ def _first_error(outcomes: dict[int, Outcome], program: Program) -> TplabError |
     if not failed:
         return None
     rank = (by_itself or list(failed))[0]
-    return failure.error_of(rank, failed[rank], program.job.mesh, program.cells)
+    return error_of(rank, failed[rank], program.job.mesh, program.cells)
 
 
 def _unmet(outcomes: dict[int, Outcome]) -> TplabError | None:

@@ -16,8 +16,7 @@ from tplab.torch.private import phase
 from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
 from tplab.torch.ranks.meter import Cost, Meter
-from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
-from tplab.torch.ranks.provenance import Provenance
+from tplab.torch.ranks.provenance import NAMES_UP_TO, Provenance, name_in_program
 from tplab.torch.ranks.rank import Rank
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import dtype_name
