@@ -17,36 +17,36 @@ from tplab.jax.tracing.narrow import narrow_after, narrow_before
 _MOST_MAKING = 64  # instructions that make the index of a piece
 
 
-class Sent(NamedTuple):
+class Carried(NamedTuple):
     """What one rank sends, and to which collective, by tplab's name."""
 
     op: str
     array: Array
 
 
-def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Sent]:
+def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Carried]:
     """What a rank sends to a collective: one entry for each operand that is sent."""
     one, operands = place.one, flow.operands(place)
     # for a ragged exchange the first, assumed to be spread evenly; its other operands say where the pieces are
     operands = operands[:1] if one.op.startswith("ragged") else operands
-    found = [Sent(str(one.collective), array) for given in operands for array in given.one.arrays]
+    found = [Carried(str(one.collective), array) for given in operands for array in given.one.arrays]
     if not accelerator or len(found) != len(operands):
         return found
     indices = [None] if len(found) == 1 else range(len(found))
     return [
-        Sent("reduce_scatter" if keeps_share(flow, place, index) else op, array._replace(dtype=dtype))
+        Carried("reduce_scatter" if keeps_share(flow, place, index) else op, array._replace(dtype=dtype))
         for (op, array), index in zip(found, indices, strict=True)
         for dtype in [narrow_dtype(flow, place, index) or array.dtype]
     ]
 
 
-def merged(sent: Iterable[Sent]) -> Iterator[Sent]:
+def merged(sent: Iterable[Carried]) -> Iterator[Carried]:
     """The same, with those of one dtype concatenated, as XLA sends them."""
     listed = list(sent)
     for key in dict.fromkeys((op, array.dtype, array.bits) for op, array in listed):
         alike = [one for one in listed if (one.op, one.array.dtype, one.array.bits) == key]
         size = sum(one.array.size for one in alike)
-        yield alike[0] if len(alike) == 1 else Sent(key[0], Array(key[1], (size,), key[2]))
+        yield alike[0] if len(alike) == 1 else Carried(key[0], Array(key[1], (size,), key[2]))
 
 
 def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
