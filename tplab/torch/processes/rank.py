@@ -85,7 +85,8 @@ LOOK_EVERY = 0.25
 
 
 class Watch:
-    """The watch over one rank of one run, from when it is made until `close`.
+    """The watch over one rank of one run, from when it is made until `close`. A rank that stands still says in the
+    store what it waits for; if no rank can go on, the run ends.
 
     store       of this run alone, where ranks read each other's reports
     break_off   called once it is certain that no rank can go on, and the rank's verdict says why: it closes the
