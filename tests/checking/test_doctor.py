@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -346,6 +347,19 @@ def test_what_was_not_compared_is_said_of_copies():
     assert shown.startswith("train.py: copies stay the same")
     assert "1 of 3 parameters begin as the same on several ranks" in shown
     assert "not compared: norm.weight, of which" in shown and "not judged: codes differ on ranks 0, 1" in shown
+
+
+def test_copies_with_which_a_rank_computes_nothing_are_no_copies():
+    """As those of other stages, where every rank makes the whole model."""
+    before, after = ({"a.weight": Piece(x)} for x in (np.arange(4.0), np.arange(4.0) + 1))
+
+    def seen(is_used: bool, has_moved: bool) -> Seen:
+        step = Step(parameters=after if has_moved else before, parts=[{"a.weight": np.ones(4)}] * is_used)
+        return Seen(weights=before | {"b.weight": Piece(x)}, steps=[replace(step, lines={"step": "train.py:1"})])
+
+    x = np.arange(5.0)
+    assert check_copies([seen(True, True), seen(False, False)]).verdict == "same"
+    assert check_copies([seen(True, True), seen(True, False)]).verdict == "different"
 
 
 def test_dropout_is_named_where_gradients_of_copies_differ_for_the_same_samples():

@@ -186,6 +186,15 @@ for a, b in zip(x[0].chunk(2), y[0].chunk(2)):
         dist.send(a.grad, 0)
 optimizer.step()
 """
+LOSSES = """
+for step in range(2):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x[step]), y[step])  # each rank has a copy of all
+    total = loss.detach().clone()
+    dist.all_reduce(total)  # here
+    (loss * (total / loss.detach())).backward()
+    optimizer.step()
+"""
 FLAT = """
 whole = dict(model.named_parameters())
 flat = {name: p.detach().flatten().chunk(world)[rank].clone() if world > 1 else p.detach().clone()
@@ -237,6 +246,9 @@ CASES = {
     ),
     "a pipeline, in which nothing is averaged": Case(
         STAGES, "loss", "the loss is multiplied by a number that is not the reference's"
+    ),
+    "losses of copies, which are added up": Case(
+        LOSSES, "loss", "the losses of ranks are added up, where their mean is"
     ),
     "flat shards, of which the rule for weight decay knows no dims": Case(
         FLAT, "optimizer", "the weight decay is not what it is on one rank"

@@ -175,7 +175,66 @@ for step in range(2):
         dist.broadcast(p.data, number % world)
     {after}
 """
+STAGES = """
+layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+model, size = nn.Sequential(*layers), len(layers) // world
+stages = [nn.Sequential(*layers[i * size : (i + 1) * size]) for i in range(world)]
+{optimizers}
+generator = torch.Generator().manual_seed(1)
+for step in range(3):
+    x, y = torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+    model.zero_grad()
+    if rank:
+        x = torch.empty(8, 8)
+        dist.recv(x, 0)
+        x.requires_grad_()
+    out, grad = stages[rank](x), None
+    if rank < world - 1:
+        dist.send(out.detach(), 1)
+        grad = torch.empty(8, 8)
+        dist.recv(grad, 1)
+    else:
+        out = F.cross_entropy(out, y)
+    out.backward(grad)
+    if rank:
+        dist.send(x.grad, 0)
+    {step}
+"""
+OF_EACH_STAGE = "optimizers = [torch.optim.Adam(stage.parameters(), lr=0.1) for stage in stages]"
+OF_ALL = "optimizer = torch.optim.Adam(model.parameters(), lr=0.1)"
+DIVIDED = """
+class Divided(torch.optim.SGD):
+    \"\"\"Each rank keeps the momentum of a part of all numbers, as ZeRO 1 does.\"\"\"
+
+    @torch.no_grad()
+    def step(self):
+        every = self.param_groups[0]["params"]
+        flat, grad = (torch.cat([x.flatten() for x in many]) for many in (every, [p.grad for p in every]))
+        mine = torch.empty(len(flat) // world)
+        dist.reduce_scatter(mine, list((grad / {by}).chunk(world)))
+        self.momentum = mine + 0.9 * getattr(self, "momentum", 0)
+        parts = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(parts, flat.chunk(world)[rank] - 0.1 * self.momentum)
+        for p, new in zip(every, torch.cat(parts).split([p.numel() for p in every])):
+            p.copy_(new.view_as(p))
+
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+optimizer = Divided(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[rank::world]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
 UNUSUAL = {
+    "every rank has the whole model, and an optimizer of each stage": STAGES.format(
+        optimizers=OF_EACH_STAGE, step="optimizers[rank].step()"
+    ),
+    "the same, beside one of all that never steps": STAGES.format(
+        optimizers=f"{OF_ALL}\n{OF_EACH_STAGE}", step="optimizers[rank].step()"
+    ),
+    "every rank has the whole model and an optimizer of it": STAGES.format(optimizers=OF_ALL, step="optimizer.step()"),
+    "an optimizer that adds up gradients itself": DIVIDED.format(by="world"),
     "rows padded to the longest of their microbatch": PADDED,
     "data of its own on each rank, and a loss that is a module": OWN_DATA.format(loss="nn.MSELoss()(model(x), y)"),
     "the same with another loss": OWN_DATA.format(loss="nn.HuberLoss()(model(x), y)"),
@@ -191,6 +250,22 @@ def test_what_is_unusual_and_right(name: str, tmp_path: Path):
     path.write_text(HEAD + UNUSUAL[name])
     report = same_model(path, ranks=2)
     assert (report.verdict, report.findings) == ("same", ()), str(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (STAGES.format(optimizers=OF_EACH_STAGE, step="optimizers[0].step()"), "2.weight"),
+        (DIVIDED.format(by="1"), "0.weight"),
+    ],
+    ids=["a stage that nothing updates", "an optimizer that adds up and does not divide"],
+)
+def test_nor_is_what_is_wrong_there_overlooked(text: str, name: str, tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + text)
+    first = same_model(path, ranks=2).first
+    assert first is not None and first.what in ("gradient", "parameters") and first.step == 0, str(first)
+    assert name in (first.name, *first.others), str(first)
 
 
 def test_data_that_the_reference_is_not_given_are_no_fault(tmp_path: Path):

@@ -13,7 +13,7 @@ from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.hypotheses import hypotheses
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, named
-from tplab.checking.sends import mixing
+from tplab.checking.sends import adds_up, mixing, partitions
 from tplab.units import plain
 
 
@@ -26,7 +26,8 @@ def loss_and_gradients(facts: Facts) -> Found:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
         noise = facts.reference.noise_of_gradients(facts.number) if facts.reference.again else 0.0
         rounding = f"; rounding changes them by {noise:.1g} of their largest element" * bool(noise)
-        words = f"{total}{of} gradients are the reference's{rounding}" if total else "no gradients were seen"
+        added = f", once the optimizer has added them up over ranks at {line}" if (line := _sums_of_step(facts)) else ""
+        words = f"{total}{of} gradients are the reference's{added}{rounding}" if total else "no gradients were seen"
         yield facts.row("gradient", True if total else None, words, count=total)
         return
     groups = grouped(wrong)
@@ -127,7 +128,17 @@ def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int]:
     is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
     if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:
         return [], count
+    if _sums_of_step(facts):
+        ways = [(way, how) for way in partitions(facts) for how in ("mean", "sum")]
+        slack = {one.name: facts.reference.slack_of_gradient(one.name, facts.number) for one in wrong}
+        wrong = [one for one in wrong if not any(adds_up(facts, one.name, *way, slack[one.name]) for way in ways)]
     return wrong, count
+
+
+def _sums_of_step(facts: Facts) -> str:
+    """The line at which the optimizer itself adds up over ranks what it is given, as one that divides its states does:
+    what it makes of that, the parameters after the step tell. "" if it does not."""
+    return next((one.where for one in facts.sent("step") if one.reduction in ("sum", "mean") and one.size > 1), "")
 
 
 def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:

@@ -29,7 +29,10 @@ def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         return cannot_tell(f"ranks make different numbers of steps ({listed})", about=about)
-    copies, unknown = _copies([one.weights for one in seen])
+    used = {name for one in seen for name in one.weights if one.computes_with(name)}
+    held = [{name: piece for name, piece in one.weights.items() if name not in used or one.computes_with(name)}
+            for one in seen]  # fmt: skip
+    copies, unknown = _copies(held)  # not the layers of other stages, with which a rank computes nothing
     if not any(counts.values()) or not copies:
         has_steps = any(counts.values())
         return cannot_tell(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)

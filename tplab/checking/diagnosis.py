@@ -68,6 +68,11 @@ class Diagnosis:
         if any(row is not None for one in ours for _, row in one.random):
             self.notes.append("what the model draws in its forward pass was made the same for every sample")
         self.facts = Facts(ours, Reference(theirs, again, kinds), trails)
+        if idle := self.facts.idle:
+            held = ranks_text(sorted({rank for rank, _ in idle})), named([*{place.name: 0 for place in idle.values()}])
+            self.notes.append(
+                "{} have copies of {} and compute nothing with them: these are not compared".format(*held)
+            )
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
 

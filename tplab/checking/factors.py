@@ -82,7 +82,10 @@ class _Factors:
         facts, case = self.facts, self.case
         if (line := line_of_loss(facts)) and factor > 1:
             words = f"the mean in place of the sum at {line}"
-            yield Hypothesis(Repair("mean", words, line, by=factor), _OF_RANKS[True], line, thread("loss"))
+            cause = (
+                _OF_RANKS[True] if case.reductions else "the losses of ranks are added up, where their mean is meant"
+            )
+            yield Hypothesis(Repair("mean", words, line, by=factor), cause, line, thread("loss"))
         batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
         is_more = batches > theirs > 1 and _is(factor, batches / theirs)  # the reference's count in full, too
         of_batches = is_more or (batches > 1 and any(_is(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))

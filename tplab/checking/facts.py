@@ -30,7 +30,8 @@ class Facts:
     """What was seen of the ranks and of their reference.
 
     ours      of each rank
-    places    which part of the reference's parameters each rank holds
+    places    which part of the reference's parameters each rank holds; idle: likewise, of copies with which a rank
+              computes nothing while others do, as with the layers of other stages: nothing depends on these
     number    of the step that is compared
     copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
     suspects  names of gradients that are wrong, and may follow from others
@@ -40,7 +41,11 @@ class Facts:
     def __init__(self, ours: Sequence[Seen], reference: Reference, trails: Trails | None = None):
         self.ours, self.reference, self.trails = ours, reference, trails
         self.wants_trails = False
-        self.places = find_places(ours, reference.weights, reference.gradients(0))
+        known = find_places(ours, reference.weights, reference.gradients(0))
+        used = {place.name for (rank, name), place in known.items() if ours[rank].computes_with(name)}
+        self.idle = {at: place for at, place in known.items()
+                     if place.name in used and not ours[at[0]].computes_with(at[1])}  # fmt: skip
+        self.places = {at: place for at, place in known.items() if at not in self.idle}
         self.number = 0
         self.suspects = set[str]()
         self.copies: Sequence[tuple[int, ...]] = ()
@@ -74,10 +79,11 @@ class Facts:
     @property
     def unplaced(self) -> list[str]:
         """What ranks hold, and nobody knows of what it is a part."""
-        held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
-        return list(
-            dict.fromkeys(name for rank, name in held if (rank, name) not in self.places and not is_number(name))
+        held, known = (
+            [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights],
+            self.places | self.idle,
         )
+        return list(dict.fromkeys(name for rank, name in held if (rank, name) not in known and not is_number(name)))
 
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold different parts of a parameter."""

@@ -167,6 +167,10 @@ class Seen:
     def num_steps(self) -> int:
         return sum(step.has_stepped for step in self.steps)
 
+    def computes_with(self, name: str) -> bool:
+        """Whether a backward pass of the rank has reached this parameter in any step."""
+        return any(name in part for step in self.steps for part in step.parts)
+
 
 class Arrays:
     """Arrays of the same content are kept once: those of ranks that hold copies."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tplab.checking.facts import Facts
+from tplab.checking.gaps import gap
 from tplab.checking.recording import Sent
 
 _REDUCES = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all")
@@ -58,6 +61,25 @@ def line_of_loss(facts: Facts) -> str:
             if any(abs(losses[0] - wanted) <= 1e-4 * abs(wanted) for wanted in (total, total / len(values))):
                 return line
     return ""
+
+
+def adds_up(facts: Facts, name: str, way: Sequence[Sequence[int]], combine: str, slack: float) -> bool:
+    """Whether a gradient of the step is the reference's once it is combined ("sum", "mean") over these groups of ranks.
+
+    slack   how far each rank's part may be off
+    """
+    whole = facts.reference.gradients(facts.number)
+    held = {rank: (mine, place) for rank, mine, place in facts.holders(name)}
+    for rank, (_, place) in held.items():
+        group = next((group for group in way if rank in group), (rank,))
+        parts = [facts.mine[other].gradients.get(held[other][0]) for other in group if other in held]
+        there = [part.values.astype(np.float64) for part in parts if part is not None]
+        if not there or name not in whole or len({x.shape for x in there}) > 1:
+            return False
+        count = len(group) if combine == "mean" else 1
+        if gap(np.sum(there, axis=0) / count, place.take(whole[name])) > slack * len(group) / count:
+            return False
+    return True
 
 
 def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:

@@ -58,7 +58,7 @@ def settings(facts: Facts) -> Found:
             if key in theirs.settings[name]
         }
         stepped = {(rank, mine) for rank, step in enumerate(facts.mine) for mine in step.settings}
-        is_partial = not stepped <= facts.places.keys()
+        is_partial = not stepped <= facts.places.keys() | facts.idle.keys()
         of = " of the parameters whose place in the reference is known" if is_partial else ""
         repair = Repair("settings", f"the reference's {key}{of} in each step", values=wanted)
         yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
