@@ -239,7 +239,9 @@ class _Reading:
         self.found.groups[group] = _text(description), members
 
     def _begin(self, number: int, *fields: Any) -> None:
-        begun = Operation(*(check(value) for check, value in zip(_OF_OPERATION, fields, strict=True)))
+        if len(fields) != len(_OF_OPERATION):
+            raise ValueError(f"it has {len(fields)} fields after the number, and not {len(_OF_OPERATION)}")
+        begun = Operation(*(check(value) for check, value in zip(_OF_OPERATION, fields)))
         if begun.group not in self.found.groups:
             raise ValueError(f"there is no group {begun.group!r}")
         if begun.peer is not None and begun.peer != ANY:
