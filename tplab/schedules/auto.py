@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import islice, pairwise, product
+from math import lcm
 
 import numpy as np
 
@@ -300,6 +301,6 @@ def _scale(amounts: np.ndarray) -> int:
     """A factor that makes all amounts whole numbers or, if they are not simple fractions, one large enough for
     rounding to do little harm."""
     denominators = [Fraction(float(x)).limit_denominator(1000) for x in np.unique(amounts)]
-    common = int(np.lcm.reduce([fraction.denominator for fraction in denominators], dtype=np.int64))
+    common = lcm(*(fraction.denominator for fraction in denominators))
     exact = all(abs(float(f) - x) < 1e-12 for f, x in zip(denominators, np.unique(amounts)))
     return common if exact and common <= 10_000 else max(1, round(10_000 / max(float(amounts.max()), 1e-9)))
