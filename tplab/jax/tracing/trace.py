@@ -26,11 +26,10 @@ from tplab.jax.tracing.timing import Part, Timing
 from tplab.jax.tracing.walk import Walk
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
+from tplab.trace.event import VALUES_UP_TO
 from tplab.trace.label import UNKNOWN
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
-
-VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
 
 
 def trace_of(

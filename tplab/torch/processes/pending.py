@@ -266,7 +266,7 @@ class Together(ProcessPending):
         rank.take_way(self.next, self.hop)
         numels = [torch.Size(header.side.shape).numel() for header in self.headers]
         num_bytes = bytes_sent(call, side.shape, getattr(torch, side.dtype).itemsize, numels, index)
-        values = rank.values(result)
+        values = rank.values.of(result)
         said = self.said(num_bytes, self.hop, self._label(result), values)
         rank.journal.met.append(Met(self.begun, arrival, said))
 

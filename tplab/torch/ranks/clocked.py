@@ -60,7 +60,7 @@ class ClockedRank(Rank):
         self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
         self._provenance = Provenance(
-            rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed
+            rank, self.labels, self._meter, self._number_of, world.values.left, world.is_timed
         )
 
     def start_watching(self) -> None:
@@ -125,7 +125,7 @@ class ClockedRank(Rank):
         """What an event says about a computed tensor, if it holds received data."""
         if label is None or label.chunk < 0:
             return {}
-        return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values(x)}
+        return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values.of(x)}
 
     def _number_of(self, x: Tensor, piece: int) -> int:
         """The number of a new chunk of this rank. The program may have a name for it."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import Labels
-from tplab.torch.ranks.values import VALUES_UP_TO, values_of
+from tplab.torch.ranks.values import Values
 from tplab.trace.label import UNKNOWN, Label
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Provenance:
         self._meter, self._number_of, self._is_timed = meter, number_of, is_timed
         self._sent = Labels()  # sent again, it is the same chunk
         self._num_chunks = 0
-        self._num_values_left = keep
+        self.values = Values(keep)  # of tensors that were computed from received data
         self.has_lost_track = False
 
     def of(self, x: Tensor) -> Label:
@@ -115,13 +114,6 @@ class Provenance:
         self.has_lost_track = True
         if self._meter.on_cost is None:
             self._meter.close()
-
-    def values(self, x: Tensor) -> np.ndarray | None:
-        """The contents of a tensor that was computed from received data, if they are kept."""
-        if self._num_values_left <= 0 or x.numel() > VALUES_UP_TO:
-            return None
-        self._num_values_left -= 1
-        return values_of(x)
 
 
 # --- the name of a tensor in the program that sends it ----------------------------------------------------------------
