@@ -70,10 +70,11 @@ class Step:
     draws       samples that the script drew itself, by their line and the how-manieth time there
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
+    terms       other lines that multiply numbers that it is made of, and by what
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
     gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
     finals      as the optimizer gets them, where such a norm was taken
-    norms       that gradients are clipped by: value and line
+    norms       that gradients are clipped by: value, line, and the names of the parameters
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
     sent, masks, prints (text and line)
@@ -94,10 +95,11 @@ class Step:
     draws: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     losses: list[tuple[float, str]] = field(default_factory=list)
     made: list[tuple[str, float | None]] = field(default_factory=list)
+    terms: list[tuple[str, float]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
     gradients: dict[str, Piece] = field(default_factory=dict)
     finals: dict[str, Piece] = field(default_factory=dict)
-    norms: list[tuple[float, str]] = field(default_factory=list)
+    norms: list[tuple[float, str, tuple[str, ...]]] = field(default_factory=list)
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
     states: dict[tuple[str, str], Piece] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class Seen:
     weights     at the start, and so are `buffers`; late: names of those that an optimizer has got in a later step
     unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
+    used        parameters that an operation of the forward pass has taken as they are
     shared      the first name of a parameter that has several, by its other names
     seeds       that were set: value and line
     samplers    each shuffle of a sampler that gives ranks parts of one order: by which number, and the sampler's line
@@ -139,6 +142,7 @@ class Seen:
                 "FullyShardedDataParallel", "FSDPModule"
     strided     lines of collectives that were given a tensor that is not contiguous: their names, and whether that was
                 in a backward pass
+    cut         lines of collectives that were given what needs a gradient, and pass none back: their names
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -148,6 +152,7 @@ class Seen:
     late: set[str] = field(default_factory=set)
     unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     shared: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
@@ -161,6 +166,7 @@ class Seen:
     has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     strided: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    cut: dict[str, str] = field(default_factory=dict)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 
     @property
@@ -168,8 +174,8 @@ class Seen:
         return sum(step.has_stepped for step in self.steps)
 
     def computes_with(self, name: str) -> bool:
-        """Whether a backward pass of the rank has reached this parameter in any step."""
-        return any(name in part for step in self.steps for part in step.parts)
+        """Whether the rank has used this parameter in any step: an operation took it, or a backward pass reached it."""
+        return name in self.used or any(name in part for step in self.steps for part in step.parts)
 
 
 class Arrays:

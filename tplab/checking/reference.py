@@ -10,7 +10,7 @@ import numpy as np
 from tplab.checking.gaps import gap
 from tplab.checking.places import whole_of
 from tplab.checking.recording import Seen, Step
-from tplab.checking.verdict import EPSILON
+from tplab.checking.verdict import EPSILON, coarsest, slack_of_step
 
 FLOOR = {"float64": 2.0**-48, "float32": 2.0**-19, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^4
@@ -19,11 +19,6 @@ roundings of float32 and 2^2 of bfloat16. What else rounding may do is measured.
 TIMES = 8
 """How many times the difference counts as rounding that the reference itself shows in another run. There it adds up in
 another order, and weights and samples are off in their last digit."""
-
-
-def _coarsest(names: Collection[str]) -> str:
-    """The dtype of the largest rounding among them."""
-    return max(set(names) & set(EPSILON), key=list(EPSILON).index, default="float32")
 
 
 class Reference:
@@ -41,7 +36,7 @@ class Reference:
         self.weights = _whole([one.weights for one in seen])
         self.order = list(dict.fromkeys([*seen[0].order, *reversed(self.weights)]))
         own = {kind for one in seen for kind in one.kinds} | {x.dtype for one in seen for x in one.weights.values()}
-        own, every = (_coarsest(names) for names in (own, own | set(kinds)))
+        own, every = (coarsest(names) for names in (own, own | set(kinds)))
         self.dtype, self.is_finer = every, own != every
         self.floor = FLOOR.get(self.dtype, FLOOR["float32"])
         self._wholes: dict[tuple[str, int], dict] = {}
@@ -82,10 +77,10 @@ class Reference:
     def epsilon(self) -> float:
         return EPSILON.get(self.dtype, EPSILON["float32"])
 
-    def slack_of_norm(self, number: int) -> float:
-        """How far a norm of all gradients may be off."""
+    def slack_of_norm(self, number: int, turn: int = -1) -> float:
+        """How far a norm of gradients may be off."""
         norms, again = (
-            [step.norms[-1][0] for step in steps if step.norms]
+            [step.norms[turn][0] for step in steps if step.norms]
             for steps in (self.steps(number), self._steps_again(number))
         )
         return max(8 * self.floor * abs(norms[0]), TIMES * gap(again[:1] or norms[:1], norms[:1])) if norms else 0.0
@@ -115,27 +110,20 @@ class Reference:
         return max(shares, default=0.0)
 
     def slack_of_parameter(self, name: str, number: int) -> np.ndarray:
-        """How far each element may be off after a step.
-
-        Adam divides a gradient by its own size. So rounding is a large part of the step of an element whose gradient is
-        small, and all of it if the gradient is nothing but rounding error.
-        """
+        """How far each element may be off after a step: see `slack_of_step`."""
         key, after = f"{number} {name}", self.parameters(number)[name]
         if key in self._doubt:
             return self._doubt[key]
-        before = {**self.weights, **self.parameters(number - 1)}[name]
+        before, gradient = {**self.weights, **self.parameters(number - 1)}[name], self.gradients(number).get(name)
         step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
-        gradient = self.gradients(number).get(name)
-        share = np.zeros(after.shape)
-        if gradient is not None:
-            tiny = np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
-            share = np.minimum(1.0, self.slack_of_gradient(name, number) / tiny)
+        slack = 0.0 if gradient is None else self.slack_of_gradient(name, number)
+        of_gradient = slack_of_step(before, after.astype(np.float64), gradient, slack)
         is_new = not number or name not in self.parameters(number - 1)
         earlier = np.zeros(after.shape) if is_new else self.slack_of_parameter(name, number - 1)
         moved = self.moved("parameters", name, number)
         size = float(np.abs(after).max(initial=0))
         base = max(2 * self.epsilon * size, self.floor * step, TIMES * moved)
-        found = self._doubt[key] = earlier + 2 * step * share + base
+        found = self._doubt[key] = earlier + of_gradient + base
         return found
 
     def _steps_again(self, number: int) -> list[Step]:
