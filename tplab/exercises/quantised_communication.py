@@ -10,7 +10,7 @@ import numpy as np
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.network_levels import few_rows
-from tplab.exercises.verdict import refuse
+from tplab.exercises.verdict import differs, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -28,7 +28,7 @@ def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
         codes[rank, row] = rng.integers(-6, 7, 24)
         codes[rank, row, 0] = 7
     steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # that float16 cannot hold
-    return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24)}
+    return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24).astype(np.float32)}
 
 
 def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
 def _sum_for_each(tensors: Tensors) -> Tensors:
     x = tensors["x"]
     num_ranks = round(len(x) ** 0.5)
-    return {"the sum": _by_rank(x, num_ranks).sum(0)}
+    return {"total": _by_rank(x, num_ranks).sum(0)}
 
 
 def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) -> np.ndarray:
@@ -62,42 +62,45 @@ def _in_half(seen: Seen) -> np.ndarray:
     return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
 
 
+A_MEAN = Mistake("total", "This is the mean over the ranks, and not the sum.", lambda seen: seen.want / seen.mesh.size)
 ADD_UP = Exercise(
     name="add_up",
     tensors=_of_different_scales,
     specs={"x": P("dp")},
     plain=_sum_for_each,
-    results={"the sum": P("dp")},
+    results={"total": P("dp")},
     meshes=(Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=1)),
     mistakes=(
         Mistake(
-            "the sum",
+            "total",
             "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
             "of 7 is 7 times the scale of the rank that sent it.\nTurn codes into numbers before you add them up.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
         ),
         Mistake(
-            "the sum",
+            "total",
             "These are sums of codes, times the mean of all scales. Each rank's codes need the scale of that rank.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.mean()),
         ),
         Mistake(
-            "the sum",
+            "total",
             "These are sums of codes, times the largest scale. Each rank's codes need the scale of that rank.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.max()),
         ),
         Mistake(
-            "the sum",
+            "total",
             "These are sums of codes. A code times the scale of its rank is a number.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: 1.0),
         ),
         Mistake(
-            "the sum",
-            "These are codes of one common scale, the largest of all ranks. Such codes can be added. But the numbers\n"
-            "of a rank with a smaller scale are rounded to steps that are too coarse. Keep each rank's own.",
+            "total",
+            "These are sums of codes that have one common scale, the largest. Such codes can be added, so this is "
+            "close. But the numbers\nof a rank with a smaller scale are rounded to steps that are too coarse for them. "
+            "Keep each rank's own scale.",
             _common_scale,
         ),
-        Mistake("the sum", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
+        A_MEAN,
+        Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
     ),
     not_with=("quantized_reduce_scatter",),
     tolerance=1e-6,  # a scale may be float32
@@ -110,30 +113,31 @@ Rounding toward zero makes it nearly twice as large, and one common scale more."
 def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` adds up what ranks send as codes, and sends no unquantised number.
 
-    x [R, n], row i for the rank at index i of "dp"   ->   [1, n], the sum of the rows for this rank
-    The numbers are integer multiples of each rank's own step: 4 bits hold them without an error.
+    x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
+    x is float32, and 8 divides n. The numbers are integer multiples of each rank's own step: 4 bits hold them without
+    an error.
     """
     verdict = grade(fn, ADD_UP, framework, _few_bytes)
     if "entries are off" not in verdict.text:
         return verdict
     answer = Answer(fn, ADD_UP, framework, [], verdict)
     try:  # other codes, of 8 bits or with a scale for each block, may be right too
-        if _noise(answer) > NOISE or _sent_to_add_up(answer) > ENOUGH:
+        if not _noise(answer) <= NOISE or _sent_to_add_up(answer) > ENOUGH:
             return verdict
         few, many = (_noise(answer, num_ranks, 1.0) for num_ranks in (2, 8))
+        most = _worst(answer)
     except Exception:
         return verdict
-    if many > GROWTH * few:
+    if not many <= GROWTH * few:
         return Verdict(False, f"add_up: the more ranks, the larger its error.\n{AGAIN}")
-    if (off := _largest_error(answer)) > HALF_A_STEP:
-        return Verdict(
-            False, f"add_up: a number is off by {off:.0%} of the largest one, and half of a seventh would do.\n{CUT}"
-        )
-    return Verdict(True, f"add_up is right: {CLOSE}.")
+    if differs(most, 0, 1):
+        return Verdict(False, f"add_up: one number is off by {most:.1f} times half of the scale.\n{CUT_OFF}")
+    sent = f"On {ADD_UP.meshes[2]} a rank sends {_sent_to_add_up(answer)} bytes of codes and scales."
+    return Verdict(True, f"add_up is right: {CLOSE}.\n{sent}")
 
 
 def _few_bytes(answer: Answer) -> Verdict:
-    if (noise := _noise(answer)) > NOISE:
+    if not (noise := _noise(answer)) <= NOISE:
         refuse(
             f": for numbers between two codes, its error is {noise:.1f} times as large as it must be.\nWhich code is "
             "the nearest? To turn 2.9 into int8 gives 2."
@@ -141,9 +145,12 @@ def _few_bytes(answer: Answer) -> Verdict:
     sent, mesh = _sent_to_add_up(answer), ADD_UP.meshes[2]
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
     if sent > ENOUGH:
+        events = answer.run(mesh).trace.select(rank=0, op="all_gather").events
+        to_all = any(event.bytes > ENOUGH for event in events)
+        why = "Each rank gets rows that are for others. `all_to_all` sends a row only to the rank that it is for."
         but(
-            f"on {mesh} a rank sends {sent} bytes, and {ENOUGH} are more than enough.\nSend to each rank the codes of "
-            "its own row, which take a byte each here, along with the scales."
+            f"on {mesh} a rank sends {sent} bytes. Codes of a byte each, and scales, take {ENOUGH} at most.\n"
+            f"{why if to_all else 'Send the codes along with the scales.'}"
         )
     return answer.says(
         f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
@@ -152,12 +159,13 @@ def _few_bytes(answer: Answer) -> Verdict:
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
 AGAIN = (
-    "Are sums rounded again on their way, or are codes coarser with more ranks?\nSend each number as one code, "
-    "straight to the rank that adds it up."
+    "Are sums rounded again on their way, or do ranks share a scale? Send each number as one code of its own rank's "
+    "scale, straight to the rank that adds it up."
 )
-CUT = "Is the largest number cut off? Its code must be one that the bits can hold, such as 7 for 4 bits."
-HALF_A_STEP = 1.05 / 14
-"""The largest error of 4 bits, relative to the largest number; a little more, for numbers of the other rank."""
+CUT_OFF = (
+    "A rounded number is off by half of the scale at most. Is the largest one cut off? With 4 bits, codes end at 7, so "
+    "the scale is a seventh of it."
+)
 GROWTH = 1.6
 """How much larger the error may be on eight ranks than on two, relative to that of numbers which are rounded once. If a
 rank does not round its own numbers, this is 1.3; around a ring, where every hop rounds the sum so far, it is 2."""
@@ -167,6 +175,15 @@ ENOUGH = 3 * (24 + 4 * 4)
 
 def _sent_to_add_up(answer: Answer) -> int:
     return answer.run(ADD_UP.meshes[2]).trace.bytes_sent(rank=0)
+
+
+def _worst(answer: Answer) -> float:
+    """The largest error, relative to half of the scale of 4 bits, of numbers from one rank; the other's are tiny."""
+    x = np.random.default_rng(1).normal(size=(2, 2, 768)).astype(np.float32)
+    x[1] *= 2.0**-12
+    x[0, 1, 5] = 2 * np.abs(x).max()
+    found = answer.run(Mesh(dp=2), {"x": x.reshape(4, -1)}).per_rank[1]
+    return float(np.abs(np.asarray(found) - x.sum(0)[1]).max() / (np.abs(x).max((1, 2)) / 14).sum())
 
 
 def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
@@ -182,15 +199,6 @@ def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
     found = answer.run(Mesh(dp=num_ranks), {"x": x.reshape(num_ranks * num_ranks, -1)}).per_rank
     off = np.concatenate([np.asarray(one) for one in found]) - x.sum(0)
     return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
-
-
-def _largest_error(answer: Answer) -> float:
-    """The largest error on two ranks, relative to the largest number, for numbers of one rank: the other's are tiny."""
-    x = np.random.default_rng(1).uniform(-1, 1, size=(2, 2, 768)).astype(np.float32)
-    x[0, 1, :2] = 1, -1
-    x[1] *= 1e-4
-    found = answer.run(Mesh(dp=2), {"x": x.reshape(4, -1)}).per_rank
-    return float(np.abs(np.concatenate([np.asarray(one) for one in found]) - x.sum(0)).max())
 
 
 # --- reduce in two levels ------------------------------------------------------------------------------------------
@@ -212,22 +220,23 @@ REDUCE_TWICE = Exercise(
     tensors=lambda rng, mesh: {"x": rng.integers(-9, 10, (mesh.size**2, 3)).astype(float)},
     specs={"x": P(("node", "gpu"))},
     plain=_sum_for_each,
-    results={"the sum": P(("node", "gpu"))},
+    results={"total": P(("node", "gpu"))},
     not_with=("quantized_reduce_scatter",),
     is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=4), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
     mistakes=(
         Mistake(
-            "the sum",
+            "total",
             "Every sum is right, but it is another rank's. Inside the node, the first rows go to gpu 0; and the first "
             "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.",
             _piece_of(lambda node, gpu, nodes, gpus: gpu * nodes + node),
         ),
         Mistake(
-            "the sum",
+            "total",
             "This is a row of this rank's own x: nothing is added to it.",
             lambda seen: seen.own["x"][seen.rank][None],
         ),
+        A_MEAN,
     ),
 )
 
@@ -235,11 +244,15 @@ REDUCE_TWICE = Exercise(
 def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
     """Whether `fn` reduces in two levels, and sends only a node's sums to other nodes.
 
-    x [R, n], row r for rank r   ->   [1, n], the sum of all ranks' rows for this rank
+    x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this rank
     """
     return grade(fn, REDUCE_TWICE, framework, _only_sums_cross)
 
 
 def _only_sums_cross(answer: Answer) -> Verdict:
-    few_rows(answer, "Each GPU needs the node's sums for its own index only, one row for each node.")
+    few_rows(
+        answer,
+        "Each GPU needs the node's sums for its own index only, one row for each node.",
+        late="Inside the node is the right place to begin. Which of its sums does another node need?",
+    )
     return answer.says("Only sums of a node cross to other nodes.")
