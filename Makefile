@@ -46,13 +46,13 @@ lint: .venv/test ## ruff and pyright
 	$(BIN)/pyright
 
 unit: .venv/test ## unit and property tests
-	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist worksteal --durations 40
 
 labs-test: .venv/test ## re-run every lab and compare every output with the committed one
 	$(BIN)/python -m pytest labs --nbval --nbval-cell-timeout 120 --numprocesses auto --dist loadfile
 
 browser: .venv/test ## the widgets in a real JupyterLab in a real browser
-	$(BIN)/python -m pytest tests/browser --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest tests/browser --numprocesses auto --dist loadfile --durations 10
 
 test-oldest: .venv-oldest/test ## unit tests and labs on the oldest versions supported, which are Colab's
 	$(call tests_of_versions,$(OLDEST))

@@ -195,6 +195,38 @@ for step in range(2):
     (loss * (total / loss.detach())).backward()
     optimizer.step()
 """
+GATHERED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if world == 1:
+            return self.b(h)
+        out = torch.empty({rows}, 8)
+        dist.{gather}  # here
+        return self.b(out)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    targets = {targets} if world > 1 else y[step] % 3
+    F.cross_entropy(model(x[step].chunk(world)[rank]), targets, reduction="sum").{scaled}.backward()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    average()
+    optimizer.step()
+"""
+TO_ALL = GATHERED.format(rows=16, gather="all_gather(list(out.split(8)), h)", targets="y[step] % 3", scaled="div(16)")
+TO_EACH = GATHERED.format(
+    rows="2 * (3, 5)[rank]",
+    gather="all_to_all_single(out, h, 2 * [(3, 5)[rank]], [3, 5])",
+    targets="torch.cat([half.split([3, 5])[rank] for half in (y[step] % 3).chunk(2)])",
+    scaled="mul(world / 16)",
+)
 FLAT = """
 whole = dict(model.named_parameters())
 flat = {name: p.detach().flatten().chunk(world)[rank].clone() if world > 1 else p.detach().clone()
@@ -250,6 +282,8 @@ CASES = {
     "losses of copies, which are added up": Case(
         LOSSES, "loss", "the losses of ranks are added up, where their mean is"
     ),
+    "what every rank gathers": Case(TO_ALL, "gradient", "all_gather at train.py:30 passes no gradient back"),
+    "what ranks exchange": Case(TO_EACH, "gradient", "all_to_all_single at train.py:30 passes no"),
     "flat shards, of which the rule for weight decay knows no dims": Case(
         FLAT, "optimizer", "the weight decay is not what it is on one rank"
     ),

@@ -412,6 +412,44 @@ def test_gradients_leave_during_the_backward_pass_too():
         close(got[name], want[f"gradient of {name}"], name)
 
 
+@pytest.mark.parametrize("stage", ["shard_optimizer", "shard_gradients", "is_reduced"])
+def test_zero_in_jax_shares_experts_among_the_ranks_that_hold_copies(stage):
+    """Along dp=2; the rest is shared by all 4 ranks. A step of gradient descent takes the gradient off."""
+    import jax
+    import optax
+
+    fw = FRAMEWORKS["jax"]()
+    lab, case = fw.lab, Case(Mesh(ep=2, dp=2), "per_rank", DEEP)
+    specs, state = specs_of(case), state_of(case)
+    x, c = numbers(TOKENS, WIDTH), numbers(TOKENS, WIDTH, seed=4)
+    widths = {}
+
+    def program(state, x, c):
+        layer, how = case.layer(lab), {"is_reduced": True} if stage == "is_reduced" else {}
+        make = lab.shard_gradients if stage == "shard_gradients" else lab.shard_optimizer
+        optimizer = make(optax.sgd(1.0, momentum=0.5), case.names, specs=specs, **how)
+        states = optimizer.init(state)
+        widths.update({name: trace.shape for name, trace in states["states"][0].trace.items()})
+
+        def loss(state):
+            y, routed = layer(nested(state), x)
+            own = _loss(lab, y, routed, c, case)
+            return lab.all_reduce(own, case.names, "mean") if how else own
+
+        grads = (jax.grad(loss)(state),) if how else optimizer.value_and_grad(loss)(state)[1:]
+        updates, _ = optimizer.update(grads[0], states, state)
+        return updates
+
+    rows = P(case.names)
+    with double(fw):
+        args = {name: fw.array(value) for name, value in state.items()}, fw.array(x), fw.array(c)
+        got = lab.run(program, case.mesh, *args, in_specs=(specs, rows, rows), out_specs=specs).value
+        want = reference(state, x, c, case)
+        for name in specs:
+            close(-fw.numpy(got[name]), want[f"gradient of {name}"], name)
+            assert widths[name] == (state[name].size // 4,)  # of experts, two halves of a half
+
+
 def test_the_bias_moves_choices_and_no_weights(fw):
     """Each expert's load comes nearer to the mean, and scores stay what they were."""
     rule = Routing(8, 2, score="sigmoid")

@@ -6,6 +6,7 @@ import base64
 import io
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -398,3 +399,29 @@ def test_sizes_that_no_control_can_make_are_refused(text: str, says: str):
     lab = layout_lab("llama3-8b", **SMALL)
     with pytest.raises(traitlets.TraitError, match=says):
         lab.settings = {**lab.settings, "model": text}
+
+
+def test_what_is_asked_during_a_search_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    """JupyterLab sends a widget's first message to one thread of the kernel, and the later ones to another."""
+    lab = layout_lab("llama3-8b", **SMALL)
+    searching, go_on, sent = threading.Event(), threading.Event(), []
+    ask = lab._bench.ask
+
+    def slow(settings: dict[str, Any]) -> None:
+        searching.set()
+        assert go_on.wait(60)
+        ask(settings)
+
+    monkeypatch.setattr(lab._bench, "ask", slow)
+    monkeypatch.setattr(lab, "send", lambda answer: sent.append((answer, lab.settings["batch"])))
+    threads = [threading.Thread(target=lambda: lab.set_trait("settings", {**lab.settings, "batch": 32}))]
+    threads[0].start()
+    assert searching.wait(60)
+    threads.append(threading.Thread(target=lambda: lab._handle_custom_msg({"settings": True}, [])))
+    threads[1].start()
+    threads[1].join(0.2)
+    assert sent == []
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert sent == [({"answered": True}, 32)]

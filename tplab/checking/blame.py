@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from tplab.checking.case import Case
 from tplab.checking.facts import Facts, Found
+from tplab.checking.forward import of_forward
 from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.hypotheses import hypotheses
-from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, named
 from tplab.checking.sends import adds_up, mixing, partitions
 from tplab.units import plain
@@ -52,8 +52,8 @@ def _finding(case: Case) -> Finding:
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
         return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=hypotheses(case))
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
-    factor = factor or 1.0
-    is_loss = is_scaled and case.is_all and times is not None and abs(times / factor - 1) < 5e-3
+    factor = 1.0 if factor is None else factor
+    is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want
@@ -63,7 +63,7 @@ def _finding(case: Case) -> Finding:
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault(
             "loss", "", words, factor, where, "", values=values, lines=lines,
-            hypotheses=[*([] if is_loss else _forward(facts, where)), *hypotheses(case)],
+            hypotheses=[*([] if is_loss else of_forward(facts, where)), *hypotheses(case)],
         )  # fmt: skip
     if is_scaled:
         words = facts.sizes.words(factor)
@@ -80,19 +80,6 @@ def _finding(case: Case) -> Finding:
         "gradient", case.names[0], words, first.factor, where, "", values=values, ranks=ranks,
         others=case.names[1:], lines=case.lines, hypotheses=hypotheses(case),
     )  # fmt: skip
-
-
-def _forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
-    """What may be wrong at the line where the forward pass goes wrong."""
-    for sent in facts.sent("forward"):
-        if sent.where == line and sent.reduction in ("sum", "mean") and sent.size > 1:
-            other = "mean" if sent.reduction == "sum" else "sum"
-            cause = f"the {sent.reduction} over ranks is taken here, where the {other} is meant"
-            repair = Repair(other, f"the {other} in place of the {sent.reduction} at {line}", line)
-            yield Hypothesis(repair, cause, line)
-            break
-    yield from facts.in_order(forward=True)
-    yield from facts.in_its_place(line)
 
 
 def _number(factor: float) -> str:

@@ -19,6 +19,7 @@ THREADS: Mapping[str, str] = {
     "copies in norm": "NVIDIA-NeMo/RL/pull/3788",
     "microbatches": "NVIDIA-NeMo/Automodel/pull/3530",
     "labels": "NVIDIA-NeMo/Automodel/pull/3544",
+    "cut off": "huggingface/transformers/issues/48687",
     "strided": "pytorch/pytorch/issues/192920",
     "log": "KellerJordan/modded-nanogpt/issues/2",
 }

@@ -102,7 +102,7 @@ def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | Non
     steps = [one.steps[number] for one in seen]
     lines = steps[0].lines
     norms = {rank: step.norms[-1] for rank, step in enumerate(steps) if step.norms}
-    values = [value for value, _ in norms.values()]
+    values = [value for value, _, _ in norms.values()]
     apart = _apart([step.parameters for step in steps], copies)
     gradients = _apart([step.gradients for step in steps], copies)
     what: What = "parameters"

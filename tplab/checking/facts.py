@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tplab.checking.causes import Sizes, thread
+from tplab.checking.causes import Sizes
 from tplab.checking.gaps import gaps
 from tplab.checking.places import Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step
 from tplab.checking.reference import Reference
-from tplab.checking.repairs import Hypothesis, Repair
+from tplab.checking.repairs import Hypothesis
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
-from tplab.units import plain
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: what it has compared, and faults."""
@@ -101,51 +99,8 @@ class Facts:
     def line_of_value(self) -> str:
         """The line of the first operation of the forward pass whose result is wrong; "" if that is not known."""
         self.wants_trails = True
-        return self.trails.line_of_value() if self.trails else ""
-
-    def in_its_place(self, line: str) -> list[Hypothesis]:
-        """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
-        there."""
-        found = []
-        for words, values in self.trails.wanted_at(line) if self.trails and line else ():
-            repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
-                            times=self.number)  # fmt: skip
-            wrong = f"{words}{self._too_much(values)}"
-            cause = f"in the forward pass, the inputs of this line are right and its result is wrong: {wrong}"
-            found.append(Hypothesis(repair, cause, line))
-        return found
-
-    def in_order(self, *, forward: bool) -> list[Hypothesis]:
-        """Collectives that were given tensors that are not contiguous, in the reference too. forward: of that alone"""
-        found = []
-        strided = {(at, *about) for seen in self.ours for at, about in seen.strided.items()}
-        for line, op in sorted((at, op) for at, op, is_backward in strided if not forward or not is_backward):
-            words = f"{op} at {line} takes the elements of what it is given in the program's order"
-            cause = (
-                f"{op} at {line} is given a tensor that is not contiguous, and gloo takes its elements as they are in "
-                "memory, in another order than the program's (nccl refuses it): pass x.contiguous(). In a backward "
-                "pass it is a gradient that is not contiguous"
-            )
-            theirs = Repair("order", words, line, of_reference=True)
-            also = (theirs,) if any(line in seen.strided for seen in self.reference.seen) else ()
-            found.append(Hypothesis(Repair("order", words, line), cause, thread=thread("strided"), also=also))
-        return found
-
-    def _too_much(self, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
-        """Of which parameter a value has something too much."""
-        key, rank = next(iter(values)), self.num_ranks - 1
-        got = self.trails.value(rank, key) if self.trails else None
-        if got is None:
-            return ""
-        more = got.astype(np.float64) - values[key][rank]
-        for name, x in self.reference.parameters(self.number - 1).items():
-            if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
-                continue
-            times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
-            if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
-                many = "" if abs(times - 1) < 1e-3 else f"{plain(times)} times "
-                return f"; it is the right value plus {many}{name}"
-        return ""
+        op = self.trails.first_wrong() if self.trails else None
+        return op.line if op is not None else ""
 
     def line_of_gradient(self, name: str) -> str:
         """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""

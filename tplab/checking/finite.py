@@ -53,7 +53,7 @@ def _numbers(seen: Seen, number: int) -> Iterator[_Number]:
         yield "loss", "", np.array(value), line
     for name, piece in step.gradients.items():
         yield "gradient", name, piece.values, backward
-    for value, line in step.norms:
+    for value, line, _ in step.norms:
         yield "norm", "", np.array(value), line
     for (name, key), piece in step.states.items():
         yield "optimizer", f"{key} of {name}", piece.values, end

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.checking.gaps import farthest, gap
+from tplab.checking.observed import Way, first_fit
 from tplab.checking.places import Index, Place
 from tplab.checking.recording import some_of
 from tplab.checking.shares import Part, find_shares
@@ -80,42 +81,29 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
     got, there_should = farthest(g, w)
     size = float(np.abs(want).max(initial=0)) or 1.0
     error = max(gap(g, w) for _, g, w in bad) / size
-    facts: dict[str, Any] = {
-        "error": error,
-        "got": got,
-        "want": there_should,
-        "size": want.size,
-    }
-    scales = [_scale(g, w, slack) for _, g, w in there]
-    known = [s for s in scales if s is not None]
-    is_one = bool(known) and max(abs(s - 1) for s in known) < 1e-3
-    if (
-        len(known) == len(scales)
-        and known
-        and not is_one
-        and np.ptp(known) <= 4 * slack / size + 1e-3 * max(map(abs, known))
-    ):
-        return Wrong(name, "scaled", factor=float(np.mean(known)), **facts)
+    facts: dict[str, Any] = {"error": error, "got": got, "want": there_should, "size": want.size}
+    if not any(g.any() for _, g, _ in there):
+        return Wrong(name, "scaled", factor=0.0, **facts)
+    groups: dict[Index, list[int]] = {}
+    for h, _, _ in there:
+        groups.setdefault(h.place.index, []).append(h.rank)
+    may_be_parts = all(len(group) > 1 for group in groups.values()) and there[0][2].size > SMALL
+    way = Way({h.rank: w for h, _, w in there}, [((), list(groups.values()))] * may_be_parts)
+    found = first_fit({h.rank: g for h, g, _ in there}, [way], 2 * slack, apart=True)
+    kind = "" if found is None else found.kind
+    if found is not None and kind == "scaled":
+        return Wrong(name, "scaled", factor=found.factor, **facts)
     if shares := _by_parts(there, holder.rank, holder.place.index, slack / size):
         return Wrong(name, shares.kind, shares.words, shares.factor, shares.ranks, **facts)
-    if len(known) == len(scales) and known and not is_one and want.size > SMALL:
-        words = ", ".join(f"{s:.4g}" for s in known)
-        return Wrong(name, "by rank", f"{words} times the reference's, rank by rank", scales=tuple(known), **facts)
-    if _is_own(there, slack):
+    if found is not None and kind == "multiples" and want.size > SMALL:
+        words = ", ".join(f"{x:.4g}" for x in found.factors)
+        return Wrong(name, "by rank", f"{words} times the reference's, rank by rank", scales=found.factors, **facts)
+    if kind == "parts":
         return Wrong(name, "own", "of the rank's own part alone", **facts)
     wrong = _ranks([h for h, _, _ in bad])
     ranks = wrong if len(wrong) < len(holders) else ()
     words = f"off by {facts['error']:.2g} of its largest element, and rounding by less than {slack / size:.2g}"
     return Wrong(name, "other", words, ranks=ranks, **facts)
-
-
-def _scale(g: np.ndarray, w: np.ndarray, slack: float) -> float | None:
-    """The factor between a gradient and the reference's; None if there is none."""
-    square = float((w * w).sum())
-    if square == 0:
-        return None if np.abs(g).max(initial=0) > slack else 1.0
-    factor = float((g * w).sum()) / square
-    return factor if gap(g, factor * w) <= 2 * slack * max(1.0, abs(factor)) else None
 
 
 def _by_parts(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], rank: int, index: Index, tolerance: float):
@@ -136,19 +124,6 @@ def _by_parts(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], rank: int,
     if len(pair[0]) <= max(MOST_SMALL // 2, 2 * len(parts)):
         return None
     return find_shares(parts, *pair, rank, tolerance)
-
-
-def _is_own(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], slack: float) -> bool:
-    """Whether ranks that hold the same have different gradients, whose sum is a multiple of the reference's."""
-    groups: dict[Index, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for holder, g, w in there:
-        groups.setdefault(holder.place.index, []).append((g, w))
-    for group in groups.values():
-        total = np.sum([g for g, _ in group], axis=0)
-        is_alike = all(gap(g, group[0][0]) <= slack for g, _ in group)
-        if is_alike or total.size <= SMALL or _scale(total, group[0][1], len(group) * slack) is None:
-            return False
-    return True
 
 
 def _ranks(holders: Sequence[Holder]) -> tuple[int, ...]:

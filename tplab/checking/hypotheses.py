@@ -14,6 +14,7 @@ import numpy as np
 from tplab.checking.case import Case
 from tplab.checking.causes import thread
 from tplab.checking.factors import of_a_factor
+from tplab.checking.forward import in_order
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -35,7 +36,8 @@ class _Hypotheses:
         self.kind = case.first.kind
 
     def all(self) -> Iterator[Hypothesis]:
-        yield from self.facts.in_order(forward=False)
+        yield from in_order(self.facts, forward=False)
+        yield from self._cut_off()
         yield from self._batch_norm()
         yield from self._clipped()
         yield from self._mixed()
@@ -45,6 +47,7 @@ class _Hypotheses:
             yield from self._dropped()
         if self.kind == "again":
             yield from self._again()
+        yield from self._terms()
         yield from self._unsynced()
         yield from self._unwaited()
         yield from self._tied()
@@ -209,6 +212,21 @@ class _Hypotheses:
             also = [Repair("keep", words, line, of_reference=True)] if len(self.facts.theirs[0].losses) > 1 else []
             yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"), tuple(also))
 
+    def _terms(self) -> Iterator[Hypothesis]:
+        """A term of the loss is not divided by the number of microbatches, which is another one in the reference."""
+        facts = self.facts
+        ours, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
+        terms = next((step.terms for step in facts.mine if step.terms), [])
+        for line, by in dict.fromkeys(terms) if self.kind == "other" and ours != theirs else ():
+            words = f"the multiplication by {plain(by)} at {line} is divided by the number of microbatches"
+            cause = (
+                f"this term of the loss counts in full in each of {ours} microbatches ({theirs} in the reference): "
+                "divide it by their number"
+            )
+            of_ours, of_theirs = (Repair("factor", words, line, was=by, by=by / count, of_reference=count == theirs)
+                                  for count in (ours, theirs))  # fmt: skip
+            yield Hypothesis(of_ours, cause, line, thread("microbatches"), (of_theirs,))
+
     def _again(self) -> Iterator[Hypothesis]:
         cause = (
             "what was added up over ranks after one microbatch is added up again after the next: reduce once, after "
@@ -295,6 +313,19 @@ class _Hypotheses:
             words = f"gradients are synchronised after each microbatch, whatever {line} says"
             yield Hypothesis(Repair("sync", words, line), cause, self.case.not_synchronised or line,
                              thread("microbatches"))  # fmt: skip
+
+    def _cut_off(self) -> Iterator[Hypothesis]:
+        """Collectives of torch.distributed that pass no gradient back to what they are given."""
+        facts = self.facts
+        for line, op in {at: op for seen in facts.ours for at, op in seen.cut.items()}.items():
+            words = f"{op} at {line} passes back the sum of all ranks' gradients of what it is given"
+            cause = (
+                f"{op} at {line} passes no gradient back, so what is computed from its result on any rank is lost to "
+                "the gradient of what it is given: use the one of torch.distributed.nn.functional, or write its "
+                "backward pass"
+            )
+            also = [Repair("through", words, line, of_reference=True)] if line in facts.reference.seen[0].cut else []
+            yield Hypothesis(Repair("through", words, line), cause, line, thread("cut off"), tuple(also))
 
     def _unwaited(self) -> Iterator[Hypothesis]:
         """A collective that the script starts, and whose result it uses before it is there."""

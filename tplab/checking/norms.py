@@ -5,7 +5,9 @@ A script that clips by hand shows no norm, but by how much it has scaled its gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,25 +17,36 @@ from tplab.checking.gaps import gap
 from tplab.checking.recording import Piece
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
-from tplab.units import plain
+from tplab.checking.same_model import named
+from tplab.units import plain, ranks_text
 
 _CLIPS = 1 - 1e-3
 """Gradients that are scaled by less than this are clipped."""
 
 
 def norm(facts: Facts) -> Found:
-    wanted = [value for step in facts.theirs[:1] for value, _ in step.norms]
-    has = {rank: step.norms[-1] for rank, step in enumerate(facts.mine) if step.norms}
-    if wanted and has:
-        want = wanted[-1]
-        slack = facts.reference.slack_of_norm(facts.number)
-        wrong = {rank: at for rank, at in has.items() if gap(at[0], want) > slack}
+    wanted, has = facts.theirs[0].norms, {rank: step.norms for rank, step in enumerate(facts.mine) if step.norms}
+    if not all(len(norms) == len(wanted) for norms in has.values()):
+        wanted, has = wanted[-1:], {rank: norms[-1:] for rank, norms in has.items()}
+    for turn, (want, _, names) in enumerate(wanted if has else ()):
+        slack = facts.reference.slack_of_norm(facts.number, turn - len(wanted))
+        wrong = {rank: norms[turn] for rank, norms in has.items() if gap(norms[turn][0], want) > slack}
         if wrong:
             line = next(iter(wrong.values()))[1]
-            yield from _wrong(facts, {rank: value for rank, (value, _) in wrong.items()}, want, line, list(has))
+            got = {rank: value for rank, (value, _, _) in wrong.items()}
+            yield from _wrong(facts, got, want, line, list(has), _covered(facts, want, names))
             return
-        yield facts.row("norm", True, f"{want:.6g} on every rank, as in the reference")
+    if wanted and has:
+        values = ", ".join(f"{value:.6g}" for value, _, _ in wanted)
+        yield facts.row("norm", True, f"{values} on every rank, as in the reference")
     yield from _scaled(facts)
+
+
+def _covered(facts: Facts, want: float, names: Sequence[str]) -> Sequence[str]:
+    """Of which parameters the reference takes a norm: those that are clipped by it, or all."""
+    whole = facts.reference.gradients(facts.number)
+    square = sum(float((whole[name].astype(np.float64) ** 2).sum()) for name in names if name in whole)
+    return names if abs(square**0.5 - want) <= 1e-3 * want else list(whole)
 
 
 def _scaled(facts: Facts) -> Found:
@@ -50,7 +63,7 @@ def _scaled(facts: Facts) -> Found:
     line = facts.line_of_norm() or facts.line("clip") or facts.line("scale") or facts.line("step")
     want = norm_of(facts.theirs[0].gradients) if len(facts.theirs) == 1 else 0.0
     if should < _CLIPS and want and (norms := _norms(facts, wrong, should * want)):
-        yield from _wrong(facts, norms, want, line, list(scales))
+        yield from _wrong(facts, norms, want, line, list(scales), list(facts.theirs[0].gradients))
         return
     listed = ", ".join(dict.fromkeys(plain(x) for x in wrong.values()))
     words = f"gradients are then scaled by {listed}, and by {plain(should)} in the reference"
@@ -73,26 +86,12 @@ def _norms(facts: Facts, scales: Mapping[int, float], limit: float) -> dict[int,
     return found if len(found) == len(scales) else {}
 
 
-def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, having: Sequence[int]) -> Found:
-    """These ranks' norms are not the reference's."""
+def _wrong(
+    facts: Facts, wrong: Mapping[int, float], want: float, line: str, having: Sequence[int], names: Sequence[str]
+) -> Found:
+    """These ranks' norms are not the reference's. names: of the parameters whose gradients they are the norms of"""
     rank, got = next(iter(wrong.items()))
-    own = {rank: norm_of(facts.mine[rank].gradients) for rank in having}
-    every = sum(value * value for value in own.values()) ** 0.5
-    spread = max(own.values()) - min(own.values())  # where ranks hold a little that differs, as experts, theirs do too
-    near = min(1e-3 * want, spread / 10) if spread > 1e-5 * want else 1e-3 * want
-    is_own = all(abs(value - own[rank]) <= near for rank, value in wrong.items())
-    is_whole = abs(every - want) <= 1e-3 * want
-    if is_own and (is_whole or got < want or len({f"{value:.5g}" for value in own.values()}) > 1):
-        cause = "each rank takes the norm of only what it holds: add up the squares over ranks before you take the root"
-        key = "norm"
-    elif abs(got - every) <= 1e-3 * every:
-        cause = (
-            "squares are added up over ranks that hold copies, which then count several times: count one copy of each"
-        )
-        key = "copies in norm"
-    else:
-        cause = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
-        key = "copies in norm" if got > want else "norm"
+    cause, key = _counted(facts, wrong, names)
     factor = got / want if want else None
     words = facts.sizes.words(factor) if factor else "not the reference's"
     values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
@@ -105,11 +104,107 @@ def _wrong(facts: Facts, wrong: Mapping[int, float], want: float, line: str, hav
     )
 
 
+_ALL = (
+    "squares are added up over ranks that hold copies, which then count several times: count one copy of each",
+    "copies in norm",
+)
+_OWN = "each rank takes the norm of only what it holds: add up the squares over ranks before you take the root", "norm"
+
+
+class _Way(NamedTuple):
+    """A way to count the squares of some gradients. squares: what a rank gets; words: what is wrong with it"""
+
+    squares: Callable[[int], float]
+    words: str = ""
+    key: str = "norm"
+
+
+def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tuple[str, str]:
+    """Which squares ranks have counted how often, judging by their norms, and the key of a thread. What most parameters
+    have in common, by which ranks hold which part of them, is counted in one way."""
+    alike: dict[Any, list[str]] = {}
+    for name in names:
+        alike.setdefault(tuple(map(tuple, _groups(facts, name))), []).append(name)
+    ways = [list(_ways(facts, groups, some, len(alike) == 1)) for groups, some in alike.items() if groups]
+    if len(ways) > 3:
+        return _NOT_THE_NORM, "norm"
+    right = [way[0].squares(0) for way in ways]
+    found = list[tuple[_Way, ...]]()
+    for chosen in sorted(product(*ways), key=lambda one: len({way.words for way in one if way.words})):
+        squares = {rank: sum(way.squares(rank) for way in chosen) for rank in got}
+        is_new = not found or len({w.words for w in chosen}) <= len({w.words for w in found[0]})
+        if is_new and all(abs(squares[rank] ** 0.5 - value) <= 1e-4 * value for rank, value in got.items()):
+            found.append(chosen)
+    causes = list(dict.fromkeys(("; ".join(dict.fromkeys(way.words for way in one if way.words)),
+                                 next((way.key for way in one if way.words), "norm")) for one in found))  # fmt: skip
+    if not causes:
+        own = {rank: sum(float(x.sum()) for x in _squares(facts, rank, names)) for rank in range(facts.num_ranks)}
+        norms = {ranks: sum(own[rank] for rank in ranks) ** 0.5 for ranks in _every_nth(facts.num_ranks)}
+        some = [ranks for ranks, x in norms.items() if all(abs(x - value) <= 1e-4 * value for value in got.values())]
+        rest = "are counted: count each part once, on one of the ranks that hold it"
+        causes = [(f"only the squares on {ranks_text(ranks)} {rest}", "norm") for ranks in some]
+    if len(causes) == 1 and causes[0][0]:
+        return causes[0]
+    return _NOT_THE_NORM, "copies in norm" if sum(v * v for v in got.values()) > len(got) * sum(right) else "norm"
+
+
+_NOT_THE_NORM = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
+
+
+def _groups(facts: Facts, name: str) -> list[list[int]]:
+    """The ranks that hold each part of a parameter."""
+    found: dict[Any, list[int]] = {}
+    for rank, _, place in facts.holders(name):
+        found.setdefault(place.index, []).append(rank)
+    return list(found.values())
+
+
+def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], are_all: bool) -> Iterator[_Way]:
+    """The right one first. are_all: whether they are all parameters"""
+    held = {rank: list(_squares(facts, rank, names)) for rank in range(facts.num_ranks)}
+    own = {rank: sum(float(x.sum()) for x in squares) for rank, squares in held.items()}
+    firsts, those = [group[0] for group in groups], "all" if are_all else named(names)
+    yield _Way(lambda _: sum(own[rank] for rank in firsts))
+    if any(len(group) > 1 for group in groups):
+        yield _Way(lambda _: sum(own.values()), *_ALL)
+    if len(groups) > 1:
+        yield _Way(lambda rank: own[rank], *_OWN)
+        parts = f"add up the squares of {those} over the ranks that hold other parts"
+        for one in firsts if len(firsts) <= MOST_PARTS else ():
+            yield _Way(lambda _, one=one: own[one], f"of {those}, only the part of rank {one} is counted: {parts}")
+        halves = [[np.array_split(x, 2) for x in held[rank] if x.ndim and len(x) > 1] for rank in firsts]
+        for at, which in enumerate(("first", "second")):
+            half = sum(float(x[at].sum()) for pieces in halves for x in pieces)
+            words = f"of {those}, only the {which} half of each rank's part is counted: the other half is missing"
+            yield _Way(lambda _, half=half: half, words)
+    if not are_all:
+        yield _Way(lambda _: 0.0, f"{those} are left out of the norm")
+
+
+MOST_PARTS = 16
+
+
+def _squares(facts: Facts, rank: int, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Of each element of a rank's gradients of these parameters."""
+    for at, mine, _ in (one for name in names for one in facts.holders(name)):
+        if at == rank and (piece := facts.mine[rank].gradients.get(mine)) is not None:
+            yield piece.values.astype(np.float64) ** 2
+
+
+def _every_nth(count: int) -> Iterator[range]:
+    """Some of the ranks: as those with one index along an axis."""
+    for size in (size for size in range(2, count) if count % size == 0):
+        yield from (range(first, count, size) for first in range(size))
+        yield from (range(first, first + size) for first in range(0, count, size))
+
+
 def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
     """Gradients clipped by the reference's norm, and scaled by the number that the reference scales them by."""
     steps = [facts.reference.steps(number)[0] for number in range(facts.reference.num_steps)]
-    if norms := {number: step.norms[-1][0] for number, step in enumerate(steps) if step.norms}:
-        yield Repair("norm", f"the reference's norm in place of the number that {line} clips by", line, values=norms)
+    norms = {(number, turn): value for number, step in enumerate(steps) for turn, (value, *_) in enumerate(step.norms)}
+    if norms:
+        of = "norms in place of the numbers" if len(steps[facts.number].norms) > 1 else "norm in place of the number"
+        yield Repair("norm", f"the reference's {of} that {line} clips by", line, values=norms)
     theirs = dict(reversed(steps[facts.number].scaled))
     differ = [at for at, by in facts.scaled if at in theirs and gap(by, theirs[at]) > 1e-3 * abs(by)]
     for at in dict.fromkeys(differ):

@@ -70,10 +70,11 @@ class Step:
     draws       samples that the script drew itself, by their line and the how-manieth time there
     losses      where a backward pass begins: value and line
     made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
+    terms       other lines that multiply numbers that it is made of, and by what
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
     gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
     finals      as the optimizer gets them, where such a norm was taken
-    norms       that gradients are clipped by: value and line
+    norms       that gradients are clipped by: value, line, and the names of the parameters
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
     sent, masks, prints (text and line)
@@ -94,10 +95,11 @@ class Step:
     draws: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     losses: list[tuple[float, str]] = field(default_factory=list)
     made: list[tuple[str, float | None]] = field(default_factory=list)
+    terms: list[tuple[str, float]] = field(default_factory=list)
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)
     gradients: dict[str, Piece] = field(default_factory=dict)
     finals: dict[str, Piece] = field(default_factory=dict)
-    norms: list[tuple[float, str]] = field(default_factory=list)
+    norms: list[tuple[float, str, tuple[str, ...]]] = field(default_factory=list)
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
     states: dict[tuple[str, str], Piece] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class Seen:
                 "FullyShardedDataParallel", "FSDPModule"
     strided     lines of collectives that were given a tensor that is not contiguous: their names, and whether that was
                 in a backward pass
+    cut         lines of collectives that were given what needs a gradient, and pass none back: their names
     random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
                 where Python or NumPy draws them
     """
@@ -161,6 +164,7 @@ class Seen:
     has_sent: bool = False
     kinds: set[str] = field(default_factory=set)
     strided: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    cut: dict[str, str] = field(default_factory=dict)
     random: set[tuple[str, tuple[int, ...] | None]] = field(default_factory=set)
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 from tplab.checking.gaps import gap
 from tplab.checking.places import whole_of
 from tplab.checking.recording import Seen, Step
-from tplab.checking.verdict import EPSILON
+from tplab.checking.verdict import EPSILON, coarsest
 
 FLOOR = {"float64": 2.0**-48, "float32": 2.0**-19, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^4
@@ -19,11 +19,6 @@ roundings of float32 and 2^2 of bfloat16. What else rounding may do is measured.
 TIMES = 8
 """How many times the difference counts as rounding that the reference itself shows in another run. There it adds up in
 another order, and weights and samples are off in their last digit."""
-
-
-def _coarsest(names: Collection[str]) -> str:
-    """The dtype of the largest rounding among them."""
-    return max(set(names) & set(EPSILON), key=list(EPSILON).index, default="float32")
 
 
 class Reference:
@@ -41,7 +36,7 @@ class Reference:
         self.weights = _whole([one.weights for one in seen])
         self.order = list(dict.fromkeys([*seen[0].order, *reversed(self.weights)]))
         own = {kind for one in seen for kind in one.kinds} | {x.dtype for one in seen for x in one.weights.values()}
-        own, every = (_coarsest(names) for names in (own, own | set(kinds)))
+        own, every = (coarsest(names) for names in (own, own | set(kinds)))
         self.dtype, self.is_finer = every, own != every
         self.floor = FLOOR.get(self.dtype, FLOOR["float32"])
         self._wholes: dict[tuple[str, int], dict] = {}
@@ -82,10 +77,10 @@ class Reference:
     def epsilon(self) -> float:
         return EPSILON.get(self.dtype, EPSILON["float32"])
 
-    def slack_of_norm(self, number: int) -> float:
-        """How far a norm of all gradients may be off."""
+    def slack_of_norm(self, number: int, turn: int = -1) -> float:
+        """How far a norm of gradients may be off."""
         norms, again = (
-            [step.norms[-1][0] for step in steps if step.norms]
+            [step.norms[turn][0] for step in steps if step.norms]
             for steps in (self.steps(number), self._steps_again(number))
         )
         return max(8 * self.floor * abs(norms[0]), TIMES * gap(again[:1] or norms[:1], norms[:1])) if norms else 0.0

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from tplab.checking.same_model import Finding, SameModel, What
 
 MOST_TRIED = 6
@@ -17,7 +15,7 @@ MOST_FAULTS = 3
 
 Kind = Literal[
     "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
-    "factor", "numbers", "keep", "late", "sync", "dual", "seed",  # of another operation at `line`
+    "factor", "numbers", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
     "weights", "settings", "states", "parameters", "buffers", "statistics", "put",
 ]  # fmt: skip
@@ -36,17 +34,20 @@ class Repair:
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
               multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": it clips when
               gradients are averaged. "sync": gradients are synchronised whatever it says. "dual": gradients that come
-              back from `line` are added up over `groups`, times `by`. "seed": `line` sets rank 0's
+              back from `line` are added up over `groups`, times `by`. "through": the collective at `line` passes
+              gradients back. "cast": what the function of the name in `names` computes at `line` is `combine`d over
+              `groups`, and so is its gradient. "seed": `line` sets rank 0's
               "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
-              "norm": gradients are clipped by `values[step]`
+              "norm": gradients are clipped by `values[step, turn]`
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
               `by`; with `line`, the collective there is left out
               "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
               microbatches; `values` of each step. "targets": of each step, cut along the sequence
               "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
-              `combine` "mean" their mean. "settings", "states": `values` of names and keys, in each step
+              `combine` "mean" their mean; "weights" are `values` of ranks and names, if given
+              "settings", "states": `values` of names and keys, in each step
               "statistics": batch norm's are of the samples of all ranks. "put": the result of each operation of
-              `values`, by its key and rank, is that one, in the step `times`
+              `values`, by its key and rank, is that one, in the step `times`; by its key and a place, what it takes
     words     the same for a reader: "the mean in place of the sum at train.py:31"
     of_reference   whether it is the reference's run that is changed
     """
@@ -157,10 +158,3 @@ def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
 
 def _unknown(finding: Finding) -> Finding:
     return replace(finding, cause=finding.seen, thread="")
-
-
-def close(a: np.ndarray | float, b: np.ndarray | float, tolerance: float = 2e-3) -> bool:
-    """Equal but for a small part of the second's largest element."""
-    size = float(np.abs(b).max(initial=0)) if isinstance(b, np.ndarray) else abs(b)
-    gap = np.abs(np.asarray(a, np.float64) - b)
-    return bool(np.isfinite(gap).all() and (gap <= tolerance * size).all())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
@@ -60,7 +63,8 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         )  # fmt: skip
     elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
         words = "every rank's shard is the same"
-        yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward])
+        yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward],
+                          hypotheses=_of_equal_shards(facts, equal, where))  # fmt: skip
     elif (lost := facts.on_no_rank) and not facts.unplaced:
         words = f"on no rank; the {len(facts.reference.weights) - len(lost)} others of the reference are"
         yield facts.fault("weights", lost[0], words, None, forward, "", others=lost[1:])
@@ -97,6 +101,38 @@ def _are_equal_shards(facts: Facts, name: str) -> bool:
     if len(values) < 2 or values[0].size == facts.reference.weights[name].size:
         return False
     return np.ptp(values[0]) > 0 and all(same(x, values[0]) for x in values)
+
+
+def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hypothesis]:
+    """A broadcast makes them equal; or they are drawn alike, in which case it is not the script that knows better ones,
+    but the reference."""
+    own = tuple(mine for name in names for _, mine, _ in facts.holders(name))
+    sent = {one.where: one for one in facts.sent("between") if one.op == "broadcast" and {*one.names} & {*own}}
+    for line in sent:
+        cause = (
+            f"this broadcast overwrites {named(names)}, of which each rank has a part of its own, with the part of one "
+            "rank: leave such parameters out"
+        )
+        words = f"no broadcast of {named(names)} at {line}"
+        yield Hypothesis(Repair("last", words, line, own, times=sys.maxsize), cause, line)
+    cause = (
+        "each rank begins with the same numbers where it should have a part of its own: draw the whole tensor and cut "
+        "it, or draw the parts from seeds that differ"
+    )
+    for apart in (1, 2, 4):
+        values: dict[tuple[int, str], np.ndarray] = {}
+        for name, whole in facts.reference.weights.items():
+            for rank, mine, place in facts.holders(name):
+                local, part = facts.ours[rank].weights[mine].values.shape, place.take(whole)
+                if name in names:
+                    dims = [dim for dim, size in enumerate(local) if size != whole.shape[dim]]
+                    count = whole.shape[dims[0]] // local[dims[0]]
+                    part = np.split(whole, count, axis=dims[0])[rank // apart % count] if len(dims) == 1 else part
+                if part.shape == local:
+                    values[rank, mine] = part
+        words = f"the reference's weights, of which each rank has its own part of {named(names)}"
+        words += f" ({apart} ranks in a row have the same)" * (apart > 1)
+        yield Hypothesis(Repair("weights", words, values=values), cause, where)
 
 
 def _of_seeds(facts: Facts) -> tuple[str, str]:

@@ -27,6 +27,7 @@ class Op:
     key       its line, its name, and how often it ran there before
     lines     of all frames of the script that it ran in, the innermost first
     inputs    the numbers of the operations that made what it takes
+    given     what it takes that needs no gradient, by place; and the line at which that was made, if it was seen
     values    its results
     arrived   for each result its gradient, if any came
     passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
@@ -45,6 +46,7 @@ class Op:
     sent: list[str] = field(default_factory=list)
     sent_back: list[str] = field(default_factory=list)
     returned: str = ""
+    given: dict[int, tuple[np.ndarray, str]] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
@@ -69,48 +71,96 @@ class Trails:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def line_of_value(self) -> str:
-        """The line of the first operation whose result is wrong, though all that it takes is right; "" if none is
-        seen."""
-        op = self._first_wrong()
-        return op.line if op is not None else ""
-
     def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
-        """What the operation that ends a line should give on each rank, whenever it runs, in each way in which the
-        reference's may be cut; and how what it gives on the first rank differs, in words."""
-        ends = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
-        names = dict.fromkeys(op.key[1] for op in reversed(ends))
-        for name in [*names][:2]:
-            keys = [op.key for op in ends if op.key[1] == name and op.key in self._theirs]
-            for apart in (1, 2, 4):
-                found = {key: self._pieces(key, apart) for key in keys}
-                if keys and all(len(pieces) == len(self._ours) for pieces in found.values()):
-                    yield difference(self._by_key[-1][keys[0]].values[0], found[keys[0]][len(self._ours) - 1]), found
-                    if all(pieces[0].shape == self._theirs[key].values[0].shape for key, pieces in found.items()):
-                        break
+        """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
+        each way in which the reference's may be cut; and how what it gives on the last rank differs, in words."""
+        at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
+        first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
+        wrong = self.first_wrong()
+        own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
+        for name in [*dict.fromkeys([*own, first, *others])][:2]:
+            keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
+            for found in self._cuts(
+                keys, lambda ops, key: ops[key].values[0] if key in ops and ops[key].values else None
+            ):
+                yield difference(self._by_key[-1][keys[0]].values[0], found[keys[0]][len(self._ours) - 1]), found
+
+    def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
+        """Likewise, the places of what an operation takes, where it is another part of the reference's."""
+        alike = [other for other in self._ours[0].ops if other.key[:2] == op.key[:2] and other.key in self._theirs]
+        for place in op.given:
+            keys = [other.key for other in alike if place in other.given]
+
+            def given(ops: Mapping[Key, Op], key: Key, place: int = place) -> np.ndarray | None:
+                return ops[key].given[place][0] if key in ops and place in ops[key].given else None
+
+            for found in self._cuts(keys, given):
+                if any(self.mistaken(op.key, place, found[op.key])):
+                    yield place, found
+
+    def made_at(self, op: Op, place: int) -> str:
+        """The line that made what an operation takes, or else its own."""
+        return op.given[place][1] or op.line
+
+    def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
+        """The ranks that take another rank's part, and whose; [] if any takes what is nobody's."""
+        found = []
+        for rank, ops in enumerate(self._by_key):
+            has = ops[key].given[place][0].astype(np.float64)
+            slack = 1e-6 * float(np.abs(has).max(initial=0))
+            of = [other for other, piece in pieces.items() if np.abs(piece - has).max(initial=0) <= slack]
+            if not of:
+                return []
+            found += [(rank, of[0])] * (rank not in of)
+        return found
 
     def value(self, rank: int, key: Key) -> np.ndarray | None:
         """The result of an operation on a rank."""
         op = self._by_key[rank].get(key)
         return op.values[0] if op is not None and op.values else None
 
-    def _pieces(self, key: Key, apart: int) -> dict[int, np.ndarray]:
-        """The reference's value as each rank should have it: whole, or in contiguous parts, the next of which `apart`
-        ranks further on has."""
-        want, found = self._theirs[key].values, dict[int, np.ndarray]()
-        for rank, ops in enumerate(self._by_key):
-            mine = ops[key].values if key in ops else []
-            if not mine or not want or mine[0].ndim != want[0].ndim:
+    def values_of(self, key: Key) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The result of an operation on each rank that has it, and the reference's."""
+        held = {rank: x for rank in range(len(self._ours)) if (x := self.value(rank, key)) is not None}
+        return held if key in self._theirs else {}, self._theirs[key].values[0] if key in self._theirs else np.zeros(0)
+
+    def _cuts(
+        self, keys: Sequence[Key], value: Callable[[Mapping[Key, Op], Key], np.ndarray | None]
+    ) -> Iterator[dict[Key, dict[int, np.ndarray]]]:
+        """The reference's values of operations as each rank should have them: whole, or in contiguous parts, the next
+        of which the next rank has, or the one 2 or 4 ranks further on."""
+        for apart in (1, 2, 4):
+            found = {key: self._pieces([value(ops, key) for ops in self._by_key], value(self._theirs, key), apart)
+                     for key in keys}  # fmt: skip
+            if not keys or any(len(pieces) < len(self._ours) for pieces in found.values()):
+                return
+            if all(self._is_whole(pieces, value(self._theirs, key)) for key, pieces in found.items()):
+                yield found
+            wholes = {key: value(self._theirs, key) for key in keys}
+            if all(whole is not None and found[key][0].shape == whole.shape for key, whole in wholes.items()):
+                return
+
+    @staticmethod
+    def _is_whole(pieces: Mapping[int, np.ndarray], want: np.ndarray | None) -> bool:
+        """Whether every part is on some rank."""
+        count = len({piece.__array_interface__["data"][0] for piece in pieces.values()})
+        return want is not None and count * pieces[0].size == want.size
+
+    def _pieces(self, held: Sequence[np.ndarray | None], want: np.ndarray | None, apart: int) -> dict[int, np.ndarray]:
+        found = dict[int, np.ndarray]()
+        for rank, mine in enumerate(held):
+            if mine is None or want is None or mine.ndim != want.ndim:
                 continue
-            piece = want[0]
-            for dim, (a, b) in enumerate(zip(mine[0].shape, want[0].shape)):
+            piece = want
+            for dim, (a, b) in enumerate(zip(mine.shape, want.shape)):
                 if a != b and a and b % a == 0:
                     piece = np.split(piece, b // a, axis=dim)[rank // apart % (b // a)]
-            if piece.shape == mine[0].shape:
+            if piece.shape == mine.shape:
                 found[rank] = piece
         return found
 
-    def _first_wrong(self) -> Op | None:
+    def first_wrong(self) -> Op | None:
+        """The first operation whose result is wrong, though all that it takes is right; None if none is seen."""
         trail = next((trail for trail in self._ours if trail.end >= 0), None)
         if trail is None:
             return None

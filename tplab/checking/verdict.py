@@ -30,6 +30,11 @@ NOISE = 0.25
 is compared with the largest tensor of its kind."""
 
 
+def coarsest(dtypes: Iterable[str]) -> str:
+    """The dtype of the largest rounding among them."""
+    return max({*dtypes} & EPSILON.keys(), key=list(EPSILON).index, default="float32")
+
+
 class Verdict(NamedTuple):
     """What was found for one tensor.
 
@@ -85,10 +90,9 @@ class Rounding:
         """
         parameters = list(parameters)
         tokens = [math.prod(shape[:-1] if has_features else shape) for shape, has_features in inputs if len(shape)]
-        dtypes = [dtype for dtype, _ in parameters if dtype in EPSILON]
         terms = max([size for _, shape in parameters for size in shape] + tokens, default=1)
         depth = max(1, sum(len(shape) > 1 for _, shape in parameters))
-        return cls(max(dtypes, key=list(EPSILON).index, default="float32"), terms, depth)
+        return cls(coarsest(dtype for dtype, _ in parameters), terms, depth)
 
     def measured(self, moved: float | None, among: float = 0.0) -> Rounding:
         return replace(self, moved=moved, among=among)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,10 @@ from tplab.sharding import P
 NORMS = ("layer", "rms")
 IGNORED = -100
 """A target that no loss counts, as in torch."""
+ROUTER_BIAS = "router.bias"
+"""How the names end of biases that are stepped by the sign of their gradient, which is no part of a norm."""
+TINY = 1e-12
+"""Beside this, such a gradient counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class GPTExperts:
     over      which tokens it wants to be balanced (`tplab.experts.losses`): "sequence", each sequence by itself, is the
               same loss on every mesh; "microbatch", those of a data-parallel rank, and "global", those of all of them,
               are too if a rank has the same sequences in a microbatch, since choices are counted in each by itself
+    shared    features of an MLP without biases beside the experts, which every token goes through; 0: there is none
+    bias_rate   how far `train` moves the bias of an expert in a step: up if fewer choices than the mean fell on it, and
+              down if more. The bias selects and does not weight (`tplab.torch.balanced_bias`); 0: there is none
 
     With a capacity in the routing, what a rank drops depends on which tokens it has, and so on the mesh.
     """
@@ -40,6 +47,8 @@ class GPTExperts:
     blocks: tuple[int, ...] | None = None
     balance: float = 0.01
     over: str = "sequence"
+    shared: int = 0
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("over", self.over, BALANCE)
@@ -114,9 +123,10 @@ def gpt_parameters(config: GPTConfig, axis: Axis = "tp", expert_axis: Axis = "ep
 
     Split over `axis`: the embedding's vocabulary; the output features, and the bias, of query, key, value, gate and up;
     the input features of output and down. Replicated: the bias of output and down, the norms, the positions.
-    Experts [E, H, D] are split over `expert_axis` too, and have no biases; their router [E, D] is replicated.
+    Experts [E, H, D] are split over `expert_axis` too, and have no biases; their router [E, D] is replicated. The
+    gradient of its bias [E] is E times how many more choices than the mean fall on each expert.
     """
-    deviation = config.deviation
+    deviation, plain = config.deviation, replace(config, bias=False)
     found = {
         "embedding.weight": Parameter((config.vocab_size, config.width), P(axis), 0, deviation),
         "positions.weight": Parameter((config.context, config.width), P(), 0, deviation),
@@ -136,11 +146,17 @@ def gpt_parameters(config: GPTConfig, axis: Axis = "tp", expert_axis: Axis = "ep
             continue
         count, hidden = experts.routing.experts, experts.hidden
         found[f"{block}.mlp.router.weight"] = Parameter((count, config.width), P(), 0, deviation)
+        if experts.bias_rate:
+            found[f"{block}.mlp.{ROUTER_BIAS}"] = Parameter((count,), P(), 0, 0)
         for name in columns:
             spec = P(expert_axis, axis)
             found[f"{block}.mlp.experts.{name}"] = Parameter((count, hidden, config.width), spec, 0, deviation)
         spec = P(expert_axis, None, axis)
         found[f"{block}.mlp.experts.down"] = Parameter((count, config.width, hidden), spec, 0, _into_stream(config))
+        if experts.shared:
+            for name in columns:
+                found |= _column(f"{block}.mlp.shared.{name}", experts.shared, plain, axis)
+            found |= _row(f"{block}.mlp.shared.down", experts.shared, plain, axis)
     return found | _norm("norm", config)
 
 

@@ -212,12 +212,13 @@ def _way_out(folder: str | Path, steps: list[int]) -> str:
 
 
 def _model(config: GPTConfig) -> dict[str, Any]:
-    """What a model must have in common with a checkpoint, as a file has it; dropout, the balance of experts and the
-    initial weights may differ."""
+    """What a model must have in common with a checkpoint, as a file has it; dropout, how experts are balanced and the
+    initial weights may differ, but not whether routers have a bias."""
     sizes: dict[str, Any] = asdict(config)
     sizes |= {"hidden": config.hidden_width, "num_kv_heads": config.num_kv_heads or config.num_heads}
     if config.experts is not None:
-        sizes["experts"] = {k: v for k, v in sizes["experts"].items() if k not in ("balance", "over")}
+        about = {k: v for k, v in sizes["experts"].items() if k not in ("balance", "over")}
+        sizes["experts"] = about | {"bias_rate": bool(about["bias_rate"])}
     return json.loads(json.dumps({k: v for k, v in sizes.items() if k not in ("dropout", "deviation")}))
 
 

@@ -14,7 +14,7 @@ from tplab.widgets.layouts import drawing, still_views
 from tplab.widgets.layouts.board import Board
 from tplab.widgets.layouts.words import badge
 from tplab.widgets.layouts.workbench import Measured, Workbench
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, in_turn, script, style
 from tplab.widgets.paper.still import still
 
 
@@ -97,14 +97,17 @@ class LayoutLab(Card):
             raise traitlets.TraitError(f"chosen is {proposal['value']}; there are plans 0 to {len(self.shown) - 1}")
         return proposal["value"]
 
+    @in_turn
     def _on_chosen(self, change: Any) -> None:
         self._bench.choose(change["new"])
         self._take()
 
+    @in_turn
     def _on_settings(self, change: Any) -> None:
         self._bench.ask(change["new"])
         self._take()
 
+    @in_turn
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         answer = self._bench.answer(content)
         self._take()

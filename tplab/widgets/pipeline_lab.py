@@ -9,7 +9,7 @@ import traitlets
 
 from tplab.schedules import Schedule, Simulation, to_csv
 from tplab.widgets.gantt import SCRIPTS, Gantt
-from tplab.widgets.paper.card import script, style
+from tplab.widgets.paper.card import in_turn, script, style
 from tplab.widgets.schedule.papers import PAPERS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
@@ -58,6 +58,7 @@ class PipelineLab(Gantt):
         _check(settings)
         return settings
 
+    @in_turn
     def _on_settings(self, change: Any) -> None:
         self._bench.ask(change["new"])
         self._take()
@@ -75,18 +76,22 @@ class PipelineLab(Gantt):
 
     # --- by hand -------------------------------------------------------------------------------------------------
 
+    @in_turn
     def move(self, rank: int, index: int, to: int) -> bool:
         """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
         return self._taken(self._bench.move(rank, index, to))
 
+    @in_turn
     def paste(self, text: str) -> bool:
         """Show your own schedule, as CSV in either of torch's forms. If it is wrong, `notice` says why."""
         return self._taken(self._bench.paste(text))
 
+    @in_turn
     def undo(self) -> bool:
         """Undo the last change by hand; False if there is none."""
         return self._taken(self._bench.undo())
 
+    @in_turn
     def reset(self) -> bool:
         """Undo all changes by hand; False if there are none."""
         return self._taken(self._bench.reset())
@@ -99,6 +104,7 @@ class PipelineLab(Gantt):
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens)."""
         return self._bench.export(kind, self.colour)
 
+    @in_turn
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         answer = self._bench.answer(content, self.colour)
         self._take()

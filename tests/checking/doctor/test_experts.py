@@ -29,35 +29,68 @@ class Fault(NamedTuple):
     ranks: int = 2
 
 
+OWN = "if p is not model.experts.weight"
 FAULTS = {
+    "pytorch/pytorch#160285: experts' gradients are not divided": Fault(
+        "        p.grad /= world", "            p.grad /= world",
+        "gradient", OWN, "divide it by the number of ranks that the other gradients are averaged over", 4,
+    ),
+    "their gradients are added up with those of other experts": Fault(
+        f"        {OWN}:\n            dist.all_reduce(p.grad)", "        dist.all_reduce(p.grad)",
+        "gradient", "dist.all_reduce(p.grad)",
+    ),
     "NVIDIA/Megatron-LM#5916: each rank takes the norm of its own experts": Fault(
         "    clip(model)\n", "    nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n",
         "norm", "nn.utils.clip_grad_norm_(", "takes the norm of only what it holds",
     ),
+    "experts are clipped apart, by each rank's own": Fault(
+        "    clip(model)\n",
+        "    for are_own in (False, True):\n"
+        "        some = [p for p in model.parameters() if (p is model.experts.weight) is are_own]\n"
+        "        nn.utils.clip_grad_norm_(some, 0.05)\n",
+        "norm", "nn.utils.clip_grad_norm_(", "takes the norm of only what it holds",
+    ),
+    "half of the experts are missing in the norm": Fault(
+        "square += p.grad.square().sum()",
+        "square += (p.grad if p is not model.experts.weight else p.grad[: 4 // world**2]).square().sum()",
+        "norm", "nn.utils.clip_grads_with_norm_(", "only the first half of each rank's part is counted",
+    ),
     "NVIDIA/Megatron-LM#1622, a neighbour: the norm takes experts for copies": Fault(
         "if rank == 0 or p is model.experts.weight:", "if rank == 0:",
-        "norm", "nn.utils.clip_grads_with_norm_(", "parts are missing",
+        "norm", "nn.utils.clip_grads_with_norm_(", "of experts.weight, only the part of rank 0 is counted",
+    ),
+    "the same, with the first rank of each pair": Fault(
+        "if rank == 0 or p is model.experts.weight:", "if rank % 2 == 0:",
+        "norm", "nn.utils.clip_grads_with_norm_(", "only the squares on ranks 0, 2 are counted", 4,
     ),
     "a broadcast that makes copies equal overwrites the experts": Fault(
         "    if p is not model.experts.weight:\n        dist.broadcast(p.data, 0)\n", "    dist.broadcast(p.data, 0)\n",
-        "weights",
+        "weights", "dist.broadcast(p.data, 0)", "this broadcast overwrites experts.weight",
     ),
     "each rank draws its own experts from one seed": Fault(
         "torch.randn(count, dim, dim).chunk(world)[rank]", "torch.randn(count // world, dim, dim)",
-        "weights", "torch.manual_seed(3)",
+        "weights", "torch.manual_seed(3)", "each rank begins with the same numbers",
     ),
-    "huggingface/transformers#48687, a neighbour: gates are gathered without a gradient": Fault(
+    "huggingface/transformers#48687: a plain all_gather of the gates": Fault(
+        "Gather.apply(gates)", "Gather.apply(gates) if world == 1 else Gather.forward(None, gates)",
+        "gradient", "dist.all_gather(parts, x.contiguous())", "passes no gradient back",
+    ),
+    "a neighbour: gates are gathered, and those of other ranks have no gradient": Fault(
         "Gather.apply(gates)",
         "torch.cat([gates if i == rank else x.detach() for i, x in enumerate(Gather.apply(gates).chunk(world))])",
         "gradient", "x.detach()",
     ),
     "counts are added up in place, and divided by this rank's": Fault(
         "(chosen.numel() * world)", "chosen.numel()",
-        "loss", "counts / chosen.numel()",
+        "loss", "counts / chosen.numel()", "it is 2 times the reference's",
+    ),
+    "the balance of each rank's own tokens": Fault(
+        "        dist.all_reduce(counts)\n", "        counts = world * counts.float()\n",
+        "loss", "counts = world", "the mean of it over ranks is the reference's",
     ),
     "the mask is cut along ep first, and tokens along dp": Fault(
         "is_token.chunk(dp)[d].chunk(ep)[e]", "is_token.chunk(ep)[e].chunk(dp)[d]",
-        "loss", "(each * mask).sum()", ranks=4,
+        "loss", "mask = ", "rank 1 has that of rank 2, rank 2 has that of rank 1", 4,
     ),
 }  # fmt: skip
 

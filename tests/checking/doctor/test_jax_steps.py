@@ -1,6 +1,7 @@
 """The JAX steps that judge `tplab.jax.same_model`: each is as wrong as it says, and right once it is repaired."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 import tplab.jax  # noqa: F401  # before JAX is used
 from tests.checking.doctor import jax_steps
 from tests.checking.doctor.jax_steps import RIGHT_STEPS, WRONG_STEPS, RightStep, WrongStep, mlp_data
+from tests.checking.doctor.proven import proven_of_each, source_of
 
 
 def mesh_of(row: WrongStep | RightStep, *, alone: bool = False) -> Mesh:
@@ -28,7 +30,12 @@ def shown(row: WrongStep, *, alone: bool, repaired: bool) -> tuple[dict[str, Any
     return out, found
 
 
-@pytest.mark.parametrize("row", WRONG_STEPS, ids=str)
+def texts_of(row: WrongStep | RightStep) -> Iterator[str]:
+    yield str(row)
+    yield from map(source_of, (jax_steps, mesh_of, shown))
+
+
+@proven_of_each(WRONG_STEPS, str, texts_of)
 def test_wrong_as_claimed(row: WrongStep):
     _, found = shown(row, alone=False, repaired=False)
     _, right = shown(row, alone=True, repaired=False)
@@ -37,14 +44,14 @@ def test_wrong_as_claimed(row: WrongStep):
         np.testing.assert_allclose(found, row.factor * right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("row", WRONG_STEPS, ids=str)
+@proven_of_each(WRONG_STEPS, str, texts_of)
 def test_right_when_repaired(row: WrongStep):
     found, _ = shown(row, alone=False, repaired=True)
     right, _ = shown(row, alone=True, repaired=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), found, right)
 
 
-@pytest.mark.parametrize("row", RIGHT_STEPS, ids=str)
+@proven_of_each(RIGHT_STEPS, str, texts_of)
 def test_right_as_claimed(row: RightStep):
     found = jax.device_get(row.make(mesh_of(row))(*mlp_data()))
     right = jax.device_get(row.make(mesh_of(row, alone=True))(*mlp_data()))

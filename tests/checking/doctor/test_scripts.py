@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checking.doctor import expected, seen
 from tests.checking.doctor.expected import WRONG, Wrong, close
+from tests.checking.doctor.proven import proven_of_each, source_of
 from tests.checking.doctor.right import RIGHT, Right
 from tests.checking.doctor.seen import Seen, see
 from tplab import Mesh
@@ -49,7 +55,25 @@ def somewhere(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.script)
+def texts_of_wrong(row: Wrong) -> Iterator[str]:
+    yield text_of(row)
+    yield claims()[row.script]
+    functions = [one for one in vars(expected).values() if isfunction(one) and one.__module__ == expected.__name__]
+    yield from map(source_of, (seen, both, repaired, wanted, *functions))
+
+
+@cache
+def claims() -> dict[str, str]:
+    """The text of each script's row in `expected`."""
+    text = source_of(expected)
+    assigned = (one for one in ast.parse(text).body if isinstance(one, ast.Assign))
+    (table,) = (one for one in assigned if ast.unparse(one.targets[0]) == "WRONG")
+    assert isinstance(table.value, ast.Tuple)
+    rows = [ast.get_source_segment(text, node) or "" for node in table.value.elts]
+    return {row.script: segment for row, segment in zip(WRONG, rows, strict=True)}
+
+
+@proven_of_each(WRONG, lambda row: row.script, texts_of_wrong)
 def test_wrong_as_claimed(row: Wrong):
     run, reference = both(FOLDER / f"{row.script}.py", row)
     found, right = row.seen(run), wanted(row, reference)
@@ -60,9 +84,9 @@ def test_wrong_as_claimed(row: Wrong):
         assert close(found, row.factor * right)
 
 
-@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.script)
-def test_right_when_repaired(row: Wrong, tmp_path: Path):
-    run, reference = both(repaired(row, tmp_path), row)
+@proven_of_each(WRONG, lambda row: row.script, texts_of_wrong)
+def test_right_when_repaired(row: Wrong):
+    run, reference = both(repaired(row, Path.cwd()), row)
     assert close(row.seen(run), wanted(row, reference))
 
 
@@ -81,7 +105,12 @@ def numbers(run: Seen) -> torch.Tensor:
     return torch.tensor([float(number) for number in PRINTED.findall(run.printed)])
 
 
-@pytest.mark.parametrize("row", RIGHT, ids=str)
+def texts_of_right(row: Right) -> Iterator[str]:
+    yield from (repr(row), (GOOD / f"{row.script}.py").read_text(), (GOOD / "gpt.py").read_text(), PRINTED.pattern)
+    yield from map(source_of, (seen, both, numbers))
+
+
+@proven_of_each(RIGHT, str, texts_of_right)
 def test_right_as_claimed(row: Right):
     run, reference = both(GOOD / f"{row.script}.py", row)
     found, wanted = numbers(run), numbers(reference)

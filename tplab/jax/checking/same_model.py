@@ -15,7 +15,7 @@ from tplab.checking.comparison import nudged
 from tplab.checking.gaps import gap
 from tplab.checking.observed import factor_between
 from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run, named
-from tplab.checking.verdict import EPSILON, Rounding
+from tplab.checking.verdict import EPSILON, Rounding, coarsest
 from tplab.jax.checking.bench import Bench
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
@@ -71,8 +71,7 @@ def same_model(
     ours, theirs = step(mesh), step(reference_mesh)
     jaxpr = jax.make_jaxpr(ours)(*args).jaxpr
     computed = [v.aval for eqn, _ in equations_of(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    dtypes = {str(aval.dtype) for aval in computed} & EPSILON.keys()
-    dtype = max(dtypes, key=list(EPSILON).index, default="float32")
+    dtype = coarsest(str(aval.dtype) for aval in computed)
     others = [_nudged(args, EPSILON[dtype], seed) for seed in range(2)]
     try:
         want, *again = [_results(theirs, given) for given in (args, *others)]

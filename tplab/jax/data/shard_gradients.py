@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tplab.jax.data.pieces import Gather, Reduce, gather_copies, reduce_rows
-from tplab.jax.data.sharded_optimizer import ShardedOptimizer
+from tplab.jax.data.pieces import Gather, Reduce
+from tplab.jax.data.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from tplab.mesh import Axis
 
 
@@ -17,6 +18,7 @@ def shard_gradients(
     replicate_axis: Axis | None = None,
     master_dtype: Any = None,
     reduce_dtype: Any = None,
+    specs: Any = None,
     gather: Gather | None = None,
     reduce: Reduce | None = None,
 ) -> ShardedOptimizer:
@@ -37,14 +39,15 @@ def shard_gradients(
               k+1 times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
     The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
-    return ShardedOptimizer(
+    first = shard_optimizer(
         optimizer,
         axis,
-        op,
-        replicate_axis,
-        master_dtype,
-        reduce_dtype,
-        gather or gather_copies,
-        reduce or reduce_rows,
-        during_backward=True,
+        op=op,
+        replicate_axis=replicate_axis,
+        master_dtype=master_dtype,
+        reduce_dtype=reduce_dtype,
+        specs=specs,
+        gather=gather,
+        reduce=reduce,
     )
+    return replace(first, during_backward=True)

@@ -12,6 +12,7 @@ from jax import Array
 
 from tplab.data.axes import data_axes
 from tplab.data.pieces import Pieces
+from tplab.jax.comm.collectives import axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import check_own, check_reduced
 from tplab.jax.data.pieces import (
@@ -27,7 +28,9 @@ from tplab.jax.data.pieces import (
     wholes_in,
 )
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.jax.ranks.specs import check, spread
 from tplab.mesh import Axis
+from tplab.sharding import P
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +61,7 @@ class ShardedOptimizer:
     reduce_dtype: Any
     gather: Gather
     reduce: Reduce
+    specs: Any = None
     during_backward: bool = False
     is_reduced: bool = False
 
@@ -73,22 +77,24 @@ class ShardedOptimizer:
         pieces = state["master"] if self.master_dtype is not None else self._pieces(params)
         own = jax.tree.map(lambda g, p: g.astype(p.dtype), reduced.tree, pieces)
         updates, states = self.inner.update(own, state["states"], pieces)
+        cuttings = self._cuttings(params)
         if self.master_dtype is None:
-            return jax.tree.map(lambda u, p: self._whole(u, p), updates, params), {"states": states}
+            return jax.tree.map(lambda c, u: c.whole(u), cuttings, updates), {"states": states}
         master = jax.tree.map(lambda p, u: p + u, pieces, updates)
         wide = self.master_dtype
         updates = jax.tree.map(
-            lambda m, p: self._whole(m.astype(p.dtype), p).astype(wide) - p.astype(wide), master, params
+            lambda c, m, p: c.whole(m.astype(p.dtype)).astype(wide) - p.astype(wide), cuttings, master, params
         )
         return updates, {"states": states, "master": master}
 
     def reduce_gradients(self, grads: Any) -> GradientPieces:
         """This rank's piece of each gradient; with is_reduced they are only cut."""
+        cuttings = self._cuttings(grads)
         if self.is_reduced:
-            check_reduced(grads, self._names)
-            return GradientPieces(jax.tree.map(self._cut, grads))
-        check_own(grads, self._names, ": is_reduced=True")
-        return GradientPieces(jax.tree.map(lambda g: self._cutting(g).reduced(g), grads))
+            check_reduced(grads, self.names, self.specs)
+            return GradientPieces(jax.tree.map(lambda c, g: c.cut(g), cuttings, grads))
+        check_own(grads, self.names, ": is_reduced=True")
+        return GradientPieces(jax.tree.map(lambda c, g: c.reduced(g), cuttings, grads))
 
     def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """Like jax.value_and_grad(loss), with respect to the parameters, which come first."""
@@ -96,65 +102,68 @@ class ShardedOptimizer:
             return self._value_and_pieces(loss, has_aux)
 
         def value_and_own_grad(params: Any, *args: Any, **kwargs: Any) -> Any:
-            own = jax.tree.map(lambda p: vary(p, self._names), params)
+            own = jax.tree.map(lambda p: vary(p, self.names), params)
             return jax.value_and_grad(loss, has_aux=has_aux)(own, *args, **kwargs)
 
         return value_and_own_grad
 
     def _value_and_pieces(self, loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         def value_and_grad(params: Any, *args: Any, **kwargs: Any) -> Any:
+            cuttings = self._cuttings(params)
+
             def of_pieces(pieces: Any) -> Any:
-                spread = jax.tree.map(lambda p, piece: _cut_behind(self._cutting(p), p, piece), params, pieces)
-                return loss(spread, *args, **kwargs)
+                return loss(jax.tree.map(_cut_behind, cuttings, params, pieces), *args, **kwargs)
 
-            def nothing(p: Array) -> Array:  # with the type of a piece of the gradient
-                piece = jnp.zeros(self._cutting(p).pieces.width, self.reduce_dtype or p.dtype)
-                return vary(piece, self._piece_axes(p))
+            def nothing(cutting: Cutting, p: Array) -> Array:  # with the type of a piece of the gradient
+                piece = jnp.zeros(cutting.pieces.width, self.reduce_dtype or p.dtype)
+                return vary(piece, (*cutting.axis, *varying_axes(p)))
 
-            value, grads = jax.value_and_grad(of_pieces, has_aux=has_aux)(jax.tree.map(nothing, params))
+            value, grads = jax.value_and_grad(of_pieces, has_aux=has_aux)(jax.tree.map(nothing, cuttings, params))
             return value, GradientPieces(grads)
 
         return value_and_grad
 
     @property
-    def _names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return data_axes(this_mesh(), self.axis, self.replicate_axis)
 
     def _pieces(self, params: Any) -> Any:
-        return jax.tree.map(lambda p: self._cut(p.astype(self.master_dtype or p.dtype)), params)
+        wide = self.master_dtype
+        return jax.tree.map(lambda c, p: c.cut(p.astype(wide or p.dtype)), self._cuttings(params), params)
 
-    def _cut(self, whole: Array) -> Array:
-        return held_of(pieces_of([whole], self.axis), [whole], self.axis)[0]
-
-    def _whole(self, piece: Array, like: Array) -> Array:
-        row = row_of([piece], piece.dtype)
-        (whole,) = wholes_in(pieces_of([like], self.axis), self.gather(row, self.axis).wait())
-        return whole
-
-    def _cutting(self, whole: Array) -> Cutting:
-        pieces = pieces_of([whole], self.axis)
-        return Cutting(pieces, self.axis, self.op, self.replicate_axis, self.reduce_dtype, self.reduce, self._names)
-
-    def _piece_axes(self, p: Array) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*this_mesh().names(self.axis), *varying_axes(p))))
+    def _cuttings(self, params: Any) -> Any:
+        """How each parameter is cut. Of one that is cut along some of the axes anyway, pieces are among the others."""
+        leaves, structure = jax.tree.flatten(params)
+        check(self.specs, "specs", this_mesh())
+        lie = spread(P() if self.specs is None else self.specs, params, "specs")
+        copies = [tuple(a for a in this_mesh().names(self.axis) if a not in spec.axis_names) for spec in lie]
+        return structure.unflatten(
+            Cutting(pieces_of([leaf], axis), axis, self) for leaf, axis in zip(leaves, copies, strict=True)
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cutting:
-    """How one gradient is combined over the ranks, and which piece of it this rank keeps."""
+    """How one parameter is cut into pieces along `axis`, where ranks hold copies of it."""
 
     pieces: Pieces
-    axis: Axis
-    op: str
-    replicate_axis: Axis | None
-    dtype: Any
-    reduce: Reduce
-    names: tuple[str, ...]
+    axis: tuple[str, ...]
+    about: ShardedOptimizer
+
+    def cut(self, whole: Array) -> Array:
+        """[...]   ->   this rank's piece [width]"""
+        return held_of(self.pieces, [whole], self.axis)[0]
+
+    def whole(self, piece: Array) -> Array:
+        """The reverse: every rank's piece is sent to all."""
+        return wholes_in(self.pieces, self.about.gather(row_of([piece], piece.dtype), self.axis).wait())[0]
 
     def reduced(self, grad: Array) -> Array:
-        """grad [...], each rank's own   ->   piece [width]"""
-        message = message_of(self.pieces, [grad], self.dtype)
-        return reduced_row(self.reduce(message, self.axis, self.op), self.replicate_axis, self.op)
+        """grad [...], each rank's own   ->   the piece [width] of the sum or mean"""
+        about, message = self.about, message_of(self.pieces, [grad], self.about.reduce_dtype)
+        row = reduced_row(about.reduce(message, self.axis, about.op), about.replicate_axis, about.op)
+        others = axis_size(about.axis) // axis_size(self.axis)  # the ranks that hold other experts count too
+        return row / others if about.op == "mean" and others > 1 else row
 
 
 def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
@@ -163,7 +172,7 @@ def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
 
 
 def _whole(members: list[Array], cutting: Cutting) -> list[Array]:
-    return [vary(members[0], cutting.names)]
+    return [vary(members[0], cutting.about.names)]
 
 
 def _combined(grads: list[Array], axes: list[tuple[str, ...]], cutting: Cutting) -> list[Any]:
@@ -182,6 +191,7 @@ def shard_optimizer(
     master_dtype: Any = None,
     reduce_dtype: Any = None,
     is_reduced: bool = False,
+    specs: Any = None,
     gather: Gather | None = None,
     reduce: Reduce | None = None,
 ) -> ShardedOptimizer:
@@ -205,6 +215,8 @@ def shard_optimizer(
     is_reduced      whether the gradients have already been combined: by `average_gradients`, or by JAX, which adds up
                     the result of jax.grad for parameters that are the same on every rank. Then nothing is sent for
                     them, and `op` is not applied: differentiate the mean of the losses, all_reduce(loss, "dp", "mean")
+    specs           how the parameters lie on the mesh, as for `clip_gradients`. Experts that are cut along some of the
+                    axes have copies along the others, which share them; means are over all. None: all have copies
     gather, reduce  what sends: functions as in `tplab.jax.data.pieces`, or None for all_gather and reduce_scatter
 
     states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
@@ -223,5 +235,6 @@ def shard_optimizer(
         reduce_dtype,
         gather or gather_copies,
         reduce or reduce_rows,
+        specs,
         is_reduced=is_reduced,
     )

@@ -132,6 +132,17 @@ def z_loss(routed: Routed) -> Array:
     return jnp.square(jax.nn.logsumexp(routed.logits, -1)).mean()
 
 
+def excess_load(routed: Routed, bias: Array) -> Array:
+    """0 [], with a gradient of the bias [E]: E times how many more choices than the mean fall on each expert.
+
+    So what adds up gradients, over microbatches and ranks, adds up loads. bias -= rate * sign(gradient) is
+    `balanced_bias`.
+    """
+    counts = chosen_counts(routed)
+    excess = len(bias) * counts - counts.sum()
+    return (excess.astype(bias.dtype) * (bias - lax.stop_gradient(bias))).sum()
+
+
 def balanced_bias(bias: Array, counts: Array, rate: float = 1e-3) -> Array:
     """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from tplab.jax.layers.experts import ParallelExperts
 from tplab.jax.layers.linear import ParallelMLP
 from tplab.jax.layers.norms import LayerNorm, RMSNorm
 from tplab.jax.layers.parameters import Params, here, nested
-from tplab.jax.layers.router import Router, balance_loss
+from tplab.jax.layers.router import Router, balance_loss, excess_load
 from tplab.jax.layers.sequence_attention import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
@@ -101,8 +101,13 @@ class Parts:
             same_tokens=not self.sequence_parallel,
         )
         y = layer(params["experts"], rows, routed).reshape(x.shape)
+        if about.shared:
+            shared = replace(self._mlp, hidden=about.shared, bias=False)
+            y = y + shared(params["shared"], x)
         counted = self._counted_over(about.over)
         loss = about.balance * balance_loss(routed, over=about.over, sequence=x.shape[1], **counted)
+        if about.bias_rate:
+            loss = loss + excess_load(routed, params["router"]["bias"])
         return y, all_reduce(loss, self.axis, "mean") if self.sequence_parallel else loss
 
     @property

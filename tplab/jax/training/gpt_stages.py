@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from tplab.jax.comm.collectives import axis_index
 from tplab.jax.data.shard_parameters import ShardedLayer, shard_parameters
 from tplab.jax.data.unit import PIECE, is_sharded
-from tplab.jax.pipeline.flat import Kind, Slot
+from tplab.jax.pipeline.flat import Flat, Kind, Slot
 from tplab.jax.pipeline.stages import Blueprint, Blueprints, Stages, blueprints_of
 from tplab.jax.run import run
 from tplab.mesh import Axis, Mesh
@@ -110,6 +112,18 @@ class GPTPacking:
             own = entries[self.cut.index(position, self.axis)]
             state["embedding.weight"] = state["embedding.weight"][: len(own)]
         return merge_state(states, self.specs, self.cut, np.concatenate)
+
+    def where(self, end: str) -> Flat:
+        """Inside a rank's program: ones where parameters are whose names end like this, and zeros elsewhere."""
+        about = self.blueprints
+
+        def of_rank(rank: int) -> Callable[[], Flat]:
+            stages = [about.stages[stage] for stage in about.held(rank)]
+            each = [pair for stage in stages for pair in zip(stage.names(), stage.layout.slots, strict=True)]
+            marks = [jnp.full(slot.shape, name.endswith(end), slot.kind.dtype) for name, slot in each]
+            return lambda: about.layout(rank).pack(marks, about.sizes)
+
+        return lax.switch(axis_index(about.axis), [*map(of_rank, range(len(about.placement)))])
 
     def position(self, rank: int) -> int:
         """The rank of `cut` that holds the same pieces."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +15,48 @@ from tplab.jax.data.clipping import gradient_norm, scale_to
 from tplab.jax.data.pieces import held_of, pieces_of
 from tplab.jax.data.sharded_optimizer import GradientPieces, shard_optimizer
 from tplab.jax.pipeline.copies import once
-from tplab.jax.pipeline.flat import Kind
+from tplab.jax.pipeline.flat import Flat, Kind
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import vary
 from tplab.jax.training.gpt_stages import GPTPacking
+from tplab.models.gpt import ROUTER_BIAS, TINY, GPTExperts
 from tplab.sharding import P
 from tplab.training.recipe import Recipe, data_axes
+
+
+class _Steps(NamedTuple):
+    """What a step takes off the parameters: AdamW's update times the rate, and of routers' biases their own rate with
+    the sign of the gradient, g / (|g| + TINY), so that roundings have hardly one. `biases` is 1 there, 0 elsewhere."""
+
+    adamw: Any
+    rate: Array
+    experts: GPTExperts | None
+    biases: Flat
+
+    def update(self, grads: Stages, state: Any, params: Stages) -> tuple[Stages, Any]:
+        updates, state = self.adamw.update(grads, state, params)
+        steps = {kind: self.rate * update for kind, update in updates.flat.items()}
+        for kind, is_bias in self.biases.items():
+            g = grads.flat[kind]
+            signs = self.experts.bias_rate * g / (jnp.abs(g) + TINY) if self.experts else 0
+            steps[kind] = jnp.where(is_bias > 0, signs, steps[kind])
+        return Stages(steps, updates.blueprints), state
 
 
 class Optimizer:
     """AdamW as a recipe says; the learning rate is passed to each step.
 
-    Its states leave a rank's program and come back as `specs` say. With ZeRO 1 and 2 each data-parallel rank has a part
-    of every flat array of `Stages`: ceil(n / R) of its n numbers. With ZeRO 3 `Stages` themselves are divided.
+    Its states leave a rank's program and come back as `specs` say. With ZeRO 1 and 2 each of the R ranks that hold
+    copies of a flat array of `Stages` has a part of it: ceil(n / R) of its n numbers. Experts have copies along those
+    data axes that do not cut them. With ZeRO 3 `Stages` themselves are divided.
     """
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
         self._packing, self._clip, self._data_axes = packing, recipe.clip, data_axes(packing.mesh)
         b1, b2 = recipe.betas
         self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
-        self._sharded = shard_optimizer(self._adamw, self._data_axes) if recipe.zero in (1, 2) else None
-        self._num_parts = packing.mesh.axis_size(self._data_axes) if self._sharded is not None else 1
+        lie = Stages({kind: P(kind.axes) for kind in self._sizes}, self._blueprints)  # type: ignore[misc]
+        self._sharded = shard_optimizer(self._adamw, self._data_axes, specs=lie) if recipe.zero in (1, 2) else None
 
     def reduced(self, grads: Stages) -> Stages:
         """Inside a rank's program: the gradients in the form that `update` takes; with ZeRO 1 and 2 this rank's part of
@@ -43,19 +65,21 @@ class Optimizer:
 
     def no_gradients(self) -> Stages:
         """What `reduced` returns for gradients that are zero."""
-        zeros = {k: jnp.zeros(-(-size // self._num_parts), k.dtype) for k, size in self._sizes.items()}
+        zeros = {k: jnp.zeros(-(-size // self._num_parts(k)), k.dtype) for k, size in self._sizes.items()}
         return Stages({kind: vary(x, self._axes(kind)) for kind, x in zeros.items()}, self._blueprints)
 
     def update(self, stages: Stages, state: Any, grads: Stages, rate: Array) -> tuple[Stages, Any, Array]:
         """Inside a rank's program: (the stages after the step, the new state, the norm that the gradients had)."""
+        experts = self._packing.config.experts
+        biases = self._packing.where(ROUTER_BIAS) if experts is not None and experts.bias_rate else {}
+        norm = self._norm(grads, biases)
+        clipped = grads if self._clip is None else scale_to(grads, norm, self._clip)
+        inner = _Steps(self._adamw, rate, experts, self._pieces(biases))
         if self._sharded is None:
-            norm = gradient_norm(grads)
-            updates, state = self._adamw.update(self._clipped(grads, norm), state, stages)
+            steps, state = inner.update(clipped, state, stages)
         else:
-            norm = self._norm_of_pieces(grads, stages)
-            updates, state = self._sharded.update(GradientPieces(self._clipped(grads, norm)), state, stages)
-        stages = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), stages, updates)
-        return stages, state, norm
+            steps, state = replace(self._sharded, inner=inner).update(GradientPieces(clipped), state, stages)
+        return jax.tree.map(lambda p, step: (p - step).astype(p.dtype), stages, steps), state, norm
 
     @property
     def specs(self) -> Any:
@@ -76,26 +100,26 @@ class Optimizer:
         states = optax.ScaleByAdamState(count, first, second), optax.EmptyState()
         return states if self._sharded is None else {"states": states}
 
-    def _clipped(self, gradients: Any, norm: Array) -> Any:
-        return gradients if self._clip is None else scale_to(gradients, norm, self._clip)
-
-    def _norm_of_pieces(self, pieces: Stages, stages: Stages) -> Array:
-        """The norm with each number of the model once: pieces of the gradients times those of ones and zeros."""
-        ones = {kind: vary(jnp.ones_like(x), kind.axes) for kind, x in stages.flat.items()}
-        counts = {
-            kind: held_of(pieces_of([x], self._data_axes), [x], self._data_axes)[0]
-            for kind, x in once(ones, self._blueprints).items()
-        }
-        counted = {kind: x * counts[kind] for kind, x in pieces.flat.items()}
+    def _norm(self, grads: Stages, biases: Flat) -> Array:
+        """The norm with each number of the model once, and none of routers' biases: what there is of the gradients
+        times ones and zeros."""
+        ones = {kind: kind.zeros(size) + 1 for kind, size in self._sizes.items()}
+        counts = self._pieces(once({kind: one - biases.get(kind, 0) for kind, one in ones.items()}, self._blueprints))
+        counted = {kind: x * counts[kind] for kind, x in grads.flat.items()}
         return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
 
+    def _pieces(self, flat: Flat) -> Flat:
+        """This rank's part of each array; all of it where nothing is shared."""
+        shared = {kind: axes for kind in flat if (axes := self._shared_by(kind))}
+        return flat | {k: held_of(pieces_of([flat[k]], axes), [flat[k]], axes)[0] for k, axes in shared.items()}
+
     def _parts(self, stages: Stages) -> Stages:
-        """Rows of whole flat arrays -> rows of their parts, those of the first data-parallel rank first."""
+        """Rows of whole flat arrays -> rows of their parts, those of the first rank that shares them first."""
         flat = {}
         for kind, size in self._sizes.items():
-            rows = np.asarray(stages.flat[kind]).reshape(-1, size)
-            padded = np.pad(rows, ((0, 0), (0, -size % self._num_parts)))
-            parts = padded.reshape(len(rows), self._num_parts, -1).swapaxes(0, 1)
+            rows, num_parts = np.asarray(stages.flat[kind]).reshape(-1, size), self._num_parts(kind)
+            padded = np.pad(rows, ((0, 0), (0, -size % num_parts)))
+            parts = padded.reshape(len(rows), num_parts, -1).swapaxes(0, 1)
             flat[kind] = jnp.asarray(parts.reshape(-1))
         return Stages(flat, self._blueprints)
 
@@ -103,9 +127,10 @@ class Optimizer:
         """The reverse of `_parts`."""
         flat = {}
         for kind, size in self._sizes.items():
-            width = -(-size // self._num_parts)
-            parts = np.asarray(stages.flat[kind]).reshape(self._num_parts, -1, width).swapaxes(0, 1)
-            flat[kind] = np.ascontiguousarray(parts.reshape(-1, self._num_parts * width)[:, :size]).reshape(-1)
+            num_parts = self._num_parts(kind)
+            width = -(-size // num_parts)
+            parts = np.asarray(stages.flat[kind]).reshape(num_parts, -1, width).swapaxes(0, 1)
+            flat[kind] = np.ascontiguousarray(parts.reshape(-1, num_parts * width)[:, :size]).reshape(-1)
         return Stages(flat, self._blueprints)
 
     @property
@@ -116,5 +141,12 @@ class Optimizer:
     def _sizes(self) -> dict[Kind, int]:
         return self._packing.blueprints.sizes
 
+    def _shared_by(self, kind: Kind) -> tuple[str, ...]:
+        """The axes whose ranks share the states of what they hold copies of."""
+        return () if self._sharded is None else tuple(name for name in self._data_axes if name not in kind.axes)
+
+    def _num_parts(self, kind: Kind) -> int:
+        return self._packing.mesh.axis_size(axes) if (axes := self._shared_by(kind)) else 1
+
     def _axes(self, kind: Kind) -> tuple[str, ...]:
-        return kind.axes if self._sharded is None else (*self._data_axes, *kind.axes)
+        return (*self._shared_by(kind), *kind.axes)

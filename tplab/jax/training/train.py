@@ -62,11 +62,6 @@ def train(
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh, config)
     recipe.check_mesh(mesh, config)
-    if recipe.zero and config.experts is not None:
-        raise ValueError(
-            f"zero={recipe.zero} shares every parameter over one axis in JAX, and experts have fewer copies than the "
-            "rest: take zero=0, or torch, where zero=1 and 2 know both"
-        )
     first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
     stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tplab.torch.checking.watched import Watched
 from tplab.torch.data.parallel import DataParallel
 from tplab.torch.distributed import asked
+from tplab.torch.distributed.asked import several
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.work import Taken
 from tplab.torch.private import graph_task
@@ -36,6 +38,36 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
 
     with rank.calls(SimulatedRank):
         return rank.mending.collective(run, call, put, take, Taken)
+
+
+def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Callable[..., Any]:
+    """A collective that autograd does not see. Only what is there at once can be made to pass gradients back.
+
+    parts   of the number of ranks and its arguments: what it takes, for each rank or for all; what it gives, of each
+    """
+
+    def gather(rank: Watched, original: Any, group: Group, /, *args: Any, **kwargs: Any) -> Any:
+        found, ranks = original(group, *args, **kwargs), group.place.group
+        if isinstance(found, Taken):
+            rank.gather(op, ranks, lambda: parts(len(ranks), *args))
+        return found
+
+    return gather
+
+
+def _rows(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Tensor]:
+    """Views of one part of the rows for each rank."""
+    x, starts = x if x.dim() else x[None], [0]
+    sizes = sizes or [len(x) // count] * count
+    starts += accumulate(sizes)
+    return [x.narrow(0, start, size) for start, size in zip(starts, sizes)]
+
+
+_all_gather = _gathers("all_gather", lambda _, places, inputs, *more: (
+    several(inputs), places if isinstance(places[0], Tensor) else places[0]))  # fmt: skip
+_all_gather_single = _gathers("all_gather_into_tensor", lambda count, output, x, *_: ([x], _rows(output, count)))
+_all_to_all_single = _gathers("all_to_all_single", lambda count, output, x, gets=None, gives=None, *_: (
+    _rows(x, count, gives), _rows(output, count, gets)))  # fmt: skip
 
 
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:
@@ -97,6 +129,9 @@ def require_sync(
 GROUPS: Sequence[StandIn] = (
     (Group, "_run", _collective),
     (asked, "in_memory", _in_memory),
+    (Group, "allgather", _all_gather),
+    *((Group, name, _all_gather_single) for name in ("all_gather_single", "_allgather_base")),
+    *((Group, name, _all_to_all_single) for name in ("all_to_all_single", "alltoall_base")),
     (Group, "__init__", _join),
     (SimulatedRank, "do", _of_tplab),
     (SimulatedRank, "begin", _of_tplab),

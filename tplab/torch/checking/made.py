@@ -75,14 +75,27 @@ def _is_constant(x: Any) -> bool:
 
 def made(x: Tensor) -> list[Made]:
     """The lines that made a number, the last one first, as far back as there were only numbers."""
-    return list(_made(x.grad_fn))
+    return [found for node in _chain(x.grad_fn) if (found := node.metadata.get(_KEY))]
 
 
-def _made(node: Any) -> Iterator[Made]:
+def terms(x: Tensor) -> list[tuple[str, float]]:
+    """The lines that multiply numbers that a number is made of, and by what, beside those of its `made`."""
+    first = [*_chain(x.grad_fn)]
+    known, waiting, found = set(first), [*first], list[tuple[str, float]]()
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in known and (at := node.metadata.get(_KEY)):
+                known.add(node)
+                waiting.append(node)
+                found += [(at[0], at[1])] * (at[1] is not None)
+    return found
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """The nodes that made a number."""
     between = 0
     while node is not None and between <= _BETWEEN:
-        if found := node.metadata.get(_KEY):
-            yield found
-        between = 0 if found else between + 1
+        yield node
+        between = 0 if _KEY in node.metadata else between + 1
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         node = next((parent for parent in parents if _KEY in parent.metadata), parents[0] if parents else None)

@@ -151,6 +151,9 @@ class Mending:
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
             args = tuple(self._wrapped(one, x, args) for x in args)
         found = func(*args, **kwargs)
+        for one in self._of("cast", line=line) if graph_task() == -1 else ():
+            if name in one.names and isinstance(found, Tensor) and found.is_floating_point():
+                found = self._cast(found, one.combine, one.group_of(self.rank))
         if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
@@ -211,13 +214,37 @@ class Mending:
         return y if bias is None else y + bias.reshape(shape)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over all ranks, also on the way back."""
+        return self._cast(x, "mean", range(this_rank().mesh.size))
+
+    def _cast(self, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
+        """The sum or the mean over ranks, also on the way back."""
 
         def combined(y: Tensor) -> Tensor:
-            held = self._exchanged("mean", y.detach().clone())
-            return torch.stack([held[rank] for rank in sorted(held)]).mean(0)
+            held = self._exchanged("cast", y.detach().clone())
+            total = torch.stack([held[rank] for rank in group]).sum(0)
+            return total / len(group) if how == "mean" else total
 
-        return Back.apply(x + (combined(x) - x).detach(), combined)
+        value = combined(x)
+        return Back.apply(x + (value - x).detach(), combined) if x.requires_grad else value
+
+    def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
+        """A collective is done that took pieces, one for each rank or one for all, and gave one of each rank: now
+        gradients go back from these to those."""
+        if not any(self._of("through", line=line)):
+            return
+        index = ranks.index(self.rank)
+
+        def back(gradients: Sequence[Tensor]) -> list[Tensor]:
+            held = self._exchanged(("through", line), gradients)
+            mine = [held[rank][index] for rank in ranks]
+            return mine if len(given) > 1 else [torch.stack(mine).sum(0).reshape(given[0].shape)]
+
+        found, base = Through.apply(back, len(given), *given, *got), got[0]._base
+        if base is not None and sum(x.numel() for x in got) == base.numel():  # views of one tensor: write it at once
+            base.copy_(torch.cat([y.reshape(-1) for y in found]).view_as(base))
+            return
+        for x, y in zip(got, found):
+            x.copy_(y)
 
     def keeps(self, line: str) -> bool:
         """Whether gradients are not cleared at this line."""
@@ -252,6 +279,11 @@ class Mending:
     def begin(self) -> None:
         """Before the first forward pass."""
         for one in self._of("weights"):
+            if one.values:
+                for x in self._watched.names.parameters():
+                    if (part := one.values.get((self.rank, self._watched.names.of(x)))) is not None:
+                        local_of(x).detach().copy_(torch.from_numpy(np.array(part)))
+                continue
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
@@ -317,8 +349,8 @@ class Mending:
         if self._is_done != self._step and any(self._of("late", line=line)):
             self._later.append(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm))
             return None
-        return next((torch.full_like(norm, one.values[self._step]) for one in self._of("norm")
-                     if self._step in one.values), norm)  # fmt: skip
+        at = self._step, self._turn("norm")
+        return next((torch.full_like(norm, one.values[at]) for one in self._of("norm") if at in one.values), norm)
 
     def before_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -389,6 +421,19 @@ class Back(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.back(gradients[0].clone()), None
+
+
+class Through(torch.autograd.Function):
+    """What a collective gave, as a function of what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, back: Callable[..., Any], count: int, *tensors: Tensor) -> Any:
+        ctx.back, ctx.count = back, count
+        return tuple(x.clone() for x in tensors[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.back(gradients), *(None for _ in gradients)
 
 
 def _scale(one: Repair, size: int) -> float:

@@ -102,6 +102,7 @@ _SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat
 _IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
 _SCALES = _IN_PLACE | {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "multiply", "divide"}
 NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
+SQUARES = {"square", "pow", "__pow__"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
 """What a script may change by hand, and when."""
 CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}

@@ -27,10 +27,10 @@ class Recorder:
     """As long as `is_on` says so, it records what torch calls.
 
     names   of the rank's parameters
-    put     by the key of an operation: what its result is to be
+    put     by the key of an operation: what its result is to be; by its key and a place, what it is to take
     """
 
-    def __init__(self, names: Names, is_on: Callable[[], bool], put: Mapping[Any, Tensor | None] | None = None):
+    def __init__(self, names: Names, is_on: Callable[[], bool], put: Mapping[Any, Tensor] | None = None):
         self._put = put or {}
         self.trail = Trail()
         self._names, self._is_on = names, is_on
@@ -45,6 +45,9 @@ class Recorder:
         is_hidden = bool(self._inside) and not self._inside[-1].returned
         if name not in _SILENT and not is_hidden and self._is_on() and graph_task() == -1 and transform() is None:
             op = self._begin(name, args, kwargs)
+            if places := [place for place in range(len(args)) if (op.key, place) in self._put]:
+                args = tuple(self._put[op.key, at].to(x) if at in places else x for at, x in enumerate(args))
+                found = func(*args, **kwargs)
             found = self._placed(op, found)
             self._note(op, args[0] if name == "__setitem__" else found)
         return found
@@ -108,7 +111,12 @@ class Recorder:
         turn = self._turns[lines[0], name]
         self._turns[lines[0], name] += 1
         given = [self._of(x) for x in _tensors((args, tuple(kwargs.values())))]
-        return Op((lines[0], name, turn), lines, [number for number in given if number >= 0], [])
+        op = Op((lines[0], name, turn), lines, [number for number in given if number >= 0], [])
+        for place, x in enumerate(args):
+            if isinstance(x, Tensor) and not x.requires_grad and x.dim():
+                number = self._of(x)
+                op.given[place] = array_of(x), self.trail.ops[number].line if number >= 0 else ""
+        return op
 
     def _note(self, op: Op, found: Any) -> None:
         """Its results are there."""

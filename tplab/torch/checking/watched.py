@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -14,10 +14,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
-from tplab.torch.checking.made import made
-from tplab.torch.checking.mending import Back, Mending
+from tplab.torch.checking.made import made, terms
+from tplab.torch.checking.mending import Back, Mending, Through
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
-from tplab.torch.checking.origins import NORMS, ByHand, Origins
+from tplab.torch.checking.origins import NORMS, SQUARES, ByHand, Origins
 from tplab.torch.checking.pending import Call, Draws, Pending
 from tplab.torch.checking.pieces import (
     array_of,
@@ -101,10 +101,17 @@ class Watched:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A function of torch is called."""
-        if self.plan.repairs and self.moment == "reduction" and getattr(func, "__name__", "") in NORMS:
+        if self.plan.repairs and self.moment == "reduction" and self._reads_gradients(func, args):
             self.mending.gradients([p for group in self._groups() for p in group["params"]])
         found = self.mending.function(func, args, kwargs)
         return found if self.plan.traced is None else self.recorder.call(func, args, kwargs, found)
+
+    def _reads_gradients(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the function takes a norm, or a square of a gradient."""
+        name = getattr(func, "__name__", "")
+        if name in NORMS:
+            return True
+        return name in SQUARES and isinstance(args[0], Tensor) and self.names.at(address_of(args[0]))[0] == "gradient"
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._made:
@@ -112,7 +119,7 @@ class Watched:
 
     def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """An autograd function is applied."""
-        if self.plan.traced is not None or not self.plan.repairs or function is Back:
+        if self.plan.traced is not None or not self.plan.repairs or function in (Back, Through):
             return self.recorder.apply(function, call, args, kwargs)
         return self.mending.applied(self.line(), line_of_return(function), call())
 
@@ -267,7 +274,7 @@ class Watched:
             by = self.mending.loss(len(self.step.losses))
             grads = torch.full_like(first, by) if by != 1.0 else grads
             self.step.losses.append((by * float(local_of(first).detach()), line))
-            self.step.made = self.step.made or made(first)
+            self.step.made, self.step.terms = self.step.made or made(first), self.step.terms or terms(first)
         if called := [line for code, line in self._called if code in self._backward_in]:
             self.step.lines.setdefault("call", called[0])
         return grads
@@ -283,7 +290,7 @@ class Watched:
         with self.looks():
             value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
             self.step.lines["clip"] = line
-            self.step.norms.append((float(value), line))
+            self.step.norms.append((float(value), line, tuple(map(self.names.of, parameters))))
             if not self.is_measured:
                 self.step.gradients |= self._gradients(parameters)
         self.is_measured = True
@@ -409,6 +416,15 @@ class Watched:
         self.step.sent.append(
             Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
         )
+
+    def gather(self, op: str, ranks: Sequence[int], parts: Callable[[], Any]) -> None:
+        """A collective is done that autograd does not see. parts: what it took, and what it gave of each rank"""
+        if self.is_looking or graph_task() != -1 or not torch.is_grad_enabled():
+            return
+        given, got = parts()
+        if any(x.requires_grad for x in given):
+            self.seen.cut[self.line()] = op
+            self.mending.passes_back(self.line(), ranks, given, got)
 
     def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
         return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)

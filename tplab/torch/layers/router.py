@@ -131,6 +131,17 @@ def z_loss(routed: Routed) -> Tensor:
     return routed.logits.logsumexp(-1).square().mean()
 
 
+def excess_load(routed: Routed, bias: Tensor) -> Tensor:
+    """0 [], with a gradient of the bias [E]: E times how many more choices than the mean fall on each expert.
+
+    So what adds up gradients, over microbatches and ranks, adds up loads. bias -= rate * sign(gradient) is
+    `balanced_bias`.
+    """
+    counts = chosen_counts(routed)
+    excess = len(bias) * counts - counts.sum()
+    return (excess.to(bias.dtype) * (bias - bias.detach())).sum()
+
+
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
     """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
 

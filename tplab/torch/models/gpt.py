@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, gpt_layer_name, gpt
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 from tplab.torch.comm.collectives import all_reduce, axis_size
-from tplab.torch.comm.regions import reduce_from, scatter_to
+from tplab.torch.comm.regions import copy_to, reduce_from, scatter_to
 from tplab.torch.layers.attention import ParallelSelfAttention
 from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.experts import ParallelExperts
 from tplab.torch.layers.linear import ParallelMLP
 from tplab.torch.layers.norms import LayerNorm, RMSNorm
 from tplab.torch.layers.parameters import drawn_normal
-from tplab.torch.layers.router import Router, balance_loss
+from tplab.torch.layers.router import Router, balance_loss, excess_load
 from tplab.torch.layers.sequence_attention import token_positions
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
@@ -133,7 +133,12 @@ class BlockExperts(nn.Module):
         self.sequence_axis = spread.axis if spread.sequence_parallel else None
         self.counted_over = spread.counted_over(experts.over)
         self.router = Router(config.width, experts.routing, sequence_axis=self.sequence_axis)
-        self.router.register_buffer("bias", self.router.bias, persistent=False)  # a loss balances, and not a bias
+        bias = self.router.bias
+        self.router.register_buffer("bias", bias, persistent=False)
+        if experts.bias_rate:
+            del self.router.bias
+            self.router.bias = nn.Parameter(bias)
+        self.shared = spread.mlp(replace(config, hidden=experts.shared, bias=False)) if experts.shared else None
         self.experts = ParallelExperts(
             config.width,
             experts.hidden,
@@ -149,7 +154,11 @@ class BlockExperts(nn.Module):
         rows, about, axis = x.flatten(0, 1), self.about, self.sequence_axis
         routed = self.router(rows)
         y = self.experts(rows, routed).view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared(x)
         loss = about.balance * balance_loss(routed, over=about.over, sequence=x.shape[1], **self.counted_over)
+        if about.bias_rate:
+            loss = loss + excess_load(routed, self.router.bias if axis is None else copy_to(self.router.bias, axis))
         return y, loss if axis is None else reduce_from(loss / axis_size(axis), axis)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
+from tplab.models.gpt import ROUTER_BIAS, TINY, GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.average import copies_of
@@ -54,24 +54,23 @@ class Optimizer:
         self._data = data = data_axes(this_rank().mesh)
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
         parameters, copies = _as_they_leave(stages), copies_of(stages, data)
+        biases = {parameter for _, name, parameter in stages.by_layer() if name.endswith(ROUTER_BIAS)}
+        found: dict[tuple[Axis, bool], list[nn.Parameter]] = {}
+        for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: they have no ties
+            found.setdefault((copies(parameter), parameter in biases), []).append(parameter)
+        groups = [{"params": group, "axis": axis} | (_by_sign(config) if is_bias else {})
+                  for (axis, is_bias), group in found.items()]  # fmt: skip
         if recipe.zero in (1, 2):  # they differ in how many backward passes are a last one: `Recipe.num_parts`
-            groups: dict[Axis, list[nn.Parameter]] = {}
-            for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: they have no ties
-                groups.setdefault(copies(parameter), []).append(parameter)
-            self.inner = shard_gradients(
-                adamw,
-                [{"params": group, "axis": axis} for axis, group in groups.items()],
-                data,
-                bucket_bytes=recipe.bucket_bytes,
-            )
+            self.inner = shard_gradients(adamw, groups, data, bucket_bytes=recipe.bucket_bytes)
         else:
-            self.inner = adamw(parameters)
+            self.inner = adamw(groups)
         if recipe.zero == 0:
             DataParallel(parameters, data, recipe.bucket_bytes, find_unused=False, from_first=False, copies=copies)
         self.pieces = list(self._pieces(is_cut=recipe.zero == 3))
         self.cut_along = data if recipe.zero else ()
         specs = gpt_specs(config)
-        self._counted = {piece.name: piece.own for piece in self.pieces if piece.is_counted}
+        self._clipped = [piece for piece in self.pieces if not piece.name.endswith(ROUTER_BIAS)]
+        self._counted = {piece.name: piece.own for piece in self._clipped if piece.is_counted}
         self._specs = {
             name: P(tuple(dict.fromkeys(("pp", *self.cut_along, *spec.axis_names)))) for name, spec in specs.items()
         }
@@ -80,12 +79,12 @@ class Optimizer:
     def step(self, rate: float) -> float:
         """Clip the gradients and update the parameters. Returns the norm that the gradients had."""
         for group in self.inner.param_groups:
-            group["lr"] = rate
+            group["lr"] = group.get("own_rate", rate)
         if isinstance(self.inner, ShardedOptimizer):
             self.inner.reduce_gradients()
         norm = gradient_norm(self._counted, self._specs)
         if self._clip is not None:
-            scale_to((piece.own for piece in self.pieces), norm, self._clip)
+            scale_to((piece.own for piece in self._clipped), norm, self._clip)
         self.inner.step()
         self.inner.zero_grad()
         return float(norm)
@@ -123,6 +122,12 @@ class Optimizer:
             is_tied = layer == config.num_layers + 1 and name == "embedding.weight"
             is_counted = first == axis_index(stages.axis) and not is_tied
             yield gpt_layer_name(config, layer, name), is_counted, parameter
+
+
+def _by_sign(config: GPTConfig) -> dict[str, Any]:
+    """Options of a group of routers' biases: AdamW without memory or decay takes off rate * g / (|g| + eps)."""
+    assert config.experts is not None
+    return {"own_rate": config.experts.bias_rate, "betas": (0.0, 0.0), "weight_decay": 0.0, "eps": TINY}
 
 
 def _as_they_leave(stages: Stages) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ _REACH = 14
 
 
 def legend(bench: Workbench) -> list[Key]:
-    keys = [Key("fits", mix(HUES[0], 0.55), HUES[0], "disc"), Key("does not fit", HUES[1], sign="cross")]
+    keys = [Key("fits", mix(HUES[0], 0.55), HUES[0], "disc"), Key("does not fit, or may not", HUES[1], sign="cross")]
     keys += [Key("no other is faster and smaller", edge=mix(DIM, 0.6), sign="stair")]
     return [*keys, Key(f"measured by {bench.by}", sign="diamond")] if bench.measured else keys
 

@@ -56,7 +56,7 @@ def few(one: Forecast, best: Forecast) -> Iterator[Claim]:
         yield Claim(True, f"no plan is possible on {fewer} GPUs")
         return
     if found.fitting:
-        yield Claim(False, f"on {fewer} GPUs, {found.fitting:,} of {found.considered:,} plans still fit")
+        yield Claim(False, "there are plans that fit on fewer GPUs")
     else:
         yield Claim(True, f"on {fewer} GPUs, none of {found.considered:,} plans fits")
 
@@ -103,7 +103,8 @@ def faster(one: Forecast, best: Forecast) -> Iterator[Claim]:
 def scale(one: Forecast, best: Forecast) -> Iterator[Claim]:
     yield fits(one)
     says = "the model's own work is {}% of what the GPUs could do (MFU)"
-    yield at_least(says, 100 * one.mfu, 55, "it must be {}% at least")
+    yield at_least(says, 100 * one.mfu, 50, "it must be {}% at least")
+    yield at_most("the fullest rank holds {} GiB", one.peak.total / GIB, 60, "it may hold {} GiB at most")
     yield at_most("a step has {} sequences", one.batch, 1024, "it may have {} at most")
 
 
@@ -135,8 +136,8 @@ TASKS = Tasks(
         "few", 25, "As few GPUs as possible",
         "Llama 3 70B is trained on 64 GPUs of 80 GB. Find the smallest number of GPUs on which a plan surely fits.",
         LARGE, same("gpus"), few,
-        ("Parameters, gradients and Adam take about 16 bytes per parameter, on all GPUs together.",
-         "70 billion × 16 bytes is 1,130 GB. How many GPUs is that, and how much is left for activations?"),
+        ("Parameters, gradients and the optimizer's states take 18 bytes per parameter in Megatron.",
+         "70.6 billion × 18 bytes is 1,270 GB. How many GPUs of 80 GB is that, and what is left for activations?"),
     ),
     Task(
         "half-of-fastest", 25, "Half of the memory",
@@ -164,11 +165,12 @@ TASKS = Tasks(
     ),
     Task(
         "scale", 26, "Eight times as many GPUs",
-        "Llama 3 8B on 512 GPUs, at first with as many sequences per step as on 64. Make the model's own work 55% of "
-        "what the GPUs could do (MFU) or more, with at most 1,024 sequences per step.",
+        "Llama 3 8B on 512 GPUs, at first with as many sequences per step as on 64. Make the model's own work 50% of "
+        "what the GPUs could do (MFU) or more, with at most 1,024 sequences per step and 60 GiB on the fullest rank.",
         {**START, "gpus": 512}, same("batch"), scale,
         ("With 512 sequences, each GPU has one. What is there to hide messages behind?",
-         "Give each GPU more work between two exchanges of gradients."),
+         "Give each GPU more work between two exchanges of gradients.",
+         "The fastest plans then keep too many activations. A stage of a pipeline keeps those of its own layers."),
     ),
     Task(
         "experts", 27, "Experts on eight ranks",

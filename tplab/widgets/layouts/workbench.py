@@ -224,7 +224,9 @@ class Workbench:
             "chosen": self.chosen,
             "notice": self.notice,
             "is_stale": self.is_stale,
-            "verdict": TASKS.verdict(self.settings, self.is_stale, one, self.forecast(self.best)),
+            "verdict": TASKS.verdict(
+                self.settings, self.notice if self.is_stale else "", one, self.forecast(self.best)
+            ),
         }
 
     def choices(self) -> dict[str, list[Any]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import re
-from functools import cache, cached_property
+import threading
+from collections.abc import Callable
+from functools import cache, cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import anywidget
 import ipywidgets
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _STATIC = Path(__file__).parents[1] / "static"
 
@@ -35,12 +39,31 @@ def style() -> str:
     return re.sub(r"\n\s*", "\n", (_STATIC / "tplab.css").read_text(encoding="utf8"))
 
 
+def in_turn(method: Method) -> Method:
+    """A method of a card that begins when what was asked before is done.
+
+    JupyterLab sends a widget's first message to the kernel's main thread and the later ones to another thread. An
+    answer in the middle of a search would send the browser the settings from before it.
+    """
+
+    @wraps(method)
+    def waits(self: Any, *args: Any) -> Any:
+        with self._turn:
+            return method(self, *args)
+
+    return cast(Method, waits)
+
+
 class Card(anywidget.AnyWidget):
     """A widget that is also a picture and a sentence. Its repr is the sentence."""
 
     sentence: str
     kept: ClassVar[tuple[str, ...]] = ()
     """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""
+
+    def __init__(self, **traits: Any):
+        self._turn = threading.RLock()
+        super().__init__(**traits)
 
     def picture(self) -> bytes:
         """The widget as a PNG or an animated PNG."""

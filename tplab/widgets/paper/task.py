@@ -69,7 +69,7 @@ class Task:
     def claims(self, settings: Mapping[str, Any], *computed: Any) -> list[Claim]:
         """What decides: settings that must not change, or else all that the task counts."""
         changed = [
-            Claim(False, f"{words} is set to {said(settings[name])}, and this task is about {said(self.start[name])}")
+            Claim(False, f"{words} is set to {said(settings[name])}, and this task needs {said(self.start[name])}")
             for name, words in self.keeps.items()
             if settings[name] != self.start[name]
         ]
@@ -99,14 +99,14 @@ class Tasks:
         if name != "" and name not in self.by_name:
             raise ValueError(f"task is {name!r}; it must be one of {', '.join(self.by_name)}, or empty for none")
 
-    def verdict(self, settings: Mapping[str, Any], is_stale: bool, *computed: Any) -> dict[str, Any]:
-        """Of the task in the settings; {} if there is none. `is_stale`: `computed` is not of these settings, since
-        they are impossible."""
+    def verdict(self, settings: Mapping[str, Any], impossible: str, *computed: Any) -> dict[str, Any]:
+        """Of the task in the settings; {} if there is none. `impossible`: why `computed` is not of these settings, ""
+        if it is."""
         task = self.by_name.get(settings["task"])
         if task is None:
             return {}
-        if is_stale:
-            return {"task": task.name, "is_solved": False, "text": "Not yet: these settings are impossible."}
+        if impossible:
+            return {"task": task.name, "is_solved": False, "text": f"Not yet: {impossible.removesuffix('.')}."}
         return task.verdict(settings, *computed)
 
     def shown(self) -> list[dict[str, Any]]:

@@ -82,9 +82,9 @@ def half(run: Simulation) -> Iterator[Claim]:
 
 
 def even(run: Simulation) -> Iterator[Claim]:
-    peaks = run.peak_activations
-    says = "one rank holds {} microbatches more than another"
-    yield at_most(says, float(peaks.max() - peaks.min()), 0.5, "it may be {} more at most")
+    apart = float(run.peak_activations.max() - run.peak_activations.min())
+    says = "one rank holds {} microbatches more than another" if apart else "all ranks hold equally many microbatches"
+    yield at_most(says, apart, 0.5, "it may hold {} more at most")
     yield held(run, 3)
     yield steps(run, beside(run, "one_f_one_b").makespan, "1F1B takes {}")
 
@@ -92,11 +92,13 @@ def even(run: Simulation) -> Iterator[Claim]:
 def cut(run: Simulation) -> Iterator[Claim]:
     stages, ranks = [float(cost) for cost in run.costs.stage_costs or ()], run.schedule.num_ranks
     if len(stages) != ranks:
-        yield Claim(False, f"the cost of each stage has {len(stages)} numbers, and there are {ranks} ranks")
+        given = f"{len(stages)} {'is' if len(stages) == 1 else 'are'} given"
+        yield Claim(False, f"{ranks} stages need {ranks} costs, and {given}")
         return
-    for cost in stages:
-        if cost % LAYER:
-            yield Claim(False, f"a stage of {cost:g} has a part of a layer, and a layer costs {LAYER:g}")
+    parts = sorted({cost for cost in stages if cost % LAYER})
+    if parts:
+        costs = " or ".join(f"{cost:g}" for cost in parts)
+        yield Claim(False, f"a layer costs {LAYER:g}, so no stage of whole layers costs {costs}")
     if abs(sum(stages) - WHOLE) > 1e-9:
         yield Claim(False, f"the stages cost {sum(stages):g} together, and the model costs {WHOLE:g}")
     yield at_least("the last stage costs {}", stages[-1], HEAD, "it has the head, which costs {}")
@@ -161,8 +163,8 @@ TASKS = Tasks(
     ),
     Task(
         "even", 13, "No rank holds more than another",
-        "Under 1F1B, rank 0 of four holds four microbatches, and rank 3 holds one. Make the ranks equal, up to half a "
-        "microbatch. No rank may hold more than three, and the makespan may not be longer than that of 1F1B.",
+        "Under 1F1B, rank 0 of four holds four microbatches, and rank 3 holds one. Make the ranks equal to within "
+        "half a microbatch. No rank may hold more than three, and the makespan may not be longer than that of 1F1B.",
         START, SAME, even,
         ("A rank holds a microbatch of its stage until the backward pass returns there. Which stages wait longest?",
          "Give each rank one stage that waits long, and one that waits briefly.",

@@ -234,7 +234,7 @@ class Workbench:
             "notice": self.notice,
             "is_stale": self.is_stale,
             "num_edits": self.num_edits,
-            "verdict": TASKS.verdict(self.settings, self.is_stale, self.run),
+            "verdict": TASKS.verdict(self.settings, self.notice if self.is_stale else "", self.run),
         }
 
 

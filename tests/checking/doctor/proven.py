@@ -1,0 +1,105 @@
+"""Proofs about scripts that need no second run: nothing that they depend on has changed since they were made.
+
+`test_scripts` and `test_jax_steps` prove what is claimed of the scripts that judge the doctor, without the doctor. That
+tests the scripts and not tplab. So each proof is written down in proven.txt: as a hash of the script, of what is
+claimed of it, and of the code that compares the two. A proof that is not there is made, and so is every proof with
+other versions of the packages. `python -m tests.checking.doctor.proven` makes those that are missing, and writes them
+down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from importlib import import_module
+from importlib.metadata import version
+from inspect import getsource
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+RECORD = Path(__file__).with_name("proven.txt")
+PACKAGES = ("torch", "jax", "transformers", "accelerate")
+"""What runs the scripts. With other versions of them, every proof is made."""
+
+
+class Proof(NamedTuple):
+    """What is proven of each row, and the texts on which that depends."""
+
+    prove: Callable[[Any], None]
+    rows: Sequence[Any]
+    name: Callable[[Any], str]
+    texts: Callable[[Any], Iterable[str]]
+
+    def hash_of(self, row: Any) -> str:
+        parts = [source_of(self.prove), *self.texts(row)]
+        return hashlib.sha256(b"".join(hashlib.sha256(part.encode()).digest() for part in parts)).hexdigest()[:24]
+
+    def line_of(self, row: Any) -> str:
+        return f"{self.hash_of(row)} {self.prove.__name__} {self.name(row)}"
+
+
+PROOFS: list[Proof] = []
+source_of: Callable[[Any], str] = cache(getsource)
+
+
+def proven_of_each(rows: Sequence[Any], name: Callable[[Any], str], texts: Callable[[Any], Iterable[str]]) -> Any:
+    """A test of each row that is made once, as long as it and these texts stay the same. Its argument is the row."""
+
+    def decorate(prove: Callable[[Any], None]) -> Callable[[Any], None]:
+        proof = Proof(prove, rows, name, texts)
+        PROOFS.append(proof)
+
+        @pytest.mark.parametrize("row", rows, ids=name)
+        @wraps(prove)
+        def test(row: Any) -> None:
+            if proof.hash_of(row) not in written_down():
+                prove(row)
+
+        return test
+
+    return decorate
+
+
+@cache
+def versions() -> str:
+    return " ".join(f"{package}=={version(package).partition('+')[0]}" for package in PACKAGES)
+
+
+@cache
+def written_down() -> frozenset[str]:
+    """The hashes of the proofs that were made with these versions."""
+    lines = RECORD.read_text(encoding="utf8").splitlines() if RECORD.exists() else [""]
+    return frozenset(line.split()[0] for line in lines[1:]) if lines[0] == versions() else frozenset()
+
+
+def main() -> None:
+    for module in ("test_scripts", "test_jax_steps"):
+        import_module(f"tests.checking.doctor.{module}")
+    lines = {proof.line_of(row): (proof, row) for proof in PROOFS for row in proof.rows}
+    known = {line for line in lines if line.split()[0] in written_down()}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for line, (proof, row) in lines.items():
+            if line not in known:
+                print(line, flush=True)
+                proof.prove(row)
+                known.add(line)
+                write_down(known)
+        os.chdir(RECORD.parent)
+    write_down(known)
+
+
+def write_down(lines: Iterable[str]) -> None:
+    ordered = [versions(), *sorted(lines, key=lambda line: line.split()[1:])]
+    RECORD.write_text("".join(f"{line}\n" for line in ordered), encoding="utf8")
+
+
+if __name__ == "__main__":
+    from tests.checking.doctor import proven  # the module whose list the tests fill
+
+    proven.main()
