@@ -153,16 +153,15 @@ print("all equal" if all(same) else "off")
 
 # %% [markdown]
 # - `"all_to_all"` sends a row for each choice, as the program above did.
-# - `"per_rank"` sends a token once to each rank that has any of its experts. It saves much if many experts share a rank.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It needs to know how many tokens each rank has, but
-#   not what they choose. It pays off if a token goes to nearly every rank anyway.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That may be more in total, but
-#   less of it crosses the network.
+# - `"per_rank"` sends a token once to each rank that has any of its experts.
+# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts of choices, and pays off if a token
+#   goes to nearly every rank anyway.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. So less crosses the network.
 #
-# The bytes are those of all ranks, forward and backward. Besides rows, they contain counts, the numbers of experts and weights.
+# The bytes are those of all ranks, forward and backward, with counts, numbers of experts and weights.
 #
 # `experts` shows the layer that has just run. Play it: a row first goes to the same place in the other node, and from
-# there to the rank that holds the expert. Hover over a block to see how many rows it is.
+# there to the rank of its expert. Hover over a block to see how many rows it is.
 
 # %%
 experts(done.trace, done.value[1])
@@ -273,18 +272,18 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # %% [markdown]
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
 # inference, on 16 H800s in two nodes. The times are theirs and the bytes ours. Our rates are within 2% of the 63 and 74 GB/s that
-# they report, so we count the same bytes. Both exceed the 50 GB/s of a network card (ConnectX-7), which is possible because half of the
-# rows stay inside a node. In training, DeepSeek-V3's schedule (DualPipe) computes one microbatch while the tokens of another travel.
+# they report. Both exceed the 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training,
+# DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel.
 #
 # ## A bug to repair
 #
-# Now the mesh is $dp \times ep$: the ranks along `ep` share the experts, and those along `dp` have copies of the same experts. The
-# gradients of the router are averaged over all ranks, and those of the experts over their copies. But the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
-# gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
-# large](https://github.com/pytorch/pytorch/issues/160285). (`tt.axis_size("ep")` is the number of ranks along `ep`.)
+# Here the mesh is $dp \times ep$: ranks along `ep` share the experts, and ranks along `dp` have copies of them. The gradients of
+# the router are averaged over all ranks, and those of the experts over their copies. But the experts' gradients are `ep` times too
+# large. Adam hides that factor, but SGD, the gradient norm and clipping do not. PyTorch users have met [gradients that are twice as
+# large](https://github.com/pytorch/pytorch/issues/160285).
 
 # %%
-def average(router, experts):  # gradients, the router's of this rank's own loss
+def average(router, experts):  # gradients; tt.axis_size("ep") is the number of ranks
     router = tt.all_reduce(router, ("dp", "ep"), "mean")
     experts = tt.all_reduce(experts, "dp", "mean")
     return router, experts

@@ -200,9 +200,8 @@ plain = train()
 report("no balance", plain)
 
 # %% [markdown]
-# The numbers are means over the last 20 of 120 steps, and an expert counts as used if it gets over 5% of a rank's choices. Half of
-# the experts get no rows, or hardly any. An expert that is not chosen gets no gradient. So it does not learn, and does not become
-# worth choosing. The others have to learn eight topics.
+# These are rounded means of the last 20 of 120 steps. A rank uses an expert if that gets over 5% of its choices. Half of the experts
+# get no rows, or hardly any. An expert that is not chosen gets no gradient. So it does not learn, and does not become worth choosing.
 #
 # ## A loss that balances
 #
@@ -210,7 +209,7 @@ report("no balance", plain)
 # mean score (a softmax: the scores of a token add up to 1). It is 1 if all experts are chosen equally often. Over which tokens do we
 # count $f_e$: over those of this rank (its *microbatch*), or over those of all ranks (the *global* batch)?
 #
-# **Predict.** Both balance the experts. Which of the two lets the layer learn more, and why?
+# **Predict.** Both balance the experts. With which does the layer learn more?
 #
 # <details><summary>Answer</summary>
 #
@@ -224,15 +223,14 @@ report("microbatch", train("microbatch"))
 report("global", train("global"))
 
 # %% [markdown]
-# We have repeated this with ten random seeds, of which this is the first. The global loss had the lowest task loss of the three in
-# all ten. With the microbatch loss, the layer learned less than without any balance in eight of them, and a rank always used more
-# experts than with the global loss.
+# We have tried ten random seeds. The global loss gave the lowest task loss of the three in all ten. With the microbatch loss, the
+# layer learned less than without any balance in eight, and a rank used more experts than with the global loss in all ten.
 #
 # ## A bias instead of a loss
 #
 # DeepSeek-V3 adds a bias $b_e$ to each expert's score when experts are **chosen**. The **weights** of their results come from the scores
-# without it. After each training step, the bias of an expert that was chosen more often than the mean falls by a fixed amount, the
-# `rate`, and that of an expert chosen less often rises by it. No gradient is involved.
+# without it. After each step, the bias of an expert that was chosen more often than the mean falls by a fixed amount, the `rate`, and
+# that of an expert chosen less often rises by it.
 #
 # **Your turn.** Write the rule. `counts` are the choices of all ranks, as whole numbers. DeepSeek-V3 was trained with a rate of 0.001
 # (and 0 at the end). Our training is short, so we take 0.02.
