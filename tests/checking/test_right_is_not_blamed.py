@@ -226,6 +226,37 @@ for step in range(3):
     model(x).square().mean().backward()
     optimizer.step()
 """
+FROZEN = """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+class Row(nn.Linear):
+    \"\"\"Each rank has some of the rows. The bias is added after the sum, and every rank has a copy of it.\"\"\"
+
+    def forward(self, x):
+        return Sum.apply(F.linear(x, self.weight)) + self.bias
+
+torch.manual_seed(0)
+model, whole = Row(8 // world, 3), torch.randn(3, 8)
+with torch.no_grad():
+    model.weight.copy_(whole.chunk(world, 1)[rank])
+model.bias.requires_grad_(rank == 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+generator = torch.Generator().manual_seed(1)
+for step in range(1):
+    x, y = torch.randn(6, 8, generator=generator), torch.randn(6, 3, generator=generator)
+    optimizer.zero_grad()
+    (model(x.chunk(world, 1)[rank]) - y).square().mean().backward()
+    optimizer.step()
+"""
 UNUSUAL = {
     "every rank has the whole model, and an optimizer of each stage": STAGES.format(
         optimizers=OF_EACH_STAGE, step="optimizers[rank].step()"
@@ -257,8 +288,13 @@ def test_what_is_unusual_and_right(name: str, tmp_path: Path):
     [
         (STAGES.format(optimizers=OF_EACH_STAGE, step="optimizers[0].step()"), "2.weight"),
         (DIVIDED.format(by="1"), "0.weight"),
+        (FROZEN, "bias"),
     ],
-    ids=["a stage that nothing updates", "an optimizer that adds up and does not divide"],
+    ids=[
+        "a stage that nothing updates",
+        "an optimizer that adds up and does not divide",
+        "a copy that one rank freezes",
+    ],
 )
 def test_nor_is_what_is_wrong_there_overlooked(text: str, name: str, tmp_path: Path):
     path = tmp_path / "train.py"

@@ -15,7 +15,6 @@ import tplab.jax as tj
 import tplab.torch as tt
 from tests.exercises.test_exercises import backward, expect, gated, largest, row_linear
 from tplab.exercises.axes_and_nodes import check_average
-from tplab.exercises.calls import library_call
 from tplab.exercises.collectives import check_sum_up
 from tplab.exercises.first_look import check_largest
 from tplab.exercises.overlap import check_gather_product
@@ -23,6 +22,7 @@ from tplab.exercises.pipeline_in_jax import check_pipeline
 from tplab.exercises.pipeline_schedules import check_one_f_one_b
 from tplab.exercises.pipeline_schedules import check_puzzle as check_schedule
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear
+from tplab.exercises.verdict import library_call
 from tplab.schedules import auto_schedule, one_f_one_b
 
 # ------------------------------------------------------------------------------------------------ the library's own

@@ -69,10 +69,8 @@ class Diagnosis:
             self.notes.append("what the model draws in its forward pass was made the same for every sample")
         self.facts = Facts(ours, Reference(theirs, again, kinds), trails)
         if idle := self.facts.idle:
-            held = ranks_text(sorted({rank for rank, _ in idle})), named([*{place.name: 0 for place in idle.values()}])
-            self.notes.append(
-                "{} have copies of {} and compute nothing with them: these are not compared".format(*held)
-            )
+            held, names = ranks_text(sorted({rank for rank, _ in idle})), [*{place.name: 0 for place in idle.values()}]
+            self.notes.append(f"copies of {named(names)} with which {held} compute nothing are not compared")
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
 

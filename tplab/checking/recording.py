@@ -124,6 +124,7 @@ class Seen:
     weights     at the start, and so are `buffers`; late: names of those that an optimizer has got in a later step
     unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
+    used        parameters that an operation of the forward pass has taken as they are
     shared      the first name of a parameter that has several, by its other names
     seeds       that were set: value and line
     samplers    each shuffle of a sampler that gives ranks parts of one order: by which number, and the sampler's line
@@ -151,6 +152,7 @@ class Seen:
     late: set[str] = field(default_factory=set)
     unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     shared: dict[str, str] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     seeds: list[tuple[int, str]] = field(default_factory=list)
@@ -172,8 +174,8 @@ class Seen:
         return sum(step.has_stepped for step in self.steps)
 
     def computes_with(self, name: str) -> bool:
-        """Whether a backward pass of the rank has reached this parameter in any step."""
-        return any(name in part for step in self.steps for part in step.parts)
+        """Whether the rank has used this parameter in any step: an operation took it, or a backward pass reached it."""
+        return name in self.used or any(name in part for step in self.steps for part in step.parts)
 
 
 class Arrays:

@@ -1,15 +1,20 @@
-"""What a learner's function must leave as it was: its arguments, and the generators that the whole program draws
-from."""
+"""What a learner's function leaves behind: its arguments and the generators that the whole program draws from must be
+as they were, and activations must not stay in memory."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
 from tplab.exercises.verdict import refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import saved_tensors_hooks
 
 
 class Untouched:
@@ -72,3 +77,44 @@ def _states() -> dict[str, np.ndarray]:
         "NumPy": np.append(keys, place) if kind == "MT19937" else np.zeros(0),
         "Python": np.array(random.getstate()[1], dtype=np.uint64),
     }
+
+
+# --- activations that stay in memory ----------------------------------------------------------------------------------
+
+
+class Graphs:
+    """Watches forward passes: `with graphs.watch(): loss = net(x).mean()`.
+
+    A backward pass gives the saved tensors of its graph back, unless it retains them. A graph that nothing refers to
+    any more gives them back too.
+    """
+
+    def __init__(self) -> None:
+        self._saved: WeakSet[_Saved] = WeakSet()
+        self._passes = 0
+
+    def watch(self) -> saved_tensors_hooks:
+        """The context of one forward pass."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        self._passes += 1
+        number = self._passes
+
+        def pack(tensor: Tensor) -> _Saved:
+            saved = _Saved(tensor.detach(), number)
+            self._saved.add(saved)
+            return saved
+
+        return saved_tensors_hooks(pack, lambda saved: saved.tensor)
+
+    @property
+    def alive(self) -> int:
+        """How many forward passes still have activations in memory."""
+        return len({saved.number for saved in self._saved})
+
+
+class _Saved:
+    """A tensor that autograd has saved in a forward pass. `detach` avoids a cycle with the graph."""
+
+    def __init__(self, tensor: Tensor, number: int):
+        self.tensor, self.number = tensor, number

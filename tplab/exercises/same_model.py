@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.damage import Untouched
-from tplab.exercises.graphs import Graphs
+from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel

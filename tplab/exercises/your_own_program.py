@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.damage import Untouched
-from tplab.exercises.graphs import Graphs
+from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.same_model import STEPPED
 from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
 from tplab.mesh import Mesh

@@ -65,6 +65,7 @@ class Watched:
         self._made: list[Optimizer] = []
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
+        self._used = set[int]()
         self._num_backward = 0
         self._backward_in = set[CodeType]()
         self.is_measured = self._has_begun = self.has_enough = False
@@ -104,6 +105,9 @@ class Watched:
         if self.plan.repairs and self.moment == "reduction" and self._reads_gradients(func, args):
             self.mending.gradients([p for group in self._groups() for p in group["params"]])
         found = self.mending.function(func, args, kwargs)
+        if isinstance(found, Tensor) and found.requires_grad:
+            given = (*args, *kwargs.values())
+            self._used.update(id(x) for x in given if isinstance(x, nn.Parameter) and x is not found)
         return found if self.plan.traced is None else self.recorder.call(func, args, kwargs, found)
 
     def _reads_gradients(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -377,6 +381,7 @@ class Watched:
 
     def close(self) -> None:
         self.recorder.close()
+        self.seen.used.update(filter(None, map(self.names.known, self._used)))
         self._pending.move(self.step)
         self.seen.places = this_rank().lines.places
         self.seen.steps.append(self.step)  # what came after the last one
