@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
-from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -53,7 +53,7 @@ def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
         loss = my_loss(own, targets[0])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
-        before.refuse()
+        refuse_damage(before)
         loss.backward()
         return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
 
@@ -200,7 +200,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
             model(x).square().mean().backward()
             finish()
             found.append([p.grad.clone() for p in model.parameters()])
-        before.refuse()
+        refuse_damage(before)
         return found
 
     per_rank = run_on(Mesh(dp=num_ranks), program, model, xs, in_specs=(P(), P("dp"))).per_rank

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, ParamSpec
 import numpy as np
 
 from tplab.errors import RankError
+from tplab.exercises.damage import Untouched
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Matrices, Panel
 
@@ -120,6 +121,12 @@ def untouched(name: str) -> Verdict:
     return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
 
 
+def refuse_damage(before: Untouched, but: str = "") -> None:
+    """End a check if something has changed: ": it changes its argument ..."."""
+    if harm := before.damage():
+        refuse(f": {but}{harm}")
+
+
 # --- running what the learner wrote --------------------------------------------------------------------------------
 
 
@@ -133,10 +140,13 @@ class Raised(Exception):
 
 @contextmanager
 def on(where: Mesh | str) -> Iterator[None]:
-    """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks"."""
+    """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks". It is
+    refused if it changes what the whole program shares."""
     said = f" of {where}" if isinstance(where, Mesh) else f" {where}"
+    before = Untouched({})
     try:
         yield
+        refuse_damage(before)
     except Refused:
         raise
     except Raised as error:
@@ -170,6 +180,11 @@ def _told(error: BaseException, fns: Sequence[Any]) -> Refused:
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def differs(got: Any, want: Any, slack: Any = 1e-9) -> Any:
+    """Whether a number, or each of an array, is further than `slack` from what is right; nan always is."""
+    return ~(np.abs(np.asarray(got) - np.asarray(want)) <= slack)
 
 
 def beside(name: str, got: Any, want: Any, off: Any = None, apart: bool = False) -> list[Panel]:
