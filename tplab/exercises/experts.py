@@ -194,7 +194,8 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
         given, untouched = table.copy(), Untouched({})
         with on(where):
             got = fn(given, ranks, experts)
-        untouched.refuse()
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if not np.array_equal(given, table):
             refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
         try:
@@ -249,7 +250,8 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
         untouched = Untouched({"bias": bias, "counts": counts})
         with on(where):
             got = fn(bias, counts, rate)
-        untouched.refuse()
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if got is None:
             refuse(f": {where} it returns None. Return the next bias.")
         if not isinstance(got, torch.Tensor) or got.requires_grad:
@@ -316,7 +318,8 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
         untouched = Untouched({"scores": given[0], "bias": given[1]})
         with on(where):
             got = fn(*given, k)
-        untouched.refuse()
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if not (isinstance(got, tuple | list) and len(got) == 2):
             refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
         for name, one in zip(("choices", "weights"), got):
