@@ -12,6 +12,8 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes. Each would compile tplab anew if Python were not allowed to keep what it compiles.
+unexport PYTHONDONTWRITEBYTECODE
 
 # JupyterLab refuses to run as root (in a container, say) unless it is told to.
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)

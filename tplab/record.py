@@ -29,7 +29,7 @@ def main() -> None:
         parser.refuse(f"there is no script {given.script}")
     leave_working_directory_out()
     try:
-        from tplab.torch.record.recording import start
+        from tplab.torch.record.group import start
     except MissingPackageError as error:
         parser.refuse(error)
 

@@ -34,7 +34,7 @@ from tplab.widgets import Bars, Row, animate, curves, knob, matrices, timeline
 # ## By hand: one table, seen from above
 #
 # A **collective** is an operation that all ranks of an axis do together. Four ranks hold four numbers each: a table
-# with one row per rank. You see all rows at once, so for you each collective is a line of NumPy:
+# with one row per rank. Here each collective is a line of NumPy:
 
 # %%
 table = np.array([[0, 7, 6, 4], [4, 8, 0, 6], [2, 0, 5, 9], [7, 7, 7, 7]], "float32")
@@ -126,16 +126,8 @@ print("the sums:", ring.value[0].tolist())
 animate(ring.trace)
 
 # %% [markdown]
-# It works on any number of ranks. tplab calls it `ring_all_reduce`.
-
-# %%
-for ranks in (1, 2, 3, 5, 8):
-    x = torch.randn(ranks, 240, dtype=torch.float64)
-    out = tt.run(my_all_reduce, Mesh(tp=ranks), x, in_specs=P("tp"), out_specs=P())
-    difference = (out.value[0] - x.sum(0)).abs().max()
-    print(Mesh(tp=ranks), "equal" if difference < 1e-12 else "not equal")
-
-# %% [markdown]
+# tplab calls this `ring_all_reduce`.
+#
 # ## Why the busiest rank cannot send less
 #
 # Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds them up and sends the sum
@@ -174,8 +166,7 @@ animate(wheel.trace)
 
 # %% [markdown]
 # So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
-# data sheets. In the star, rank 0 receives three tensors at once, and then sends three, one after another, while the
-# others wait.
+# data sheets. In the star, rank 0 receives three tensors at once, and then sends three while the others wait.
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -185,9 +176,9 @@ timeline(tt.run(star, Mesh(tp=4), large, **options).trace)
 timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 
 # %% [markdown]
-# Can any method manage with fewer than 96 bytes? Follow one piece. Before the first rank can know its sum, every other
-# rank must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line
-# below follows one piece, and says how many ranks' numbers are in each of its messages:
+# Can any method manage with fewer than 96 bytes? Follow one piece. Before any rank can know its sum, every other rank
+# must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line below
+# follows one piece, and says how many ranks' numbers are in each of its messages:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -202,24 +193,14 @@ for piece in range(4):
 # So some rank must send at least that much, and in the ring no rank sends more.
 #
 # If an all-reduce takes $t$ seconds, its **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: the rate at which every
-# link of a ring must have sent. You can compare it with the link's own speed, whatever $R$ is. For an all-gather or a
+# link of a ring must have sent. For an all-gather or a
 # reduce-scatter, the factor is $\frac{R-1}{R}$, and $n$ is the whole tensor.
 #
 # ## What it costs
 #
-# Two collectives are left: the all-to-all, and the **broadcast**, which copies one rank's tensor to all ranks. Every
-# rank that has it sends it to one that does not, so their number doubles with every hop: a **tree**.
+# One collective of the first table is left, the all-to-all:
 
 # %%
-def tree(x):
-    R, i, knowing = tt.axis_size("tp"), tt.axis_index("tp"), 1
-    while knowing < R:
-        pairs = [(k, k + knowing) for k in range(knowing) if k + knowing < R]
-        news = tt.ppermute(x, "tp", pairs)
-        x = news if knowing <= i < 2 * knowing else x
-        knowing *= 2
-    return x
-
 def trade(x):
     R, i = tt.axis_size("tp"), tt.axis_index("tp")
     pieces = x.reshape(R, -1)
@@ -240,28 +221,25 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `reduce_scatter` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `all_reduce` | $2(R-1)$ | $2\frac{R-1}{R}\,n$ |
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
-# | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
+# | `broadcast`, as a tree: the ranks that have it double with every hop | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# ## Turn the knob
-#
-# `tplab.cost` has these formulas, and our programs send just those bytes. With more and more ranks, which of the five bars
-# stop growing? Guess, then turn the knob.
+# `tplab.cost` has these formulas, and our programs send just those bytes. **Turn the knob:** with more and more ranks, which of
+# the four bars stop growing? Guess first.
 
 # %%
 built = {
-    "all_gather": (pass_on, "ring"),
-    "reduce_scatter": (lambda x: add_on(x.reshape(tt.axis_size("tp"), -1)), "ring"),
-    "all_reduce": (my_all_reduce, "ring"),
-    "all_to_all": (trade, "ring"),
-    "broadcast": (tree, "tree"),
+    "all_gather": pass_on,
+    "reduce_scatter": lambda x: add_on(x.reshape(tt.axis_size("tp"), -1)),
+    "all_reduce": my_all_reduce,
+    "all_to_all": trade,
 }
 
 def bars(R):
     rows = []
-    for name, (program, algorithm) in built.items():
+    for name, program in built.items():
         trace = tt.run(program, Mesh(tp=R), torch.ones(R, 240), in_specs=P("tp")).trace
         sent = trace.bytes_sent(rank=0)
-        assert sent == cost.collective(name, 240 * 4, R, "h100", algorithm).bytes
+        assert sent == cost.collective(name, 240 * 4, R, "h100", "ring").bytes
         rows.append(Row(name, {"sent": sent}))
     most = max(rows, key=lambda row: row.total)
     return Bars(rows, f"A rank's input takes 960 B. {most.label} sends the most.")
@@ -273,7 +251,7 @@ knob("What rank 0 sends", "ranks", {R: bars(R) for R in (2, 3, 4, 6, 8)}, start=
 # <details><summary>What there is to discover</summary>
 #
 # An all-reduce sends less than twice its input on any number of ranks, and a reduce-scatter or an all-to-all less than once.
-# The result of an all-gather grows with every rank, and so do its bytes. A tree sends once more for each doubling.
+# The result of an all-gather grows with every rank, and so do its bytes.
 #
 # </details>
 #
@@ -350,8 +328,7 @@ curves(
 # hops *and* few bytes. But it assumes that any two ranks can talk at full speed, as through NVIDIA's switch. Where ranks are
 # wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
 #
-# For small tensors NCCL is faster than our ring: its low-latency protocol, LL, has shorter hops, but at most half of
-# the bandwidth.
+# For small tensors NCCL is faster than our ring, because its protocol LL has shorter hops.
 #
 # **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
 # bandwidth, the speed of the links. Do they?
@@ -397,21 +374,9 @@ print(in_jax.per_rank[2][0])
 print(in_jax.trace.bytes_sent(rank=2), "bytes sent by rank 2")
 
 # %% [markdown]
-# Two things differ. **A rank does not know its index while Python runs**, because Python runs once, for all ranks. You
-# can index an *array* with `axis_index`, but not a Python list.
+# **A rank does not know its index while Python runs**, because Python runs once, for all ranks. So you can index an
+# *array* with `axis_index`, but not a Python list.
 #
-# **`out_specs=P()` needs a proof.** In torch, `run` compares the numbers. JAX's types cannot prove that what came
-# around a ring is the same on every rank:
-
-# %%
-from tplab.errors import ReplicationError
-
-try:
-    tj.run(my_all_reduce_in_jax, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P())
-except ReplicationError as error:
-    print(error)
-
-# %% [markdown]
 # ## A bug to repair
 #
 # In [NCCL's ring](https://github.com/NVIDIA/nccl/blob/master/src/device/all_reduce.h), as in ours, rank $i$ ends with

@@ -218,8 +218,7 @@ for case, (ours, extra) in cases.items():
 # %% [markdown]
 # tplab's `dropout` has no shared generator. It makes the mask from the seed of the run, a count of the draws so far,
 # and, along `axis`, the rank's coordinate. No other random number can disturb it, only an extra call of `dropout`
-# itself. This answers the second half of the question at the top: to agree on a mask, ranks have to share a seed, and
-# they do not have to send anything.
+# itself. So to agree on a mask, ranks share a seed, and send nothing.
 #
 # The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs a
 # second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this, but

@@ -42,8 +42,8 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 print(naive(ranks=4))
 
 # %% [markdown]
-# Each rank has a quarter of the model, but four ranks are no faster than one. So we cut the batch into **microbatches**. While rank
-# 1 works on the first, rank 0 takes the second.
+# Each rank has a quarter of the model, but four ranks are no faster than one. So we cut the batch into **microbatches**.
+# While rank 1 works on the first, rank 0 takes the second.
 #
 # When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself
 # is done with $k - 1$:
@@ -162,8 +162,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
 # The price is more messages, and memory for $(p-1)/v$ more microbatches than 1F1B keeps.
-
-# %% [markdown]
+#
 # ## Split the backward
 #
 # A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the
@@ -209,8 +208,7 @@ gantt(down_and_up, half)
 
 # %% [markdown]
 # The price is twice as many messages.
-
-# %% [markdown]
+#
 # ## Turn the knobs
 #
 # Set `transfer` to 1. Then add 4 microbatches, twice. How many steps does 1F1B lose each time, and why? Hover over a
@@ -223,11 +221,13 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # <details><summary>What there is to discover</summary>
 #
 # With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs $p = 4$ forwards and
-# then waits for the gradient of the first. The microbatch crosses $p - 1 = 3$ cuts, down and up again: 6 messages for
-# every $p$ microbatches. A schedule that runs more forwards ahead pays for them only once: GPipe loses 6, and ZB-H2
-# loses 3, with any number of microbatches. So with such messages, GPipe is faster than 1F1B and ZB-H1.
+# then waits for the gradient of the first, which crosses $p - 1 = 3$ cuts, down and up again: 6 messages for every $p$
+# microbatches. GPipe runs all forwards ahead, so it loses 6 with any number of microbatches. With such messages, it is
+# faster than 1F1B and ZB-H1.
 #
 # </details>
+#
+# Below the picture there are tasks. Choose *No more memory than 1F1B*: can you fill the bubble without more microbatches?
 
 # %%
 def lost(schedule):
@@ -289,8 +289,8 @@ for name, schedule in rules.items():
 # ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
 # messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
 #
-# With a split backward, a microbatch is more *bytes*: between I and W, a rank also keeps gradients of outputs
-# ([lab 13](13_pipeline_memory.ipynb)).
+# Why does ZB-H1 keep more bytes than 1F1B? Between I and W, a rank also keeps gradients ([lab
+# 13](13_pipeline_memory.ipynb)).
 
 # %% [markdown]
 # ## A bug to repair
@@ -354,13 +354,6 @@ def puzzle_5():  # beats 1F1B, which takes 33 steps and keeps four microbatches
 check_puzzle(5, puzzle_5)
 
 # %% [markdown]
-# <details><summary>How far can a program get?</summary>
-#
-# tplab's `auto_schedule(4, 8, memory_limit=3)` finds 32 steps at once. With `solver="exact"` (after `pip install
-# ortools`) it finds 31.
-#
-# </details>
-#
 # ## On Monday
 #
 # | here | torch.distributed.pipelining | Megatron, DeepSpeed |
@@ -370,15 +363,15 @@ check_puzzle(5, puzzle_5)
 # | interleaved 1F1B | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
 #
-# `Schedule.from_torch` reads torch's schedules, and `to_csv` writes a file that torch loads. JAX has none: see [lab
-# 12](12_pipeline_in_jax.ipynb).
+# `Schedule.from_torch` reads torch's schedules, `to_csv` writes a file that torch loads, and `auto_schedule` searches for a
+# schedule that keeps to a memory limit. JAX has none: see [lab 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #
 # - With one equal stage per rank and free messages, no order of F and B has a smaller bubble than $(p-1)(F+B)$. 1F1B
 #   saves memory, not time.
 # - Smaller stages divide the bubble by $v$ and multiply the messages. A split backward fills the bubble with W.
-# - Ask of every "zero bubble": span or makespan, at which costs, in how much memory?
+# - When a schedule promises "zero bubble", ask: span or makespan, at which costs, and in how much memory?
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,

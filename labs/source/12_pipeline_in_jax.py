@@ -11,8 +11,8 @@
 # ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
 #
 # *1F1B as one compiled loop. In each turn of the loop every rank does at most one action, and then all ranks exchange
-# messages. A forward and an exchange take one step each, and a backward takes two. So a rank that runs a forward often
-# waits for one that runs a backward.*
+# messages. A backward takes twice as long as a forward, so a rank that runs a forward often waits for one that runs a
+# backward.*
 
 # %%
 import subprocess
@@ -33,13 +33,13 @@ import tplab.jax as tj
 from tplab import Mesh, P
 from tplab.pipeline import LayerSpec
 from tplab.schedules import Costs, compare, gpipe, one_f_one_b, simulate, zb_h1
-from tplab.widgets import Bars, Row, knob, timeline
+from tplab.widgets import Bars, Row, knob, pipeline_lab, timeline
 
 # %%
 p, m, D = 4, 8, 16  # ranks, microbatches, width
 
 def stage(w, x):
-    return jnp.tanh(x @ w)
+    return jnp.tanh(x @ w + 0.1)
 
 def mean_squares(y, target):
     return ((y - target) ** 2).mean()
@@ -77,13 +77,13 @@ for rank in range(3):
 # A tick is over when its slowest rank is done. That is **lock-step**. With F = 1 and B = 2, a tick that has only forwards
 # takes 1 step, and a tick in which some rank has a backward takes 2.
 #
-# **Predict.** With four ranks and eight microbatches, GPipe and 1F1B took 33 steps in lab 10, and ZB-H1 took 27. There, no
-# rank waited for a tick to end. How many steps do they take in lock-step?
+# **Predict.** With four ranks and eight microbatches, GPipe and 1F1B took 33 steps in lab 10, and ZB-H1 took 27. How many
+# steps do they take in lock-step?
 #
 # <details><summary>Answer</summary>
 #
-# GPipe takes 33 as before, because all ranks are in the same phase. 1F1B takes 40. It has 22 ticks. Only 4 of them are
-# all forwards, and in the other 18 some rank has a backward. ZB-H1 takes 27, because its F, I and W all take the same time.
+# GPipe takes 33 as before, because all ranks are in the same phase. 1F1B takes 40: in 18 of its 22 ticks some rank has a
+# backward. ZB-H1 takes 27, because its F, I and W all take the same time.
 #
 # </details>
 
@@ -100,8 +100,8 @@ for name, rule in rules.items():
 #
 # The forward half of GPipe needs very little code. Rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the
 # next microbatch as its input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the
-# last rank has computed all microbatches. No rank ever idles here: where a schedule has a bubble, the rank computes with
-# zeros or with a microbatch that it has had before, and the result is thrown away.
+# last rank has computed all microbatches. Where a schedule has a bubble, the rank computes something useless here, and
+# the result is thrown away.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
@@ -137,16 +137,13 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 # and the gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline.
 # But it runs *after* the scan: all forwards, then all backwards. This cannot be 1F1B, and every rank keeps all $m$
 # microbatches.
-#
-# The useless work has a backward pass, too. Its gradients are zero times something. If that something is infinite,
-# you get NaN: a stage that computes $x / \lVert x \rVert$ must survive $x = 0$, although no rank wants its result.
 
 # %% [markdown]
 # ## Any schedule: a table of actions
 #
 # To mix forwards and backwards, the loop has to contain both. tplab's `train_batch` turns the schedule into a table of
-# numbers, one row per tick and one column per rank, and scans over its rows. Here are the first six ticks of the schedule
-# above, with 0 for a rank that idles:
+# numbers, one row per tick and one column per rank, and scans over its rows. Here are the first six ticks of the
+# schedule above. A 0 means that the rank idles:
 
 # %%
 codes = {"F": 1, "B": 2}
@@ -174,8 +171,8 @@ for name, result in results.items():
 # ## See it run
 #
 # The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
-# The simulation counts ticks in the same way. So their agreement says nothing about real devices. It only shows that
-# the compiled loop does what the table says.
+# The simulation counts ticks in the same way, so their agreement only shows that the compiled loop does what the table
+# says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -256,12 +253,10 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. (It keeps only the
-# input of a stage, a **checkpoint**: see [lab 15](15_recomputation.ipynb).) Ranks 1, 2 and 3 keep three, two and one
-# checkpoints, and all ranks have room for three. Rank 0 keeps none of its own: its inputs are the batch itself, which
-# is in memory anyway. For the same reason rank 1, and not rank 0, is the fullest under plain 1F1B. Under GPipe all
-# ranks keep eight microbatches, and only the ends differ: rank 0 keeps no inputs, and the last rank also keeps what
-# the loss needs.
+# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. It keeps only the input
+# of a stage ([lab 15](15_recomputation.ipynb)). Ranks 1, 2 and 3 keep three, two and one of these, and all ranks have
+# room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway. For the same
+# reason rank 1, and not rank 0, is the fullest under plain 1F1B.
 #
 # </details>
 #
@@ -288,6 +283,12 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 # Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting.
 # When messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter
 # longer than it would with one program per rank, which is how torch runs it.
+#
+# With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: beat
+# GPipe, in less memory.
+
+# %%
+pipeline_lab("gpipe", transfer=1, task="exchange")
 
 # %% [markdown]
 # **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
@@ -342,19 +343,16 @@ check_pipeline(my_pipeline)
 # The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. NumPy would raise an error in the tick after the last row. JAX
 # cannot raise one in a compiled program, so it leaves out an update whose index is out of range.
 #
-# Negative indices are not out of range: they count from the end. If you wrote `ys.at[t - last]`, then in its first
-# ticks the last rank puts rubbish into the *last* rows. The right outputs come later and replace it, so the check
-# accepts this. If you would rather not rely on that order, write `jnp.where(t < last, m, t - last)`, because row $m$
-# does not exist.
+# Negative indices count from the end. So with `ys.at[t - last]`, the last rank first puts rubbish into the last rows, and
+# the right outputs replace it later.
 #
 # </details>
 #
 # ## Your turn: twice around the ring
 #
 # Give each rank two stages, as interleaving does in lab 10. Rank $r$ has stages $r$ and $p + r$, so each microbatch goes
-# around the ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 in the very tick in which
-# rank 0 is free again. Write this pipeline as one scan of $3p - 1$ ticks. In each tick a rank computes only one of its
-# stages.
+# around the ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 just when rank 0 is free
+# again. Write this pipeline as one scan of $3p - 1$ ticks. In each tick a rank computes only one of its stages.
 #
 # <details><summary>A hint</summary>
 #
@@ -376,9 +374,9 @@ check_loop(my_loop)
 #
 # | here | JAX | elsewhere |
 # |---|---|---|
-# | `pipeline`, a scan with `ppermute` | [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext) use this form, with a `vmap` over stages and a shift that XLA turns into messages | torch and Megatron run one program per rank |
+# | `pipeline`, a scan with `ppermute` | [praxis](https://github.com/google/praxis) and [MaxText](https://github.com/AI-Hypercomputer/maxtext), with a `vmap` over stages | torch and Megatron run one program per rank |
 # | `my_loop`, the ring | MaxText's `num_pipeline_repeats` | interleaved schedules |
-# | the table of actions | write it yourself; or one program per stage, as [JaxPP](https://arxiv.org/abs/2412.14374) does | torch's `_PipelineScheduleRuntime` executes a table of actions per rank |
+# | the table of actions | write it yourself; or one program per stage, as in [JaxPP](https://arxiv.org/abs/2412.14374) | torch's `_PipelineScheduleRuntime` |
 # | `checkpoint_every` | `jax.checkpoint` around the stage | `torch.utils.checkpoint` |
 #
 # ## To take away

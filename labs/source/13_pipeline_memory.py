@@ -31,13 +31,13 @@ from tplab.schedules import Costs, gpipe, interleaved_1f1b, one_f_one_b, simulat
 from tplab.schedules import measured_costs, measured_strip, v_half, zb_h1
 from tplab.torch import GPTConfig, LiveBytes, run, split_batch, stages_of, train_batch
 from tplab.torch.models.plain import plain_layers, token_loss
-from tplab.widgets import Bars, Row, bytes_text, knob, levels
+from tplab.widgets import Bars, Row, bytes_text, knob, levels, pipeline_lab
 
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# The model is a small GPT of twelve blocks, as a list of layers: an embedding, the blocks, a norm and a head. The list holds
-# a `LayerSpec` for each. It says what to build, and takes no memory. Four ranks train it with eight microbatches.
+# The model is a small GPT, as a list of layers: an embedding, twelve blocks, a norm and a head. The list holds a
+# `LayerSpec` for each, which says what to build, and takes no memory. Four ranks train it with eight microbatches.
 
 # %%
 p, m = 4, 8  # ranks, microbatches
@@ -86,8 +86,8 @@ levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
 # <details><summary>Answer</summary>
 #
 # The same number. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and
-# rank 0 of six keeps 6 microbatches of 2. More ranks have fewer blocks each, but rank 0 keeps more microbatches, and the
-# product is always 12. Under GPipe each of four ranks keeps all 8 microbatches of its blocks: 24 units.
+# rank 0 of six keeps 6 microbatches of 2. The product is always 12. Under GPipe each of four ranks keeps all 8 microbatches
+# of its blocks: 24 units.
 #
 # </details>
 
@@ -100,8 +100,7 @@ for name, trace in [("one device", device), *runs.items()]:
 assert [round(most / unit) for most in runs["1F1B"].peak_bytes] == [12, 9, 6, 3]
 
 # %% [markdown]
-# The last rank has a little more: it also keeps what the norm, the head and the loss need. Remember that "little". It will
-# not stay little.
+# The last rank has a little more: it also keeps what the norm, the head and the loss need. It will not stay little.
 #
 # ## Build it: count along a row
 #
@@ -125,8 +124,7 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 # %% [markdown]
 # For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
 # microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
-# output, and together these can exceed what the forward pass left. What we measured above was a microbatch whose backward
-# is not split, so for ZB-H1 it predicts 4.0, and we count 5.0.
+# output, and together these can exceed what the forward pass left.
 #
 # ## A model that is never whole
 #
@@ -151,8 +149,6 @@ for ranks in (1, 2, 4, 8):
     print(f"pp = {ranks}: at most {100 * most / whole:.0f}% of the model on one rank")
 
 # %% [markdown]
-# With eight ranks, some have more than an eighth, because 8 ranks cannot share 12 blocks equally.
-#
 # ## Turn the knob: everything a rank holds
 #
 # A rank holds weights, their gradients, Adam's two averages per weight, and activations. Here are the bytes of real
@@ -195,6 +191,13 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 #
 # </details>
 #
+# The strips in this picture count microbatches. Below it there is a task: make them equal on all ranks, at no cost
+# in time.
+
+# %%
+pipeline_lab(task="even")
+
+# %% [markdown]
 # ## The mystery of the first stage
 #
 # Bruno Magalhães [trained "GPT-lite" with DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md):
@@ -246,8 +249,8 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # | GPipe | $16 N / p$ | $m A / p$ |
 # | 1F1B | $16 N / p$ | $(p - r) A / p$ |
 #
-# Does this matter at realistic sizes? Take a model of 32 blocks, 4,096 wide, with a vocabulary of 128,000 and sequences of
-# 4,096 tokens in bfloat16, one sequence per microbatch. We assume a fused attention, which does not keep the scores.
+# Take a model of 32 blocks, 4,096 wide, with a vocabulary of 128,000 and sequences of 4,096 tokens in bfloat16, one per
+# microbatch. We assume a fused attention, which does not keep the scores.
 
 # %%
 width, tokens, blocks, vocabulary = 4096, 4096, 32, 128_000
@@ -266,9 +269,9 @@ print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} 
 # times as large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
 # ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
 #
-# The ends hold more. The first rank has the embedding, and the last rank has a head of the same
-# size. The last rank also keeps the logits of its one microbatch for the backward pass, and their gradient is as
-# large again. So at 16 ranks the last one holds about 20 GB, and the one before it 9 GB.
+# The ends hold more. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
+# keeps the logits of its one microbatch, and their gradient is as large again. So at 16 ranks the last one holds about
+# 20 GB, and the one before it 9 GB.
 
 # %% [markdown]
 # Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two stages
@@ -288,8 +291,8 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
           f"{measured * 2**30 / 1e9:.1f} GB measured")
 
 # %% [markdown]
-# The formula is within 5% of both. What it leaves out is small: workspaces of libraries, and that a block of Llama keeps a
-# little more than 16 times its input.
+# The formula is within 5% of both. It leaves out workspaces of libraries, and that a block of Llama keeps a little more
+# than 16 times its input.
 #
 # **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
 # With these, 24 microbatches and one program per rank:

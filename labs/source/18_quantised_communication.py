@@ -3,7 +3,7 @@
 #
 # **How can a training step send a quarter of the bytes between nodes, and does the model still learn?**
 #
-# Prerequisites: ZeRO's stage 3 ([lab 17](17_zero.ipynb)), and the two levels of [lab 03](03_network_levels.ipynb).
+# Prerequisites: ZeRO-3 ([lab 17](17_zero.ipynb)), and the two levels of [lab 03](03_network_levels.ipynb).
 # Time: 50 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/18_quantised_communication.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/18_quantised_communication.ipynb)
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 import tplab.torch as tt
 from tplab import Mesh, P, cost
-from tplab.data.hiding import H100S, step_seconds, thresholds
+from tplab.data.hiding import H100S, step_seconds, tokens_to_hide
 from tplab.data.zero_plus_plus import SAVINGS, ZeroPlusPlus, secondary_bytes, step_bytes
 from tplab.torch.models.plain import PlainBlock
 from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
@@ -35,9 +35,9 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# In ZeRO's stage 3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. For $M$ parameters, that makes three passes of $M$ 2-byte numbers. ZeRO++, an extension of ZeRO, makes each
-# pass smaller.
+# In ZeRO-3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the gradients.
+# With $M$ parameters, that is $3M$ numbers of 2 bytes in each step. ZeRO++ makes each of the three smaller, in three ways
+# whose names we explain below: qwZ and hpZ for the gathers of weights, and qgZ for gradients.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -59,12 +59,12 @@ def to_other_nodes(options):
         sent["scales" if event.dtype == "float32" else name] += event.bytes
     return sent
 
-shown = {}
-for block in (32, 256):
-    counts = {name: to_other_nodes({**how, "block": block})
-              for name, how in SAVINGS.items()}
-    rest = f"a quarter, and {bytes_text(counts['ZeRO++']['scales'])} of scales"
-    shown[block] = Bars([Row(name, parts) for name, parts in counts.items()],
+counts, shown = {}, {}
+for block in (32, 256):  # how many numbers share a scale
+    counts[block] = {name: to_other_nodes({**how, "block": block})
+                     for name, how in SAVINGS.items()}
+    rest = f"a quarter, and {bytes_text(counts[block]['ZeRO++']['scales'])} of scales"
+    shown[block] = Bars([Row(name, parts) for name, parts in counts[block].items()],
                         f"All three together leave {rest}.")
 knob("What a GPU sends to the other node", "elements per scale", shown, start=256,
      about="one training step · bytes counted", unit="B")
@@ -85,7 +85,7 @@ knob("What a GPU sends to the other node", "elements per scale", shown, start=25
 #
 # <details><summary>Answer</summary>
 #
-# With one scale, 0.1, -0.2 and 0.04 are smaller than half of it, 0.25, so they come back as 0. With two, the second
+# With one scale, 0.1, -0.2 and 0.04 are closer to 0 than half of it, 0.25, so they come back as 0. With two, the second
 # half's scale is 0.1, and only 0.04 is lost. A **block** is a run of numbers that share a scale.
 #
 # </details>
@@ -102,7 +102,7 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
 # %% [markdown]
 # ## Build it: gather codes
 #
-# Stage 3 gathers weights before a layer runs. We send their codes and scales instead. Here, each of two ranks has one
+# ZeRO-3 gathers weights before a layer runs. We send their codes and scales instead. Here, each of two ranks has one
 # half of `x`.
 
 # %%
@@ -134,11 +134,11 @@ for gather in (in_full_size, gather_codes, quantised):
 animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).trace)
 
 # %% [markdown]
-# ## Turn the knob: which weights pay for an outlier
+# ## Turn the knob: numbers that share a scale
 #
 # Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show
-# the largest error in each eighth of the weights. Guess: which weights get smaller errors if fewer of them share a
-# scale?
+# the largest error in each eighth of the weights. Guess before you turn the knob: which bars get shorter, if 512 weights
+# share a scale, and how much?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -148,19 +148,19 @@ weights[700] = 1.0  # the outlier
 def errors(block):
     off = (and_back(weights, 8, block) - weights).abs().reshape(8, -1).amax(1) * 1e6
     rows = [Row(f"weights {512 * i} to {512 * i + 511}", {"largest error": float(e)},
-                "with the outlier" if i == 1 else "") for i, e in enumerate(off)]
+                "") for i, e in enumerate(off)]
     scales = tt.quantize(weights, 8, block).num_bytes.scales
     return Bars(rows, f"The scales add {scales:,} bytes to 4,096 bytes of codes.")
 
 by_block = {block: errors(block) for block in (4096, 512, 128, 32)}
 knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=4096,
-     about="millionths", unit="")
+     about="in units of 0.000001; a typical weight is 0.02", unit="")
 
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
-# 512, only the outlier's own block pays. At 32, the scales already add an eighth to the bytes.
+# 512, only the outlier's own block pays. With blocks of 32, the scales already add an eighth to the bytes.
 #
 # </details>
 #
@@ -170,12 +170,12 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So
 # each hop would turn codes into numbers, add, and round again.
 #
-# **Predict.** Two ranks add up their gradients around such a ring, and then sixteen do. Is the sum's relative error
-# larger with sixteen?
+# **Predict.** Around such a ring, the sum of two ranks' gradients is off by 9%, relative to its size. By how much is that of
+# sixteen ranks off: about 9%, twice as much, or four times?
 #
 # <details><summary>Answer</summary>
 #
-# Yes. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
+# Four times. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
 #
 # </details>
 
@@ -201,7 +201,7 @@ for ranks in (2, 4, 16, 64):
 # So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the
 # owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
-# With eight ranks on two nodes, each rank then sends four of its seven pieces to the other node. So ZeRO++ works on two
+# On two nodes of four ranks, four of the seven pieces that a rank sends go to the other node. So ZeRO++ works on two
 # levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross, as codes again, so each number
 # is rounded twice.
 
@@ -234,7 +234,7 @@ for reduce in (one_level, two_levels):
 #   second gather then stays inside it.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
+# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
 # the same bytes as the trace:
 
 # %%
@@ -242,7 +242,7 @@ n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's shar
 for name, options in SAVINGS.items():
     how = ZeroPlusPlus("gpu", **options)
     across = step_bytes(n, 2, 4, how).across  # of one layer
-    assert 4 * across.total == sum(counts[name].values())
+    assert 4 * across.total == sum(counts[256][name].values())
     kept = 4 * secondary_bytes(n, 2, how)
     print(f"{name:20} {4 * across.codes:,} bytes + {4 * across.scales:,} of scales,",
           f"second pieces {kept:,}")
@@ -250,8 +250,8 @@ for name, options in SAVINGS.items():
 # %% [markdown]
 # ## Does it still learn?
 #
-# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, with
-# ZeRO++, and with too little precision: 4 bits for weights, and one scale for a whole message.
+# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, which
+# sends float32 here, with ZeRO++, and with too little precision: 4 bits for weights, and one scale for a whole message.
 
 # %% tags=["nbval-ignore-output"]
 import codecs
@@ -304,11 +304,11 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
 
 # %% [markdown]
 # ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece updates its parameters in
-# full precision, so the rounding errors of weights never accumulate. With too little precision, the loss stays higher
-# with every seed. Sixty steps of a tiny model do not show that a large model reaches the same loss.
+# full precision, so the rounded weights of one step are not the start of the next. With too little precision, the loss stays
+# higher with every seed. Sixty steps of a tiny model do not show that a large model reaches the same loss.
 #
-# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus`. Codes and scales are the same,
-# bit for bit, and XLA keeps a collective for each:
+# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus`. Here the numbers that come back are
+# the same, bit for bit, and XLA has one collective for codes and one for scales:
 
 # %%
 import tplab.jax as tj
@@ -323,11 +323,12 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes
-# of eight GPUs, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of
-# the two. The times are modelled for H100s: at the peak rates of data sheets, and as **forecasts** from measured
-# matmuls and networks, InfiniBand NDR and the playbook's ([lab 03](03_network_levels.ipynb)). The last cluster has
-# Ethernet with 400 Gb/s per *node*, by its data sheet. With more tokens on each GPU, when does ZeRO++ stop paying off?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes of
+# eight H100s, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of the two.
+# On two clusters, the times are from data sheets, at peak rates: one has InfiniBand NDR, 400 Gb/s per *GPU*, and the other
+# has Ethernet with 400 Gb/s per *node*. On the other two they are **forecasts**, from measured matmuls and networks:
+# InfiniBand NDR, and the one that the ultra-scale playbook measured ([lab 03](03_network_levels.ipynb)). With more tokens on
+# each GPU, when does ZeRO++ stop paying off? And a quarter of the bytes: does that make a step four times as fast?
 
 # %%
 from dataclasses import replace
@@ -351,36 +352,38 @@ def times(tokens):
             rows.append(Row(f"{where}: {name}", parts))
     return Bars(rows, f"With ZeRO++ a step is {', '.join(gains)}.")
 
-TOKENS = 256, 512, 1024, 2048, 4096, 8192, 16384
+TOKENS = 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 by_tokens = {tokens: times(tokens) for tokens in TOKENS}
 knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
      about="64 H100s, modelled; data sheets, and two forecasts", unit="s")
 
 # %%
-for scheme in ("ZeRO 3", "ZeRO++"):
-    print(f"{scheme} hides its messages on 64 H100s from")
-    for row in thresholds(scheme, 64):
-        print(row)
+print(f"{'tokens per rank that hide all messages':38} ZeRO-3 ZeRO++")
+for where, cluster in CLUSTERS.items():
+    few, most = (round(tokens_to_hide(scheme, cluster, 64), -2)
+                 for scheme in ("ZeRO++", "ZeRO 3"))
+    print(f"{where:38} {most:6,} {few:6,}")
 
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# At the data sheets' rates, ZeRO-3 hides its messages from about 2,500 tokens per rank, as in [lab 17](17_zero.ipynb),
-# and ZeRO++ from about 1,400 tokens per rank. The forecast with InfiniBand NDR is about 2,200 tokens per rank and about
-# 1,300 tokens per rank; with the playbook's network, it is about 6,500 tokens per rank and about 2,400 tokens per rank.
-# ZeRO++ gains most where both wait: a step is then 1.7 times as fast by the data sheets, 1.6 times with InfiniBand NDR, 2.7
-# times with the playbook's network, and 3.5 times on Ethernet. Its authors measured up to 2.16 times on 384 GPUs.
+# ZeRO++ stops paying off where ZeRO-3 hides its messages as well: from about 2,500 tokens per rank according to the data sheets,
+# as in [lab 17](17_zero.ipynb), and from about 2,200 tokens per rank by the forecast with InfiniBand NDR, 6,500 with the
+# playbook's network, and 19,600 on Ethernet. It gains most where both wait. A step is then 1.7 times as fast according to the data
+# sheets, 1.6 times with InfiniBand NDR, 2.7 times with the playbook's network, and 3.5 times on Ethernet. It is not four times, because
+# the messages *inside* a node remain: the slower the network between nodes, the less they count. Its authors measured up to
+# 2.16 times on 384 GPUs.
 #
-# The model leaves out the time that quantising takes, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
+# The model leaves out the time that quantising takes, which makes the gain smaller, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
 # node, $2M / g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# A code means nothing without its scale. [In vLLM](https://github.com/vllm-project/vllm/pull/54683), ranks quantised
-# with a scale each, gathered the codes, and read all of them with one scale. If they had equally many tokens, no error
-# was raised. Here is the same with the eight numbers from above:
+# A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683), open in
+# September 2026, reports such a bug in its mixture of experts: ranks quantise to 8-bit floats with a scale each, gather them,
+# and read all of them with one scale. No error is raised when all ranks have the same number of tokens. Here is the same bug:
 
 # %%
 def with_one_scale(x):  # x [n]   ->   [R n]
@@ -394,8 +397,8 @@ matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
 # %% [markdown]
 # Rank 0 reads rank 1's codes five times too large, and rank 1 reads those of rank 0 five times too small.
 #
-# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients. Its result is right if all scales are
-# equal. Run the check, then repair `add_up`. Codes may be `int8`.
+# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients, which are float32. Its result is right if all
+# scales are equal. Run the check, then repair `add_up`. Codes may be `int8`.
 #
 # <details><summary>A hint</summary>
 #
@@ -405,7 +408,8 @@ matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
 # </details>
 
 # %%
-def add_up(x):  # x [R, n], row i for rank i   ->   [1, n], the sum of this rank's rows
+def add_up(x):  # x [R, n], row i for rank i, 8 divides n
+    # ->   total [1, n], the sum of this rank's rows
     scale = x.abs().max() / 7
     codes = (x / scale).round().to(torch.int8)
     return tt.reduce_scatter(codes, "dp") * scale
@@ -428,8 +432,8 @@ check_add_up(add_up)
 # ## Your turn: reduce on two levels
 #
 # Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and rank =
-# node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes. On $N$ nodes, that means $N - 1$
-# rows from each GPU. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index
+# node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes: on $N$ nodes, $N - 1$ rows from each
+# GPU. Inside a node of $G$ GPUs, $(G - 1) N$ rows from each are enough. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index
 # 1, and so on.
 #
 # <details><summary>A hint</summary>
@@ -440,7 +444,7 @@ check_add_up(add_up)
 # </details>
 
 # %%
-def reduce_twice(x):  # x [R, n]   ->   [1, n], the sum of all ranks' rows for this one
+def reduce_twice(x):  # x [R, n]   ->   total [1, n], the sum of all rows for this rank
     ...
 
 # %%
@@ -454,12 +458,12 @@ check_reduce_twice(reduce_twice)
 # | here | DeepSpeed, in `zero_optimization` | torch | JAX |
 # |---|---|---|---|
 # | `weight_bits=8` (qwZ) | `"zero_quantized_weights": true` | torchao's `enable_fsdp_float8_all_gather=True` | quantise, then `lax.all_gather` |
-# | `secondary=True` (hpZ) | `"zero_hpz_partition_size": 8`, the GPUs of a node | `fully_shard(..., reshard_after_forward=8)` | `jax.checkpoint` with a policy |
+# | `secondary=True` (hpZ) | `"zero_hpz_partition_size": 8`, the GPUs of a node | `fully_shard(..., reshard_after_forward=8)` | |
 # | `gradient_bits=4` (qgZ) | `"zero_quantized_gradients": true` | DDP's `quantization_perchannel_hook`, in 8 bits | quantise, then `lax.all_to_all` |
 #
 # ## To take away
 #
-# - The numbers of a block share a scale. The largest error is half of it, and an outlier spoils only its own block.
+# - The numbers of a block share a scale. The largest error is half the scale, and an outlier spoils only its own block.
 # - Codes can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
 # - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #

@@ -34,7 +34,7 @@ from tplab.torch import run
 # ## A script
 #
 # In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
-# `torch.distributed`. With `distributed=True`, it is initialized on every simulated rank, and code that is built on it
+# `torch.distributed`. With `distributed=True`, it is initialised on every simulated rank, and code that is built on it
 # runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
 
 # %%
@@ -90,9 +90,9 @@ from tplab.trace import overlap, summary
 print(summary(ddp.trace))
 
 # %% [markdown]
-# The summary lists everything that the four ranks sent to each other, by group and by operation. The times are modelled:
-# tplab calculates them from the data sheets of an H100 and of NVLink, and assumes that operations are launched one by
-# one, as they are without `torch.compile`.
+# The summary lists everything that the four ranks sent to each other, by group and by operation. In `cell 3, line 17`, cells are
+# counted in the order in which you ran them. The times are modelled: tplab calculates them from the data sheets of an H100 and of
+# NVLink, and assumes that operations are launched one by one, as they are without `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
 # parameters, and rank 0 sends its parameters to all others.
@@ -112,8 +112,9 @@ timeline(ddp.trace)
 # four buckets, and the first three are sent while the backward pass goes on, as in lab 16. Two tiny broadcasts before them
 # make sure that all ranks fill the same buckets.
 #
-# `overlap` says how much of the communication is hidden in the whole run, with the start and the first step, which hide
-# nothing. A rank can hide no more than it computes. Here it computes for longer than it sends, so both figures are equal.
+# `overlap` says how much of the communication is hidden in the whole run, including start-up and the first step, neither of which
+# hides anything. A rank can hide no more than it computes. Here it computes for longer than it sends, so the two figures are the
+# same.
 
 # %%
 print(overlap(ddp.trace))
@@ -135,15 +136,15 @@ hand = run(by_hand, Mesh(dp=4), distributed=True, cluster="h100")
 for name, out in (("DDP", ddp), ("by hand", hand)):
     sent = out.trace.bytes_sent(rank=0, op="all_reduce")
     print(f"{name:8} loss {out.per_rank[0]:.6f}, all_reduce {sent:,} B per rank,",
-          f"{overlap(out.trace).share:.0%} hidden")
+          f"{overlap(out.trace).share:.1%} hidden")
 
 # %% [markdown]
-# Both train the same model and send the same gradients. Ours hides nothing, because it waits for each `all_reduce`.
+# Both train the same model and send the same gradients. Our version hides nothing, because it waits for each `all_reduce`.
 #
 # ## Turn the knob: larger buckets
 #
 # DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, 25 by default, and sends it when all of them are
-# ready. Each of our matrices takes 1 MiB. Will larger buckets hide more, or less?
+# ready. Each of our matrices takes 1 MiB, and with buckets of 1 MiB a third is hidden. How much is it with 2 MiB, and with 3?
 
 # %%
 def bars(cap):
@@ -153,9 +154,9 @@ def bars(cap):
     found = overlap(trace)
     parts = {"hidden": found.hidden[0], "not hidden": found.exposed[0]}
     rows = [Row("communication", parts), Row("all", {"two steps": trace.makespan})]
-    return Bars(rows, f"{found.share:.0%} of the communication is hidden.")
+    return Bars(rows, f"{found.share:.1%} of the communication is hidden.")
 
-options = {cap: bars(cap) for cap in (1, 2, 25)}
+options = {cap: bars(cap) for cap in (1, 2, 3, 25)}
 knob("Rank 0 in two steps", "bucket_cap_mb", options,
      about="modelled, h100, data sheet")
 
@@ -171,7 +172,7 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 #
 # DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
 # layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`. The table has what rank 0
-# sends in two steps:
+# sends in two steps, and what DDP sends before them:
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -191,7 +192,7 @@ print(traffic_table(columns))
 # %% [markdown]
 # In each step, FSDP needs three collectives per layer: an `all_gather` of the weights before the forward pass, another one
 # before the backward pass, and a `reduce_scatter` of the gradients. In each of them a rank sends (R-1)/R of the layer. In
-# an `all_reduce` it sends twice that. So FSDP sends 3/2 of what DDP sends in a step, and stores a quarter of the model.
+# an `all_reduce` it sends twice that. So in a step FSDP sends 3/2 of DDP's `all_reduce`, and it stores a quarter of the model.
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
 # two nodes of two ranks, so that every collective also crosses the slower network between the nodes. We subtract a run of
@@ -213,8 +214,8 @@ cases = [("one node", "h100", 256), ("two nodes", two_nodes, 256),
          ("two nodes", two_nodes, 2048)]
 for nodes, cluster, rows in cases:
     both = [step_time(each, rows, cluster) for each in (ddp_training, fsdp_training)]
-    print(f"{nodes}, {rows:5,} rows per rank: DDP {both[0]:.0f} us,",
-          f"FSDP {both[1]:.0f} us per step, {both[1] / both[0] - 1:.0%} more")
+    print(f"{nodes}, {rows:5,} rows per rank: DDP {both[0]:.0f} µs,",
+          f"FSDP {both[1]:.0f} µs per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
 # By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because its gathers cross the
@@ -224,8 +225,9 @@ for nodes, cluster, rows in cases:
 #
 # ## It hangs
 #
-# Sooner or later a distributed program hangs. Under `torchrun`, nothing happens for ten minutes or more, and then the ranks
-# that waited report a timeout. Here is a common way to get there: only rank 0 validates.
+# Sooner or later a distributed program hangs. Under `torchrun`, nothing happens until the ranks that wait report a timeout: by
+# [default](https://docs.pytorch.org/docs/stable/distributed.html) after 10 minutes with NCCL, and 30 with gloo. Here is a common
+# way to get there: only rank 0 validates.
 
 # %% tags=["nbval-ignore-output"]
 def validate(net, x):
@@ -257,31 +259,29 @@ except Exception as error:
 # does not communicate, `loss` is that of rank 0's batch alone.
 # </details>
 #
-# ## Wrong without hanging
+# ## Calls that do not match
 #
-# Another classic mistake is a branch that depends on the data. The ranks ask for the largest norm of their gradients, but
-# each rank does so only if its own loss is large:
+# Another classic mistake is a branch that depends on the data. A rank whose loss is large wants to log the mean over all ranks:
 
 # %% tags=["nbval-ignore-output"]
-def clip_sometimes():
+def log_large_losses():
     net = DistributedDataParallel(model())
     loss = net(batch() * (1 + dist.get_rank())).pow(2).mean()
+    if loss > 0.005:  # each rank looks at its own loss
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     loss.backward()
-    if loss > 0.005:
-        norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    dist.all_reduce(weights, op=dist.ReduceOp.AVG)
 
 try:
-    run(clip_sometimes, Mesh(dp=4), distributed=True)
+    run(log_large_losses, Mesh(dp=4), distributed=True)
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# Some ranks ask for the maximum of a norm, while others ask for the mean of their weights. NCCL does not compare the calls.
-# It combines numbers that have nothing to do with each other, or it hangs. tplab compares every call with those of the
-# other ranks before it computes anything. On real GPUs, PyTorch does so if you set `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+# Some ranks average one number, while the others are already averaging gradients. tplab compares every call with those of the other
+# ranks before it computes anything. NCCL does not: its [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)
+# calls the outcome undefined, which includes hangs and corrupted data. With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, PyTorch compares the
+# calls on real GPUs too.
 #
 # ## The twin: `jit` in JAX
 #
@@ -319,8 +319,8 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
 # %% [markdown]
 # With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded
 # parameters, it gathers each layer once and keeps it for the backward pass, whereas FSDP gathers it again. It sums the
-# gradients with an `all_reduce` because it compiles for a CPU here; for GPUs and TPUs it turns this into a
-# `reduce_scatter`. `explain` says which line and which operand made XLA insert each collective:
+# gradients with an `all_reduce`, because it compiles for a CPU here. For GPUs, XLA's pass `ReduceScatterCreator` makes a
+# `reduce_scatter` of that. `explain` says which line and which operand made XLA insert each collective:
 
 # %% tags=["nbval-ignore-output"]
 print(tj.explain(jitted, params, x))
@@ -332,6 +332,8 @@ print(tj.explain(jitted, params, x))
 # of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command is the same:
 
 # %%
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -369,7 +371,7 @@ for name, trace in {"torchrun": recorded, "simulated": simulated}.items():
 # ## Your turn: send once per step
 #
 # A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
-# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, which is a DDP model, and
+# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, a DDP model without gradients, and
 # `batches`, the parts of its rank. `loss_of(net, batch)` is the mean loss of one part. Write `accumulate` so that it
 # leaves the gradients of the mean loss over all parts of all ranks in `net`, and sends them only once. The activations of
 # two parts must never be in memory at the same time. Leave everything else as it was: the caller's optimizer does the step.
@@ -396,15 +398,15 @@ check_accumulate(accumulate)
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
 #
-# `tplab.record` writes down what real ranks send and when, also if the run hangs or is killed.
+# `tplab.record` writes down what real ranks send and when, even if the run hangs or is killed.
 
 # %% [markdown]
 # ## To take away
 #
 # - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide much of that behind the backward pass. In FSDP
 #   it sends 3/2 as much and stores 1/R of the model.
-# - Most hangs come from a collective that some ranks call and others do not. Ask which rank waits, on which line, and
-#   for which ranks.
+# - A program hangs where some ranks call a collective and others do not. Ask which rank waits, on which line, and for which
+#   ranks.
 # - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs
 #   that use the ring algorithm.
 #

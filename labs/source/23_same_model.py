@@ -185,8 +185,7 @@ print(doctor())
 # The doctor stops at the first difference, because the others follow from it. We have 3 x 2 ranks and five microbatches, so
 # that a factor tells you where it comes from. On 2 x 2 ranks, a factor of 2 could come from either axis.
 #
-# The doctor needs simulated ranks: it looks at the tensors of all ranks after each operation, and runs the script again and
-# again. What real processes or GPUs send is recorded, as in [lab 22](22_your_own_program.ipynb).
+# The doctor needs simulated ranks, because it looks at the tensors of all ranks after each operation.
 #
 # ## Six versions
 #
@@ -459,7 +458,7 @@ check_step(step)
 # | a cell of a notebook | `%%ranks dp=3 tp=2 --doctor` on its first line |
 # | a JAX step | `tplab.jax.same_model(make_step, args, mesh=Mesh(dp=4))` |
 #
-# The exit code is 0 for the same model, 1 for another one, 2 if the script could not run and 3 if the doctor cannot tell.
+# The exit code is 0 for the same model, and 1 for another one.
 
 # %% [markdown]
 # ## To take away

@@ -10,7 +10,7 @@
 #
 # ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/25_will_it_fit.png)
 #
-# *Twelve layers of a model on eight B200 GPUs, in two stages. Bars: the forecast peak of a rank. Marks: what SimuMax measured.
+# *Twelve layers of Llama 3 70B on eight B200 GPUs, in two stages. Bars: the forecast peak of a rank. Marks: what was measured.
 # With two stages, the first needs more than the second.*
 
 # %%
@@ -25,9 +25,6 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 from dataclasses import replace
 
-import torch
-import tplab.torch as tt
-from tplab import Mesh
 from tplab.cost import H100_MEASURED
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.activations import layer_tensors
@@ -36,16 +33,17 @@ from tplab.forecast.memory import memory, usable_bytes
 from tplab.widgets import Bars, Row, knob
 
 # %% [markdown]
-# A `Model` says how large a model is, and a `Plan` says how it is split. `memory` works out the peak memory of
-# the ranks of each pipeline stage.
+# A `Model` says how large a model is, and a `Plan` says how it is split. `memory` works out the peak memory of the ranks of each
+# pipeline stage. Two kinds of it are named for short: `gathered` are the whole parameters of the layers that run, under ZeRO 3,
+# and `buffers` are temporary tensors and the workspaces of libraries.
 
 # %% tags=["opening-picture"]
-GB, GIB = 1e9, 2**30
+GB, GIB = 1e9, 2**30  # bytes
 KINDS = ("parameters", "gradients", "optimizer", "gathered",
          "activations", "logits", "buffers")
 
-def row(label, held, unit=GB, measured=None):
-    parts = {kind: getattr(held, kind) / unit for kind in KINDS if getattr(held, kind)}
+def row(label, held, measured=None):
+    parts = {kind: getattr(held, kind) / GB for kind in KINDS if getattr(held, kind)}
     return Row(label, parts, measured=measured)
 
 TWELVE = replace(Model.find("llama3-70b"), layers=12)
@@ -53,16 +51,19 @@ layouts = {}
 for (tp, pp, dp), measured in ON_B200.items():  # GiB on the ranks of each stage
     plan = Plan(tp=tp, pp=pp, dp=dp, zero=1, sequence_parallel=True)
     held = memory(TWELVE, plan, batch=8 * dp, sequence=4096)
-    rows = [row(f"stage {i}", held[i], GIB, measured[i]) for i in range(pp)]
-    layouts[f"tp {tp}, pp {pp}, dp {dp}"] = Bars(rows, "")
-about = "at the peak; Megatron, 8 microbatches of 4,096 tokens"
+    marks = [gib * GIB / GB for gib in measured]
+    rows = [row(f"stage {i}", held[i], marks[i]) for i in range(pp)]
+    off = max(abs(held[i].total / GB / marks[i] - 1) for i in range(pp))
+    sentence = f"Forecast and measured differ by {off:.2%} at most."
+    layouts[f"tp {tp}, pp {pp}, dp {dp}"] = Bars(rows, sentence)
+about = "at the peak; Megatron, ZeRO 1, 8 microbatches of 4,096 tokens"
 title = "Twelve layers of Llama 3 70B on eight B200s"
-shown = {"about": about, "unit": "GiB", "by": "SimuMax"}
+shown = {"about": about, "unit": "GB", "by": "SimuMax's authors"}
 knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 
 # %% [markdown]
-# The marks are what torch had allocated. Its allocator had reserved more: 70.9 GiB where the mark is at 66.55. NCCL and the CUDA
-# context come on top. So leave a margin.
+# The authors of SimuMax, a simulator, measured on real GPUs what torch had **allocated** for tensors. torch had **reserved** more
+# memory than that: 76.1 GB where the mark is at 71.5. NCCL and the CUDA context come on top. So leave a margin.
 #
 # ## By hand: bytes per parameter
 #
@@ -70,7 +71,7 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 # Adam has a float32 copy of the parameter and two moments (12 more). That makes 18 bytes, or 16 with gradients in 16 bits.
 #
 # **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that? An H100 lets a program use
-# 85 GB (79.2 of 80 GiB).
+# 85 GB (79.2 of its 80 GiB).
 #
 # <details><summary>Answer</summary>
 #
@@ -92,13 +93,13 @@ print(f"{'in total':<12} {held.total / GB:5.1f} GB")
 # ## What a layer keeps
 #
 # **Activations** are what the forward pass keeps for the backward pass. For each token, a layer keeps the inputs of its
-# matmuls and a few tensors more. Which are the largest?
+# matmuls and a few more tensors. Which are the largest?
 
 # %%
 kept = layer_tensors(llama, Plan(), sequence=4096)
 for name, size in sorted(kept.items(), key=lambda item: -item[1])[:7]:
-    print(f"{name:<28} {size / 2**20:6.1f} MiB")
-print(f"{'one layer in all':<28} {sum(kept.values()) / 2**20:6.1f} MiB")
+    print(f"{name:<28} {size / GB:6.3f} GB")
+print(f"{'all tensors of one layer':<28} {sum(kept.values()) / GB:6.3f} GB")
 
 # %% [markdown]
 # All of them grow with the number of tokens in a microbatch. ZeRO divides none of them. Tensor parallelism with sequence
@@ -110,16 +111,16 @@ print(f"{'one layer in all':<28} {sum(kept.values()) / 2**20:6.1f} MiB")
 # Llama 3 8B is split into eight stages of four layers each, with full recomputation. With the 1F1B schedule, an early stage
 # has more microbatches **in flight**: it has run their forward pass, and not yet their backward pass.
 #
-# **Predict.** A layer has 0.218 billion parameters, and the embedding and the output matrix have 0.525 billion each. A microbatch
-# of one sequence keeps 8,192 x 4,096 numbers of two bytes per layer, which is 0.067 GB. How many GB do stages 0, 1 and 7 need, and
-# which stage needs the most?
+# **Predict.** A layer has 0.2181 billion parameters, and the embedding and the output matrix have 0.5253 billion each. A microbatch
+# of one sequence keeps 8,192 x 4,096 numbers of two bytes per layer, which is 0.067 GB. While a layer is computed again, about 2 GB
+# more are needed. How many GB do stages 0, 1 and 7 need, and which stage needs the most?
 #
 # <details><summary>Answer</summary>
 #
-# For parameters, gradients and optimizer, stages 0 and 7 need $18 \cdot (4 \cdot 0.218 + 0.525) = 25.2$ GB, and stage 1 needs
-# 15.7 GB. Stage 0 keeps eight microbatches, $8 \cdot 4 \cdot 0.067 = 2.1$ GB, stage 1 keeps seven, 1.9 GB, and stage 7 keeps
-# one, 0.3 GB. About 2 GB more are needed while a layer is computed again. So you would expect about 29 GB on stage 0, and less
-# everywhere else. But it is the last stage that needs the most. The next cell shows why.
+# For parameters, gradients and optimizer states, stages 0 and 7 need $18 \cdot (4 \cdot 0.2181 + 0.5253) = 25.2$ GB, and stage 1
+# needs 15.7 GB. Stage 0 keeps eight microbatches, $8 \cdot 4 \cdot 0.067 = 2.1$ GB, stage 1 keeps seven, 1.9 GB, and stage 7 keeps
+# one, 0.3 GB. So you would expect about 29 GB on stage 0, and less everywhere else. But it is the last stage that needs the
+# most. The next cell shows why.
 #
 # </details>
 
@@ -144,10 +145,13 @@ knob("Eight stages of Llama 3 8B", control, options, start=1, unit="GB", about=a
 #
 # ## Count it
 #
-# Is the formula right? Simulated ranks execute the same plan. Here is tplab's GPT in four stages, with `count_memory=True`,
-# which follows every tensor of every rank:
+# Is this way of counting right? Simulated ranks can execute a plan. Here is tplab's own GPT in four stages, with
+# `count_memory=True`, which follows every tensor of every rank:
 
 # %%
+import torch
+import tplab.torch as tt
+from tplab import Mesh
 from tplab.schedules import one_f_one_b
 
 config = tt.GPTConfig(132, 24, num_layers=4, num_heads=4, context=12)
@@ -166,16 +170,18 @@ def step():
     optimizer.step()
 
 counted = tt.run(step, Mesh(pp=4, dp=1, tp=1), count_memory=True).memory
-plan = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
-planned = memory(Model.of_config(config), plan, batch=8, sequence=12, stack="tplab")
-for rank, held in enumerate(planned):
-    said, most = held.by_kind["activations"], int(counted[rank].of("activations").max())
-    print(f"rank {rank}: activations, forecast {said:,} B, counted {most:,} B")
+four = Plan(pp=4, dtype="float32", grad_dtype="float32", balance="parameters")
+planned = memory(Model.of_config(config), four, batch=8, sequence=12, stack="tplab")
+for rank, formula in enumerate(planned):
+    most = int(counted[rank].of("activations").max())
+    print(f"rank {rank}: activations, forecast {formula.by_kind['activations']:,} B,",
+          f"counted {most:,} B")
 
 # %% [markdown]
-# The activations agree to the byte. On real GPUs, libraries add workspaces of their own. Megatron's are known, so for the four
-# runs at the top the forecast is off by 0.1% at most, without any fitting. For nanotron, four constants were fitted to half of
-# 803 runs; on the other half the median error is 10.5%.
+# The activations agree to the byte. This tests the formula for tplab's own layers, `stack="tplab"`. Megatron's fused layers keep
+# other tensors, and all pictures here use the formula for those. Its test is the four runs at the top: it is off by 0.1% at most,
+# and nothing was fitted. For nanotron, another library, four constants were fitted to half of 803 runs. On the other half, the
+# median error is 10.5% ([all measured runs](https://github.com/tplab/tplab/blob/main/docs/forecast.md)).
 #
 # This lab runs no JAX: what a compiled step keeps is XLA's choice, and `compiled.memory_analysis()` says how many bytes a device
 # needs, before the step runs.
@@ -183,9 +189,11 @@ for rank, held in enumerate(planned):
 # %% [markdown]
 # ## Other software, other memory
 #
-# **torch's FSDP** differs in two places. If a step has several microbatches, their gradients are added up in float32 and stay
-# whole until the last one: ZeRO 3 divides them only if there is one microbatch. And the loss keeps at least four copies of the
-# logits in 16 bits, 8 bytes for each, which tensor parallelism does not divide. Llama 3 8B on H200s, measured by KempnerForge:
+# With ZeRO 3 and several microbatches, a trainer has a choice. By default, torch's FSDP reduce-scatters gradients in [every
+# backward pass](https://github.com/pytorch/pytorch/pull/126166), so a rank adds up only its piece of them. The trainer KempnerForge
+# calls `set_requires_gradient_sync(False)` until the last microbatch. It sends gradients only once, and until then each rank adds
+# up *whole* gradients, in float32. Its loss keeps four 16-bit copies of the logits, 8 bytes per logit, and tensor parallelism does
+# not divide these. Here is Llama 3 8B on H200s, measured by KempnerForge's authors:
 
 # %%
 for run in runs():
@@ -200,8 +208,8 @@ for run in runs():
         print(f"   of that gradients {gradients:.1f}, logits {logits:.1f}")  # fmt: skip
 
 # %% [markdown]
-# Data parallelism divides parameters and optimizer, but not the gradients: with `dp` 4 they still take 32.1 GB. The forecast is
-# within 8% of what was measured. The four copies were chosen with these rows in sight; all else was counted.
+# Data parallelism divides parameters and optimizer states, but not these gradients: with `dp` 4 they still take 32.1 GB. The
+# forecast is within 8% of what was measured. We chose four copies after looking at these rows. Everything else was counted.
 #
 # ## Turn the knob
 #
@@ -234,25 +242,27 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Recomputation alone is not enough, because most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is
-# not enough alone either, but the two together are. More stages divide parameters, gradients and optimizer. The activations of
-# stage 0 stay at 45.0 GB: it has half as many layers, and twice as many microbatches in flight. ZeRO 3 needs the least, but only
-# with Megatron: torch's FSDP would keep 71 GB of whole gradients on each rank, because a step has four microbatches, and the plan
-# would not fit.
+# Only two plans fit: ZeRO 1 with full recomputation (63.6 GB), and ZeRO 3 (57.3 GB). Recomputation alone is not enough, because
+# most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is not enough alone either. More stages leave
+# each rank with fewer parameters, gradients and optimizer states, but 89.1 GB are left even with eight stages. The activations of
+# stage 0 stay at 45.0 GB: it has fewer layers, and more microbatches in flight. ZeRO 3 depends on the software. A step has four
+# microbatches here, and with KempnerForge each rank would have 71 GB of whole gradients, so the plan would not fit.
 #
 # </details>
 #
 # ## A bug to repair: the mean of all stages
 #
-# NVIDIA's Megatron-Bridge prints the memory of its fullest rank before it trains. Until July 2026 it [divided all
-# parameters by the number of stages](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), although stages differ. For
-# eight layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. Here is such an estimate
-# for a 1F1B pipeline, and what it says of the eight stages of Llama 3 8B:
+# After its first steps, NVIDIA's Megatron-Bridge logs an estimate for its fullest rank. Until July 2026 that estimate [gave every
+# stage the same number of layers](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), although stages may differ. For eight
+# layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. The estimate below goes further: it
+# divides the embedding and the output matrix by the number of stages, too. Here is what it says of a 1F1B pipeline, the eight stages
+# of Llama 3 8B:
 
 # %%
 def stage_bytes(cut, microbatches, layer, ends, kept):  # ->   the bytes of each stage
-    # cut: how many layers each stage has. layer: parameters of a layer. ends: those
-    # of the embedding, and of the output matrix. kept: bytes of a layer per microbatch
+    # cut: how many layers each stage has. layer: parameters of a layer. ends:
+    # parameters of the embedding, and as many of the output matrix
+    # kept: bytes that a layer keeps of a microbatch
     stages = len(cut)
     parameters = (sum(cut) * layer + 2 * ends) / stages
     in_flight = stages
@@ -265,8 +275,9 @@ for s in (0, 1, 7):
     print(f"stage {s}: this says {ours:.1f} GB, the forecast {theirs:.1f} GB")
 
 # %% [markdown]
-# Two lines are wrong. Repair them for every cut, every stage and every number of microbatches: what are the parameters of a
-# stage, and how many microbatches does it have in flight at most? (Logits and buffers stay out of it.)
+# `parameters` and `in_flight` should differ from stage to stage, so the last line has to change as well. Repair it for every cut
+# and every number of microbatches: how many parameters has a stage, and how many microbatches does it have in flight at most? Leave
+# out logits and buffers.
 
 # %%
 from tplab.exercises.will_it_fit import check_stage_bytes
@@ -276,9 +287,9 @@ check_stage_bytes(stage_bytes)
 # %% [markdown]
 # ## Your turn: make it fit
 #
-# None of these four jobs fits into the 85 GB of an H100. The list of remedies begins with what changes a job least. Choose for
-# each job the first one that is enough, and work out how many GB its fullest rank then holds. A tenth more or less is good
-# enough. What fills the memory, which remedy divides just that, and by what?
+# None of these four jobs fits into the 85 GB of an H100. The remedies are in order: the first changes a job least. For each job,
+# choose the first remedy that makes it fit, and work out how many GB its fullest rank then holds, to within a tenth. What fills the
+# memory, which remedy divides just that, and by what?
 
 # %%
 from tplab.exercises.will_it_fit import JOBS, REMEDIES, check_remedies
@@ -293,24 +304,29 @@ my_remedies = {"A": ("", 0), "B": ("", 0), "C": ("", 0), "D": ("", 0)}  # and it
 check_remedies(my_remedies)
 
 # %% [markdown]
+# Would you like to choose among all plans? Run `from tplab.widgets import layout_lab` and `layout_lab()`, and choose the task *As few
+# GPUs as possible*: on how many GPUs does Llama 3 70B still fit? The widget judges your plan and has hints.
+
+# %% [markdown]
 # ## On Monday
 #
 # | here | Megatron-LM | torch, torchtitan | DeepSpeed |
 # |---|---|---|---|
 # | `zero=1` | `--use-distributed-optimizer` | `ZeroRedundancyOptimizer` | `"stage": 1` |
-# | `zero=3` | `--use-torch-fsdp2` | `fully_shard` | `"stage": 3` |
+# | `zero=3` | `--use-megatron-fsdp` with `--data-parallel-sharding-strategy optim_grads_params` | `fully_shard` | `"stage": 3` |
 # | `recompute="full"` | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1` | `torch.utils.checkpoint`, `activation_checkpoint.mode` | `activation_checkpointing` |
 # | `sequence_parallel` | `--sequence-parallel` | `SequenceParallel` | |
 # | counted on real ranks | `--log-memory-to-tensorboard` | `torch.cuda.max_memory_allocated()` | `see_memory_usage` |
 #
 # ## To take away
 #
-# - A parameter costs 16 to 18 bytes in training. ZeRO divides them over `dp`, and tensor and pipeline parallelism divide the
-#   parameters themselves.
-# - Ask what your software keeps: torch's FSDP has whole gradients as long as it adds up microbatches.
+# - A parameter costs 16 to 18 bytes in training. ZeRO spreads those bytes over `dp`. Tensor and pipeline parallelism give each
+#   rank fewer parameters.
+# - Ask what your software keeps between microbatches. With FSDP, each rank adds up its piece of the gradients by default, and
+#   whole gradients if you switch their synchronisation off.
 # - Activations grow with the tokens of a microbatch and with the microbatches in flight. Sequence parallelism and
 #   recomputation make them smaller, and ZeRO does not.
-# - Look at every stage: the first has the most in flight, and the last has the logits.
+# - Look at every stage: the first has the most microbatches in flight, and the last has the logits.
 #
 # **Sources.** Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054). Korthikanti et al. 2022, [Reducing
 # activation recomputation](https://arxiv.org/abs/2205.05198). The measured runs: MooreThreads,

@@ -138,8 +138,7 @@ for microbatch in (1, 4):
 # %% [markdown]
 # From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: steps took more than
 # three times as long. Inside the node it costs less, and less with microbatches of 4 than of 1. (Runs on 512 GPUs,
-# which are forecast badly, are left out.) So use as little tensor parallelism as you can, keep it in the node, and
-# prefer microbatches of several sequences if they fit.
+# which are forecast badly, are left out.) So use as little tensor parallelism as you can, and keep it in the node.
 #
 # ## How right is it?
 #
@@ -214,7 +213,8 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
 
 # %% [markdown]
 # Here are plans for Llama 3 8B on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare it
-# with the best. In a running notebook you can also change the model and the GPUs.
+# with the best. Below the picture there are tasks. Choose *Faster than eight by eight*: how do you beat tensor
+# parallelism over 8 GPUs and a pipeline of 8 stages?
 
 # %%
 layout_lab("llama3-8b", cluster=CLUSTER, gpus=64, batch=256, sequence=8192)
@@ -262,8 +262,8 @@ knob("The best plan's step", "network, sequences in a batch", options,
 # On InfiniBand NDR, as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best, and twice as
 # many GPUs are almost twice as fast. By [lab 17](17_zero.ipynb), ZeRO 3 hides its messages there behind about 2,200
 # tokens per rank on 64 GPUs, and a sequence has 8,192. With more GPUs than sequences, several ranks must share a
-# sequence, by tensor, pipeline or context parallelism, and the MFU falls with every doubling. A batch four times as
-# large has the same problem with four times as many GPUs.
+# sequence, and the MFU falls with every doubling. A batch four times as large has the same problem with four times as
+# many GPUs.
 #
 # On the playbook's network, the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128. There,
 # ZeRO 3 alone is best up to 64 GPUs only. A rule about ZeRO 3 needs the name of a network.

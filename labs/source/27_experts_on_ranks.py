@@ -11,8 +11,8 @@
 # ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/27_experts_on_ranks.png)
 #
 # *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
-# will come (a), then the rows travel to their experts (b), and then the results travel back (c). We take the program apart
-# below.*
+# will come (step 1), then rows, the vectors of tokens, travel to their experts (step 2), and then the results travel back (step 3).
+# We take the program apart below.*
 
 # %%
 import subprocess
@@ -24,9 +24,11 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
+from dataclasses import replace
+
 import torch
 import tplab.torch as tt
-from tplab import Mesh, P
+from tplab import Mesh, P, cost
 from tplab.experts import Routing, contiguous, expected_copies, rows_between
 from tplab.widgets import Bars, Row, animate, experts, knob
 
@@ -41,14 +43,14 @@ weight = torch.tensor([[0.6, 0.4]] * 4, dtype=torch.float64)
 def mixture(x, choices, weights, w):  # [T/ep, D], [T/ep, k] twice, [E/ep, D, D]
     k, here = choices.shape[1], len(w)
     order = choices.flatten().argsort(stable=True)  # all choices, sorted by expert
-    n = choices.flatten().bincount(minlength=EXPERTS)  # a: rows for each expert
+    n = choices.flatten().bincount(minlength=EXPERTS)  # 1: rows for each expert
     arriving = tt.all_to_all(n, "ep").view(-1, here)
     sent, come = n.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
-    r = x[order // k]  # b
+    r = x[order // k]  # 2
     rows = tt.all_to_all(r, "ep", sizes=sent, received=come)
     expert = torch.arange(here).repeat(len(come))
     expert = expert.repeat_interleave(arriving.flatten())  # the expert of each row
-    z = torch.einsum("nd,ndf->nf", rows, w[expert])  # c
+    z = torch.einsum("nd,ndf->nf", rows, w[expert])  # 3
     back = tt.all_to_all(z, "ep", sizes=come, received=sent)
     y = back * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // k, y)
@@ -61,8 +63,7 @@ animate(out.trace)
 # %% [markdown]
 # A **mixture of experts** replaces the MLP of a block with many MLPs, the **experts**. For each token, a small matrix called
 # the **router** scores all experts, and the token goes through the $k$ with the highest scores. Their results are added up, each
-# multiplied by a weight that comes from its score. So a model can have many parameters, of which each token uses only a few:
-# 37 of 671 billion in DeepSeek-V3.
+# multiplied by a weight that comes from its score. So each token uses only a few of the parameters: 37 of 671 billion in DeepSeek-V3.
 #
 # **Expert parallelism** gives each rank some of the experts, each in one piece. The ranks have different tokens, as in data
 # parallelism. So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
@@ -87,18 +88,10 @@ for t in range(4):
 # their weighted sum.
 #
 # </details>
-
-# %%
-placement = contiguous(EXPERTS, 2)
-print(rows_between(chosen, placement))  # from rank (row) to rank (column)
-print(rows_between(chosen, placement, once=True))
-
-# %% [markdown]
-# The diagonal counts what stays on its rank.
 #
 # ## Build it
 #
-# The program of the picture has three exchanges. Read it again, and check it against the choices printed above:
+# The program of the picture has three exchanges:
 #
 # 1. Each rank sorts its choices by expert, so that all rows for one rank are neighbours. It tells the other ranks how many
 #    rows they will get, in an all-to-all of `n`.
@@ -107,7 +100,7 @@ print(rows_between(chosen, placement, once=True))
 # 3. After the experts have computed, their results travel back. Sender and receiver change roles, so `sizes` and `received`
 #    are swapped.
 #
-# Here is the same computation without ranks, one token at a time, compared with the program on 1, 2 and 4 ranks:
+# Here is the same computation, one token at a time, compared with the program on 1, 2 and 4 ranks:
 
 # %%
 whole = torch.zeros_like(tokens)
@@ -120,46 +113,55 @@ for ranks in (1, 2, 4):
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same number of rows travels
-# again: the backward pass of the combine is a dispatch, and that of the dispatch is a combine. Only the counts are known already.
-#
-# `tt.MixtureOfExperts` has the router, experts with two or three matrices, and four ways to send. Here are four ranks in two
-# nodes. `axis` may be a tuple: then the ranks of both axes share the experts.
+# And `rows_between` counts the rows that you have predicted, from each rank (row) to each rank (column). The diagonal is what stays:
 
 # %%
-rule = Routing(experts=8, top_k=2)
+placement = contiguous(EXPERTS, 2)  # experts 0 and 1 on rank 0, 2 and 3 on rank 1
+print(rows_between(chosen, placement))
+print(rows_between(chosen, placement, once=True))
+
+# %% [markdown]
+# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same rows travel again. The only
+# difference: the counts are already known, so they are not sent again.
+#
+# `tt.MixtureOfExperts` has the router, experts with two matrices (three if they are gated, as in Llama), and four ways to send. Here
+# two nodes of two ranks share eight experts:
+
+# %%
+rule = Routing(experts=8, top_k=2)  # a token goes through two of eight
 x = torch.randn(64, 128)
+h100s = replace(cost.find("h100"), node_size=2)  # modelled: two GPUs in a node
 
-def layer(x, dispatch):
+def layer(x, dispatch):  # 128 numbers in a row, and 64 inside an expert
     model = tt.MixtureOfExperts(128, 64, rule, ("node", "ep"), dispatch=dispatch)
-    y, routed = model(x)
-    return y, routed.choices
+    y, routed = model(x.requires_grad_())
+    y.sum().backward()
+    return y.detach(), routed.choices
 
-results, both = {}, P(("node", "ep"))
-specs = {"in_specs": (both, None), "out_specs": (both, both), "cluster": "h100"}
+results, both = {}, P(("node", "ep"))  # ranks of both axes share the experts
+specs = {"in_specs": (both, None), "out_specs": (both, both), "cluster": h100s}
 for dispatch in ("all_to_all", "per_rank", "gather", "two_levels"):
     done = tt.run(layer, Mesh(node=2, ep=2), x, dispatch, **specs)
     results[dispatch] = done.value[0]
-    print(f"{dispatch:<10} rank 0 sends {done.trace.bytes_sent(rank=0):>6,} B")
+    (seen,) = experts(done.trace, done.value[1]).layers
+    rows = sum(level.pairs for level in seen.levels)  # from rank to rank
+    across = rows[:2, 2:].sum() + rows[2:, :2].sum()
+    sent = f"{rows.sum() - rows.trace()} rows in dispatch, {across} to the other node"
+    print(f"{dispatch:<10} {sent}; in all {done.trace.bytes_sent():,} B")
 same = [torch.allclose(y, results["gather"], atol=1e-6) for y in results.values()]
 print("all equal" if all(same) else "off")
 
 # %% [markdown]
 # - `"all_to_all"` sends a row for each choice, as the program above did.
-# - `"per_rank"` sends a token once to each rank that has any of its experts. Two random experts are rarely on the same rank, so
-#   it saves little here.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts. It pays off if a token goes to
-#   nearly every rank anyway, which it does not with $k = 2$.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. That may be more in total, but
-#   less of it crosses the network:
-
-# %%
-between = done.trace.select(kind="collective", axis="node", rank=0)
-print(f"two_levels: {sum(e.bytes for e in between.events):,} B to the other node")
-
-# %% [markdown]
-# `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same position in the other node, and from
-# there to the rank that holds the expert. Hover over a block to see how many rows it stands for.
+# - `"per_rank"` sends a token once to each rank that has any of its experts.
+# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts of choices, and pays off if a token
+#   goes to nearly every rank anyway.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. So less crosses the network.
+#
+# The bytes are those of all ranks, forward and backward, with counts, numbers of experts and weights.
+#
+# `experts` shows the layer that has just run. Play it: a row first goes to the same place in the other node, and from
+# there to the rank of its expert. Hover over a block to see how many rows it is.
 
 # %%
 experts(done.trace, done.value[1])
@@ -168,9 +170,9 @@ experts(done.trace, done.value[1])
 # ## The twin in JAX
 #
 # XLA compiles a program before it knows what a router will choose, and needs the size of every message in advance. (JAX's
-# `ragged_all_to_all` does not, but XLA cannot compile it for CPUs.) So here an expert has slots for a fixed number of tokens
-# from each rank, and empty slots travel too. A choice that finds no free slot is **dropped**: the token does without that
-# expert. The **capacity** is a factor: with 1.0 there are just enough slots if all experts are chosen equally often.
+# `ragged_all_to_all` does not, but up to JAX 0.10 XLA cannot compile it for CPUs.) So here an expert has slots for a fixed number of
+# tokens from each rank, and empty slots travel too. A choice that finds no free slot is **dropped**: the token does without that
+# expert. The **capacity** is a factor: with 1.0 there are just enough slots if each rank's tokens choose all experts equally often.
 
 # %%
 import tplab.jax as tj
@@ -194,13 +196,14 @@ for capacity in (1.0, 1.5, 2.0, 4.0):
     print(f"capacity {capacity}: {lost:>2} of 128 choices dropped, {sent:,} B sent")
 
 # %% [markdown]
-# **What truly differs.** Real loads are not equal, so in JAX either choices are dropped or empty slots are sent. The all-to-all
-# in torch drops nothing and sends no empty slots, but every rank must know the sizes before the exchange can start.
+# **The real difference.** Real loads are not equal, so in JAX either choices are dropped or empty slots are sent. In torch no empty
+# slots are sent, and nothing is dropped unless you set a capacity. But every rank must know the sizes before the exchange can start.
 #
 # ## Turn the knob
 #
-# DeepSeek-V3 has 256 experts, and a token chooses 8 of them. How many rows leave a token's rank, or its node of eight ranks, if it
-# chooses at random? How does this change with the number of ranks?
+# DeepSeek-V3 has 256 experts, and a token chooses 8 of them; here, at random.
+#
+# **Predict.** On 64 ranks in nodes of eight, what saves more: sending a token once to each rank, or once to each node?
 
 # %%
 v3 = Routing(256, 8)
@@ -212,34 +215,52 @@ def bars(ranks):
         "to ranks, by choice": 8 * (1 - 1 / ranks),
         "to ranks, once to each": expected_copies(v3, ranks) * (1 - 1 / ranks),
         "to nodes, once to each": expected_copies(v3, nodes) * (1 - 1 / nodes),
-        "to nodes, of 4 groups": expected_copies(limited, nodes) * (1 - 1 / nodes),
+        "to nodes, 4 of 8 groups": expected_copies(limited, nodes) * (1 - 1 / nodes),
     }
     drawn = [Row(name, {"leaving": round(n, 2)}) for name, n in leave.items()]
     return Bars(drawn, f"{ranks} ranks in {nodes} nodes; 8 of 256 experts.")
 
 options = {ranks: bars(ranks) for ranks in (16, 32, 64)}
 about = "on average, if a token chooses at random"
-knob("Rows that a token is sent as", "ranks", options, start=16, about=about, unit="")
+knob("Rows sent per token", "ranks", options, start=16, about=about, unit="")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks. Nodes are another
-# matter, because there are only eight of them. A row that has crossed the network once can be copied inside the node over
-# NVLink. DeepSeek-V3 also lets a token choose from only 4 of 8 groups of experts. On 64 ranks each node has one group, so a token
-# goes to four nodes at most.
+# On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks, and 7.6 rows leave
+# its own. Nodes are another matter, because there are only eight of them. A row that has crossed the network once can be
+# copied inside the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks each node
+# has one group, so a token goes to four nodes at most, and 3.2 rows leave its own.
 #
 # </details>
 #
 # ## What it costs, and which to choose
 #
-# | | `all_to_all` | `per_rank` | `gather` | `two_levels` |
-# |---|---|---|---|---|
-# | rows of a token | $k$ | one per rank that has any of its experts | one per other rank | one per node, then one per rank inside |
-# | good if | few experts share a rank | many experts share a rank | few ranks, small messages | several nodes |
+# A token that is sent $n$ times costs $n$ rows of $D$ numbers in dispatch, and $n$ in combine. Here are 1,024 tokens on each of 32
+# H100s in four nodes, with $D = 4096$ in bfloat16. They choose 8 of 64 experts at random:
+
+# %%
+choices = torch.rand(32 * 1024, 64).topk(8).indices
+
+def forward(choices, dispatch):
+    with torch.device("meta"):  # shapes without numbers
+        x, share = (torch.empty(1024, n, dtype=torch.bfloat16) for n in (4096, 8))
+        layer = tt.ParallelExperts(
+            4096, 1024, Routing(64, 8), ("node", "ep"), dispatch=dispatch
+        )
+        return layer.bfloat16()(x, tt.Routed(choices, share, share, share))
+
+for dispatch in results:
+    on = {"in_specs": (both, None), "cluster": "h100", "keep_values": 0}
+    run = tt.run(forward, Mesh(node=4, ep=8), choices, dispatch, **on)
+    print(f"{dispatch:<10} {run.trace.makespan * 1e3:.1f} ms forward (modelled)")
+
+# %% [markdown]
+# Here a token has experts in 3.7 of the four nodes. `two_levels` sends it once to each of these, and an all-gather once to all four. So
+# both beat a row per choice.
 #
 # DeepSeek's own kernels, DeepEP, send 8-bit numbers in dispatch and 16-bit numbers in combine. These are the bytes of one layer for 128
-# tokens of one rank, with $D = 7168$ and a row for each choice. In dispatch a row has a scale of 4 B for every 128 numbers:
+# tokens of one rank, with $D = 7168$ and a row for each choice. A dispatched row also carries a 4-byte scale for every 128 numbers:
 
 # %%
 num_rows = 128 * 8
@@ -250,19 +271,19 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 
 # %% [markdown]
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
-# inference, on 16 H800s in two nodes. Our rates are within 2% of the 63 and 74 GB/s that their authors report. Both exceed the
-# 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training, the backward pass needs both
-# exchanges again. DeepSeek-V3 was trained with a schedule that computes one microbatch while the tokens of another travel.
+# inference, on 16 H800s in two nodes. The times are theirs and the bytes ours. Our rates are within 2% of the 63 and 74 GB/s that
+# they report. Both exceed the 50 GB/s of a network card (ConnectX-7), because half of the rows stay inside a node. In training,
+# DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel.
 #
 # ## A bug to repair
 #
-# Here every expert has copies along `dp`. The gradients of the router are averaged over all ranks, and those of the experts over
-# their copies. But the experts' gradients are `ep` times too large. Adam hides that factor, but SGD, the
-# gradient norm and clipping do not. PyTorch users have run into [gradients that are twice as
-# large](https://github.com/pytorch/pytorch/issues/160285). (`tt.axis_size("ep")` is the number of ranks along `ep`.)
+# Here the mesh is $dp \times ep$: ranks along `ep` share the experts, and ranks along `dp` have copies of them. The gradients of
+# the router are averaged over all ranks, and those of the experts over their copies. But the experts' gradients are `ep` times too
+# large. Adam hides that factor, but SGD, the gradient norm and clipping do not. PyTorch users have met [gradients that are twice as
+# large](https://github.com/pytorch/pytorch/issues/160285).
 
 # %%
-def average(router, experts):  # gradients, the router's of this rank's own loss
+def average(router, experts):  # gradients; tt.axis_size("ep") is the number of ranks
     router = tt.all_reduce(router, ("dp", "ep"), "mean")
     experts = tt.all_reduce(experts, "dp", "mean")
     return router, experts
@@ -309,12 +330,13 @@ check_rows_sent(rows_sent)
 # ## To take away
 #
 # - Experts are spread over ranks, and tokens travel to them and back: two all-to-alls forward, and two backward.
-# - What counts is how often a token crosses the network. With many ranks, only sending it once per node makes that less.
+# - What counts is how often a token crosses the network. With many ranks, sending it once per rank saves almost nothing. Sending it
+#   once per node does.
 # - The gradient of an expert is a sum over the tokens of all ranks. Divide it by the number of all these ranks.
 #
 # **Sources.** Shazeer et al. 2017, [Outrageously large neural networks](https://arxiv.org/abs/1701.06538). Lepikhin et al. 2020,
 # [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (671
-# and 37 billion parameters; groups on nodes).
+# and 37 billion parameters; groups on nodes; DualPipe, section 3.2.1).
 #
 # Next: [28 Balance of experts](28_balance_of_experts.ipynb).
 

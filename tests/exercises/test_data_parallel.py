@@ -218,18 +218,23 @@ def in_pairs(model):
         waiting.append(p)
         if len(waiting) == 2:
             pair = waiting[:]
-            flights.append((pair, start(all_reduce, torch.stack([p.grad for p in pair]), "dp", "mean")))
+            flights.append((pair, start(all_reduce, torch.cat([p.grad.flatten() for p in pair]), "dp", "mean")))
             waiting.clear()
 
     def finish():
         for pair, flight in flights:
-            for p, mean in zip(pair, flight.wait()):
-                p.grad = mean
+            for p, mean in zip(pair, flight.wait().split([p.numel() for p in pair])):
+                p.grad = mean.view_as(p)
         flights.clear()
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(leave)
     return finish
+
+
+def without_the_biases(model):
+    """Hooks on the weights of layers only."""
+    return by_hooks(torch.nn.ParameterList(layer.weight for layer in model))
 
 
 def seeds(model):
@@ -270,6 +275,7 @@ def test_right_replicas(fn):
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (sends_everything, "One all_reduce per gradient is enough"),
         (in_pairs, "75% of the communication is hidden.\nBelow is one step on a modelled H100 node. Which gradients"),
+        (without_the_biases, "are not the means over the ranks"),
         (seeds, "leaves torch's global generator in another state"),
         (steps_too, "it changes its argument 0.weight in place"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),

@@ -26,6 +26,12 @@ def twice_mean(r, e):
     return router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size("ep")
 
 
+def gathered(e):
+    """The experts of all ranks come to every rank, which keeps its own."""
+    every = tt.all_gather(e[None], BOTH).reshape(tt.axis_size("dp"), tt.axis_size("ep"), *e.shape)
+    return every[:, tt.axis_index("ep")].sum(0) / tt.axis_size(BOTH)
+
+
 @pytest.mark.parametrize("fn", [solution, divided_first, twice_mean])
 def test_averages_that_are_right(fn):
     assert check_average(fn).passed, check_average(fn)
@@ -43,6 +49,11 @@ def test_averages_that_are_right(fn):
         (lambda r, e: (tt.all_reduce(r, "dp", "mean"), solution(r, e)[1]), "the whole router"),
         (lambda r, e: (tt.all_reduce(r, BOTH), solution(r, e)[1]), "router's gradients are added up"),
         (lambda r, e: (r, solution(r, e)[1]), "belongs to all ranks"),
+        (lambda r, e: (router(r) / tt.axis_size("ep"), solution(r, e)[1]), "once more"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size("dp")), "along dp twice"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / (2 * tt.axis_size("ep"))), "entries are off"),
+        (lambda r, e: (router(r), gathered(e)), "the numbers are right, but on Mesh(dp=3, ep=2) it sends"),
+        (lambda r, e: (tt.all_gather(r[None], BOTH).mean(0), solution(r, e)[1]), "the numbers are right, but"),
     ],
 )
 def test_averages_that_are_wrong(fn, words):
@@ -112,6 +123,12 @@ def two_experts_per_rank(choices, ranks, experts):
     return rows_sent(choices // 2, ranks, ranks)
 
 
+def two_experts_of_existing_ranks(choices, ranks, experts):
+    own = np.arange(len(choices))[:, None] // (len(choices) // ranks)
+    goes = [((choices // 2 == rank).any(1) & (own[:, 0] != rank)) for rank in range(ranks)]
+    return np.sum(goes, 0).reshape(ranks, -1).sum(1)
+
+
 def in_place(choices, ranks, experts):
     choices //= experts // ranks
     return rows_sent(choices, ranks, ranks)
@@ -120,6 +137,10 @@ def in_place(choices, ranks, experts):
 @pytest.mark.parametrize(
     "fn, words",
     [
+        (two_experts_of_existing_ranks, "for 4 tokens, 2 ranks and 8 experts"),
+        (lambda c, r, e: [torch.rand(1), rows_sent(c, r, e)][1], "torch's global generator"),
+        (lambda c, r, e: rows_sent(c % r * (e // r), r, e), "neighbouring experts share a rank"),
+        (lambda c, r, e: rows_sent(np.concatenate([c[rank::r] for rank in range(r)]), r, e), "neighbouring tokens"),
         (two_experts_per_rank, "for 4 tokens, 2 ranks and 8 experts"),
         (in_place, "changes its argument `choices` in place"),
     ],
@@ -151,7 +172,11 @@ def by_where(bias, counts, rate):
     return bias + rate * (counts < mean) - rate * (counts > mean)
 
 
-@pytest.mark.parametrize("fn", [update, by_where])
+def in_single_precision(bias, counts, rate):
+    return (bias + rate * (counts.float().mean() - counts).sign()).float()
+
+
+@pytest.mark.parametrize("fn", [update, by_where, in_single_precision])
 def test_updates_that_are_right(fn):
     assert check_update(fn).passed, check_update(fn)
 
@@ -186,6 +211,15 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: print(end=""), "returns None"),
         (lambda b, c, r: tt.balanced_bias(b, c, r), "`balanced_bias` does the work"),
         (lambda b, c, r: b + 0.01 * _gap(c).sign(), "is wrong for counts [4, 4, 0, 11, 1]"),
+        (lambda b, c, r: b + 2 * r * _gap(c).sign(), "the length of the step"),
+        (lambda b, c, r: b.clone(), "The bias has not changed"),
+        (lambda b, c, r: b + r * (c.sum() // len(c) - c).sign(), "it has been rounded down"),
+        (lambda b, c, r: b + r * (c.half().mean().double() - c).sign(), "is wrong for counts [4097, 4098, 4096, 4097]"),
+        (lambda b, c, r: b + r * (c == c.min()) - r * (c == c.max()), "All others need a step too"),
+        (lambda b, c, r: update(b, c, r).tolist(), "it returns a list. Return a plain tensor"),
+        (lambda b, c, r: update(b, c, r).numpy(), "it returns a ndarray. Return a plain tensor"),
+        (lambda b, c, r: torch.nn.Parameter(update(b, c, r)), "it returns a tensor with requires_grad"),
+        (lambda b, c, r: [torch.rand(1), update(b, c, r)][1], "torch's global generator"),
         (lambda b, c, r: b + r * (4 - c).sign(), "is wrong for counts [7, 1, 5, 40, 6, 1]"),
     ],
 )
@@ -205,13 +239,18 @@ def in_another_order(scores, bias, k):
     return choices.flip(1), weights.flip(1)
 
 
+def in_single_precision_too(scores, bias, k):
+    choices, weights = choose(scores.float(), bias.float(), k)
+    return choices.int(), weights
+
+
 def in_numpy(scores, bias, k):
     choices = np.argsort(-(scores.numpy() + bias.numpy()), 1)[:, :k]
     weights = np.take_along_axis(scores.numpy(), choices, 1)
     return choices, weights / weights.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("fn", [choose, in_another_order, in_numpy])
+@pytest.mark.parametrize("fn", [choose, in_another_order, in_single_precision_too])
 def test_choices_that_are_right(fn):
     assert check_choose(fn).passed, check_choose(fn)
 
@@ -251,7 +290,17 @@ def _chosen_by(order):
         (_weighted(lambda s, b, c: torch.full(c.shape, 1 / c.shape[1])), "All weights are equal"),
         (_weighted(lambda s, b, c: _share(s.gather(1, c).sort().values)), "weights wrongly"),
         (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
-        (lambda s, b, k: choose(s, b, 1), "have shape [5, 1], and not [5, 2]"),
+        (lambda s, b, k: choose(s, b, 1), "have shape [9, 1], and not [9, 2]"),
+        (_chosen_by(lambda s, b: s.softmax(1) + b), "Add it to the scores themselves"),
+        (_chosen_by(lambda s, b: s * (1 + b)), "multiplies the scores by 1 + bias"),
+        (lambda s, b, k: (choose(s, b, k)[0], choose(s, b, k)[1].flip(1)), "in another order than the choices"),
+        (in_numpy, "its choices are a ndarray"),
+        (lambda s, b, k: (choose(s, b, k)[0].double(), choose(s, b, k)[1]), "its choices are torch.float64"),
+        (_weighted(lambda s, b, c: _share(s.gather(1, c)).detach()), "no gradient goes through them"),
+        (torch.no_grad()(lambda s, b, k: choose(s, b, k)), "no gradient goes through them"),
+        (_weighted(lambda s, b, c: s.gather(1, c) / s.gather(1, c).sum(1, True).detach()), "a wrong gradient goes"),
+        (_weighted(lambda s, b, c: _share((s + b - b.detach()).gather(1, c))), "a gradient reaches the bias"),
+        (lambda s, b, k: [torch.rand(1), choose(s, b, k)][1], "torch's global generator"),
         (lambda s, b, k: choose(s.add_(0.1), b, k), "in place"),
     ],
 )

@@ -14,8 +14,7 @@ import torch
 import tplab.jax as tj
 import tplab.torch as tt
 from tests.exercises.test_exercises import backward, expect, gated, largest, row_linear
-from tplab.exercises.axes_and_nodes import check_average
-from tplab.exercises.calls import library_call
+from tplab.exercises.axes_and_nodes import check_average, check_best_mesh
 from tplab.exercises.collectives import check_sum_up
 from tplab.exercises.first_look import check_largest
 from tplab.exercises.overlap import check_gather_product
@@ -23,6 +22,7 @@ from tplab.exercises.pipeline_in_jax import check_pipeline
 from tplab.exercises.pipeline_schedules import check_one_f_one_b
 from tplab.exercises.pipeline_schedules import check_puzzle as check_schedule
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear
+from tplab.exercises.verdict import library_call
 from tplab.schedules import auto_schedule, one_f_one_b
 
 # ------------------------------------------------------------------------------------------------ the library's own
@@ -90,6 +90,16 @@ def seeds_python(x):
     return largest(tt, torch.maximum)(x)
 
 
+def in_double(x):
+    torch.set_default_dtype(torch.float64)
+    return largest(tt, torch.maximum)(x)
+
+
+def without_gradients(x):
+    torch.set_grad_enabled(False)
+    return largest(tt, torch.maximum)(x)
+
+
 def in_place(x):
     return x.copy_(largest(tt, torch.maximum)(x))
 
@@ -100,11 +110,28 @@ def in_place(x):
         (reseeds, "it leaves torch's global generator in another state"),
         (draws_in_numpy, "it leaves NumPy's global generator in another state"),
         (seeds_python, "it leaves Python's global generator in another state"),
+        (in_double, "it leaves torch's default dtype changed"),
+        (without_gradients, "it leaves torch.set_grad_enabled changed"),
         (in_place, "it changes its argument x in place"),
     ],
 )
 def test_a_right_answer_that_damages_something_is_refused(fn: Callable[..., Any], hint: str):
     expect(check_largest(fn), False, "largest: the numbers are right, but", hint)
+
+
+def kernels_draws() -> list[Any]:
+    return [random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), lambda: np.random.rand()])  # noqa: NPY002
+def test_what_runs_on_no_rank_may_not_draw_either_and_its_harm_is_undone(draw: Callable[[], Any]):
+    def best_mesh(*given):
+        draw()
+        return 1, given[-1]
+
+    before = kernels_draws()
+    expect(check_best_mesh(best_mesh), False, "'s global generator in another state")
+    assert kernels_draws() == before
 
 
 def test_a_generator_may_be_used_inside_of_a_fork():

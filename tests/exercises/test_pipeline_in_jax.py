@@ -21,12 +21,12 @@ def pipeline(mistake: str = ""):
 
         def tick(message, t):
             x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
-            y = jnp.tanh(x @ w[0])
+            y = jnp.tanh(x @ w[0] + 0.1)
             step = [(i, (i + 1) % (last + 1)) for i in range(last + (mistake == "ring"))]
             return tj.ppermute(y, "pp", step), y
 
         ticks = jnp.arange((m + last + (mistake == "late")) * (2 if mistake == "long" else 1))
-        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0]), ticks)
+        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0] + 0.1), ticks)
         chosen = {"early": ys[:m], "late": ys[last + 1 :], "short": ys[: m - 1], "long": ys[last : last + m]}.get(
             mistake, ys[last:]
         )
@@ -73,7 +73,7 @@ def python_loop(sends_last: bool, too_many: int = 0):
         message, ys = jnp.zeros_like(xs[0]), []
         num_ticks = m + last + too_many
         for t in range(num_ticks):
-            ys.append(jnp.tanh(jnp.where(r == 0, xs[min(t, m - 1)], message) @ w[0]))
+            ys.append(jnp.tanh(jnp.where(r == 0, xs[min(t, m - 1)], message) @ w[0] + 0.1))
             if t < num_ticks - 1 or sends_last:
                 message = tj.ppermute(ys[-1], "pp", [(i, i + 1) for i in range(last)])
         return tj.all_reduce(jnp.where(r == last, jnp.stack(ys[last : last + m]), 0), "pp")
@@ -89,10 +89,10 @@ def first_tick_alone(too_many: int = 0):
 
         def tick(y, t):
             message = tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)])
-            y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+            y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0] + 0.1)
             return y, y
 
-        first = jnp.tanh(xs[0] @ w[0])
+        first = jnp.tanh(xs[0] @ w[0] + 0.1)
         _, ys = jax.lax.scan(tick, first, jnp.arange(1, m + last + too_many))
         ys = jnp.concatenate([first[None], ys])[last : last + m]
         return tj.all_reduce(jnp.where(r == last, ys, 0), "pp")
@@ -106,11 +106,11 @@ def fori_loop(w, xs):
 
     def tick(t, carry):
         message, ys = carry
-        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0] + 0.1)
         ys = ys.at[jnp.where(t < last, m, t - last)].set(y)
         return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), ys
 
-    ys = 0 * jnp.tanh(xs @ w[0])
+    ys = 0 * jnp.tanh(xs @ w[0] + 0.1)
     _, ys = jax.lax.fori_loop(0, m + last, tick, (ys[0], ys))
     return tj.all_reduce(jnp.where(r == last, ys, 0), "pp")
 
@@ -121,21 +121,21 @@ def receives_first(w, xs):
 
     def tick(y, t):
         message = tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)])
-        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0])
+        y = jnp.tanh(jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message) @ w[0] + 0.1)
         return y, y
 
-    _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0]), jnp.arange(m + last))
+    _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0] + 0.1), jnp.arange(m + last))
     return tj.all_reduce(jnp.where(r == last, ys[last:], 0), "pp")
 
 
 def idles(w, xs):
     """A rank that has no microbatch computes nothing."""
     r, last, m = tj.axis_index("pp"), tj.axis_size("pp") - 1, len(xs)
-    nothing = 0 * jnp.tanh(xs[0] @ w[0])
+    nothing = 0 * jnp.tanh(xs[0] @ w[0] + 0.1)
 
     def tick(message, t):
         x = jnp.where(r == 0, xs[jnp.minimum(t, m - 1)], message)
-        y = jax.lax.cond((t >= r) & (t < r + m), lambda: jnp.tanh(x @ w[0]), lambda: nothing)
+        y = jax.lax.cond((t >= r) & (t < r + m), lambda: jnp.tanh(x @ w[0] + 0.1), lambda: nothing)
         return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
 
     _, ys = jax.lax.scan(tick, nothing, jnp.arange(m + last))
@@ -172,7 +172,7 @@ def of_the_lab(row: str = ROW):
     cells = [cell.source for cell in build.read_source("12_pipeline_in_jax").cells if cell.cell_type == "code"]
     bug = next(source for source in cells if "def my_pipeline(" in source)
     assert bug.count(ROW) == 1
-    names: dict[str, Any] = {"tj": tj, "jax": jax, "jnp": jnp, "stage": lambda w, x: jnp.tanh(x @ w)}
+    names: dict[str, Any] = {"tj": tj, "jax": jax, "jnp": jnp, "stage": lambda w, x: jnp.tanh(x @ w + 0.1)}
     exec(bug.replace(ROW, row), names)
     return names["my_pipeline"]
 
@@ -192,6 +192,8 @@ def test_the_lab_shows_the_bug():
             "The last row is right, because the last microbatch is written into it",
         ),
         ("ys.at[t + last].set(y)", "Your rows are shifted in the wrong direction."),
+        ("ys.at[t - last].add(y)", "These outputs were added to the last rows."),
+        ("ys.at[jnp.maximum(t - last, 0)].add(y)", "entries are off"),
     ],
 )
 def test_wrong_rows(row: str, said: str):
@@ -200,7 +202,7 @@ def test_wrong_rows(row: str, said: str):
 
 
 def one_matrix(w, number, x):
-    return jnp.tanh(x @ w[jnp.clip(number, 0, 1)])
+    return jnp.tanh(x @ w[jnp.clip(number, 0, 1)] + 0.1)
 
 
 def loop(mistake: str = "", compute: Any = one_matrix):
@@ -217,7 +219,7 @@ def loop(mistake: str = "", compute: Any = one_matrix):
             pairs = [(i, (i + 1) % p) for i in range(p - (mistake == "a line"))]
             return tj.ppermute(y, "pp", pairs), y
 
-        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0, 0]), jnp.arange(3 * p - 1))
+        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0, 0] + 0.1), jnp.arange(3 * p - 1))
         chosen = ys[p - 1 : 2 * p - 1] if mistake == "first round" else ys[-p:]
         return tj.all_reduce(jnp.where(r == p - 1, chosen, 0), "pp")
 
@@ -225,11 +227,11 @@ def loop(mistake: str = "", compute: Any = one_matrix):
 
 
 def by_cond(w, number, x):
-    return jax.lax.cond(number > 0, lambda: jnp.tanh(x @ w[1]), lambda: jnp.tanh(x @ w[0]))
+    return jax.lax.cond(number > 0, lambda: jnp.tanh(x @ w[1] + 0.1), lambda: jnp.tanh(x @ w[0] + 0.1))
 
 
 def by_matmul(w, number, x):  # choosing is no stage, however it is done
-    return jnp.tanh(x @ jnp.einsum("k,kde->de", jax.nn.one_hot(jnp.clip(number, 0, 1), 2), w))
+    return jnp.tanh(x @ jnp.einsum("k,kde->de", jax.nn.one_hot(jnp.clip(number, 0, 1), 2), w) + 0.1)
 
 
 @pytest.mark.parametrize("compute", [one_matrix, by_cond, by_matmul])
@@ -239,11 +241,11 @@ def test_twice_around_the_ring(compute: Any):
 
 
 def both_chosen(w, number, x):
-    return jnp.where(number > 0, jnp.tanh(x @ w[1]), jnp.tanh(x @ w[0]))
+    return jnp.where(number > 0, jnp.tanh(x @ w[1] + 0.1), jnp.tanh(x @ w[0] + 0.1))
 
 
 def both_at_once(w, number, x):
-    return jnp.tanh(jnp.einsum("bd,kde->kbe", x, w))[jnp.clip(number, 0, 1)]
+    return jnp.tanh(jnp.einsum("bd,kde->kbe", x, w) + 0.1)[jnp.clip(number, 0, 1)]
 
 
 @pytest.mark.parametrize("compute", [both_chosen, both_at_once])
@@ -287,7 +289,7 @@ def test_all_microbatches_in_one_message_are_no_pipeline():
     def my_loop(w, xs):
         r, p = tj.axis_index("pp"), tj.axis_size("pp")
         for t in range(2 * p):
-            xs = jnp.where(r == t % p, jnp.tanh(xs @ w[0, t // p]), xs)
+            xs = jnp.where(r == t % p, jnp.tanh(xs @ w[0, t // p] + 0.1), xs)
             xs = tj.ppermute(xs, "pp", [(i, (i + 1) % p) for i in range(p)])
         return tj.all_reduce(jnp.where(r == 0, xs, 0), "pp")
 

@@ -131,7 +131,66 @@ def in_blocks(x):
 
 @pytest.mark.parametrize("fn", [in_eight_bits, in_blocks, own_row_unrounded])
 def test_codes_of_another_kind_pass(fn: Callable):
-    expect(check_add_up(fn), True, "for numbers between two codes")
+    expect(check_add_up(fn), True, "for numbers between two codes", "bytes of codes and scales")
+
+
+def with_scales_in_the_message(x):
+    """The scale's own four bytes behind each row of codes."""
+    scale = x.abs().max() / 7
+    own = scale.reshape(1, 1).view(torch.int8).expand(len(x), -1)
+    given = tt.all_to_all(torch.cat([codes_of(x, scale), own], 1), "dp")
+    return (given[:, :-4] * given[:, -4:].contiguous().view(torch.float32)).sum(0, keepdim=True)
+
+
+def by_einsum(x):
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return torch.einsum("rn,r->n", codes.float(), scales)[None]
+
+
+def two_in_a_byte(x):
+    scale = x.abs().max() / 7
+    codes = codes_of(x, scale).int() + 8
+    pairs = tt.all_to_all((codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8), "dp").int()
+    given = torch.stack([pairs // 16 - 8, pairs % 16 - 8], -1).flatten(1)
+    return (given * tt.all_gather(scale.reshape(1), "dp")[:, None]).sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("fn", [with_scales_in_the_message, by_einsum, two_in_a_byte])
+def test_other_peoples_right_answers_in_float32(fn: Callable):
+    expect(check_add_up(fn), True, "total equals the unsharded result")
+
+
+def cut_off(x):
+    """A code of 8 does not fit into 4 bits: the largest number is cut to 7/8."""
+    scale = x.abs().max() / 8
+    codes = (x / scale).round().clamp(-8, 7).to(torch.int8)
+    codes, scales = tt.all_to_all(codes, "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None]).sum(0, keepdim=True)
+
+
+def to_everyone(x):
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_gather(codes_of(x, scale)[None], "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes[:, tt.axis_index("dp")] * scales[:, None]).sum(0, keepdim=True)
+
+
+def rounded_to_the_largest(x):
+    """Each rank's own scale travels, and then all codes are rounded to the largest one."""
+    scale = x.abs().max() / 7
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1), "dp")
+    return (codes * scales[:, None] / scales.max()).round().sum(0, keepdim=True) * scales.max()
+
+
+def shared_levels(x):
+    levels = 127 // tt.axis_size("dp")
+    scale = tt.all_reduce(x.abs().max(), "dp", "max") / levels
+    return tt.reduce_scatter(codes_of(x, scale), "dp") * scale
+
+
+def leaves_double(x):
+    torch.set_default_dtype(torch.float64)
+    return repaired(x)
 
 
 def toward_zero(x):
@@ -167,15 +226,22 @@ def only_codes(x):
         (half, "These are sums of numbers in half precision"),
         (toward_zero, "Which code is the nearest?"),
         (lambda x: tt.quantized_reduce_scatter(x, "dp", bits=4), "`quantized_reduce_scatter` does the work"),
-        (common_scale, "it is the best of the wrong answers"),
+        (common_scale, "one common scale, the largest. Such codes can be added, so this is close"),
+        (rounded_to_the_largest, "These are sums of codes that have one common scale"),
+        (shared_levels, "or do ranks share a scale?"),
+        (cut_off, "Is the largest one cut off?"),
+        (to_everyone, "Each rank gets rows that are for others"),
+        (lambda x: repaired(x) / tt.axis_size("dp"), "This is the mean over the ranks"),
+        (lambda x: repaired(x) * torch.nan, "entries are off"),
+        (leaves_double, "it leaves torch's default dtype changed"),
         (of_one_row(lambda: 0), "entries are off"),
         (of_one_row(lambda: -1), "entries are off"),
         (of_one_row(lambda: tt.axis_index("dp")), "entries are off"),
         (of_the_first_row_in_eight_bits, "entries are off"),
-        (around_a_ring(7), "Are sums rounded again on their way?"),
-        (around_a_ring(127), "Are sums rounded again on their way?"),
+        (around_a_ring(7), "Are sums rounded again on their way,"),
+        (around_a_ring(127), "Are sums rounded again on their way,"),
         (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes its argument x in place"),
-        (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "where 120 are enough"),
+        (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "and scales, take 120 at most"),
         (lambda x: x[:1], "entries are off"),
         (lambda x: tt.reduce_scatter(x, "dp"), "Send the codes"),
     ],
@@ -197,6 +263,13 @@ def sums_for_all(x):
     """Every GPU gets its node's sums for all ranks, and drops most of them."""
     own = slice(tt.axis_index("gpu"), None, tt.axis_size("gpu"))
     return tt.reduce_scatter(tt.all_reduce(x, "gpu")[own], "node")
+
+
+def all_reduced(x):
+    """Every node gets the sums of all nodes, and each of its GPUs takes one."""
+    nodes, gpus = tt.axis_size("node"), tt.axis_size("gpu")
+    rows = x.reshape(nodes, gpus, -1).transpose(0, 1).flatten(0, 1)
+    return tt.all_reduce(tt.reduce_scatter(rows, "gpu"), "node")[tt.axis_index("node")][None]
 
 
 def solution_in_jax(x):
@@ -223,6 +296,9 @@ def test_solutions_pass():
         (lambda x: tt.quantized_reduce_scatter(x, BOTH, bits=None, inside="gpu"), "does the work"),
         (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
         (sums_for_all, "one row for each node"),
+        (all_reduced, "Which of its sums does another node need?"),
+        (lambda x: solution(x.double()).to(x.dtype), "It sends 8 bytes per number, and those of x take 4"),
+        (lambda x: solution(x) / tt.axis_size("node") / tt.axis_size("gpu"), "This is the mean over the ranks"),
         (lambda x: solution(x.bfloat16()).to(x.dtype), "they lose digits on their way"),
     ],
 )

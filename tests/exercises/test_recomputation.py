@@ -217,6 +217,8 @@ def test_the_solution():
         ((forget_plainly, again_without_weights), "gradient of layer 0's weight is not right, without dropout"),
         ((forget_plainly, again_without_weights), "It is zero: does the second pass go back to the weights?"),
         ((forget_plainly, again_twice), "It is twice what it should be."),
+        ((forget, lambda piece, kept, dy: again(piece, kept, dy) * torch.nan), "dx is not right"),
+        ((forget, lambda piece, kept, dy: again(piece, kept, dy * torch.nan)), "is not right"),
         ((forget_nothing, again_plainly), "my_forget: what it returns still has its graph"),
         ((forget_little, again_plainly), "my_forget: it keeps 36 numbers, and the input has 12"),
         ((forget_plainly, lambda piece, x, dy: dy.backward if x is None else None), "my_again: it returned None"),

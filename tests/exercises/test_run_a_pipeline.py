@@ -262,6 +262,15 @@ def test_the_librarys_worker_is_not_an_answer():
     assert "`train_batch` does the work" in check_train_split(by_the_library).text
 
 
+def test_nan_is_no_loss():
+    def train_split(*given: Any) -> Any:
+        loss = worker()(*given)
+        return None if loss is None else loss * torch.nan
+
+    verdict = check_train_split(train_split)
+    assert verdict.passed is False and "the loss is nan, not" in verdict.text, verdict
+
+
 def test_train_split_not_started():
     def train_split(schedule, stage, microbatches, loss): ...
 

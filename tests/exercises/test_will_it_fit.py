@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -86,6 +88,17 @@ def test_right(right: Callable[..., Any]):
     assert check_stage_bytes(right).passed
 
 
+def first_or_last(cut, layer, ends):
+    """With `elif` where a single stage is both."""
+    last = len(cut) - 1
+    return [n * layer + (ends if s == 0 else ends if s == last else 0) for s, n in enumerate(cut)]
+
+
+def seeds(*case):
+    random.seed(0)
+    return stage_bytes()(*case)
+
+
 def mean(cut, layer, ends):
     return len(cut) * [(sum(cut) * layer + 2 * ends) / len(cut)]
 
@@ -104,6 +117,12 @@ def mean(cut, layer, ends):
             ),
             "In stage_bytes(cut=(1, 2, 2, 3)",
         ),
+        (stage_bytes(lambda cut, layer, ends: [n * layer + ends for n in cut]), "Others have neither"),
+        (stage_bytes(first_or_last), "it has both the embedding and the output matrix"),
+        (stage_bytes(in_flight=lambda s, n, m: min(n - s, m) + 1), "one microbatch too many"),
+        (lambda *case: np.array(stage_bytes()(*case)) / 1e9, "yours are 0.000137200.\nThese are GB. Return bytes."),
+        (lambda *case: [float("nan")] * len(case[0]), "yours are nan"),
+        (seeds, "it leaves Python's global generator in another state"),
         (stage_bytes(states=16), "with gradients in float32"),
         (stage_bytes(in_flight=lambda s, n, m: n), "How many forward passes does a later stage run"),
         (stage_bytes(in_flight=lambda s, n, m: min(n, m)), "stage 1 takes"),
@@ -112,7 +131,6 @@ def mean(cut, layer, ends):
         (stage_bytes(in_flight=lambda s, n, m: min(n - 1 - s, m)), "kept too"),
         (stage_bytes(in_flight=lambda s, n, m: min(s + 1, m)), "wrong direction"),
         (stage_bytes(in_flight=lambda s, n, m: 1), "How many does a stage keep at once?"),
-        (stage_bytes(in_flight=lambda s, n, m: min(n - s, m) + 1), "stage 0 takes"),
         (stage_bytes(in_flight=lambda s, n, m: [4, 3, 2, 1][s]), "In stage_bytes(cut=(3, 1, 2)"),
         (stage_bytes(mean, lambda s, n, m: n), "are the mean of all stages"),
         (stage_bytes(mean, lambda s, n, m: n), "How many forward passes does a later stage run"),
@@ -181,7 +199,7 @@ def test_every_other_choice_is_refused_with_what_happens():
 
 
 def test_trying_every_remedy_tells_nothing_without_the_gigabytes():
-    for name, gb in product(REMEDIES, (None, 0, "70", True, 10.0, 300)):
+    for name, gb in product(REMEDIES, (None, 0, "70", True, 10.0, 300, math.nan, math.inf)):
         verdict = check_remedies(dict.fromkeys(JOBS, (name, gb)))  # type: ignore[arg-type]
         assert verdict.passed is False and "fits" not in verdict.text and "right:" not in verdict.text, verdict
         assert " down to " not in verdict.text, verdict
@@ -198,6 +216,8 @@ def test_what_is_missing_or_not_in_the_list_is_said():
     assert "B: no remedy yet" in check_remedies(RIGHT | {"B": ("", 70)}).text
     assert "'zero one' is not in the list" in check_remedies(RIGHT | {"A": ("zero one", 74)}).text
     assert "B: how many GB" in check_remedies(RIGHT | {"B": "full recomputation"}).text  # type: ignore[dict-item]
+    assert "A: 68.6 is right in GiB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 68.6)}).text
+    assert "A: with ZeRO 1, the forecast is not nan GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", math.nan)}).text
     assert "A: with ZeRO 1, the forecast is not 61 GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 61)}).text
     assert "type list" in check_remedies([*RIGHT.values()]).text  # pyright: ignore[reportArgumentType]
     assert "A: tp is 1" in check_remedies(RIGHT | {"A": ("sequence parallelism", 74)}).text

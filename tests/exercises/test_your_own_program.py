@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tplab.exercises.your_own_program import check_accumulate
 
@@ -207,6 +208,19 @@ def drops_gradients(net, loss_of, batches):
     (loss_of(net, batches[-1]) / len(batches)).backward()
 
 
+def drops_some(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches[:-1]:
+            net.zero_grad()
+            (loss_of(net, batch) / len(batches)).backward()
+    (loss_of(net, batches[-1]) / len(batches)).backward()
+
+
+def clips(net, loss_of, batches):
+    solution(net, loss_of, batches)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+
+
 def leaves(damage):
     def accumulate(net, loss_of, batches):
         solution(net, loss_of, batches)
@@ -217,6 +231,19 @@ def leaves(damage):
 
 def steps(net, batches):
     torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def hooks_parameters(net, batches):
+    for parameter in net.parameters():
+        parameter.register_hook(lambda grad: grad)
+
+
+def hooks_communication(net, batches):
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def remembers(net, batches):
+    net.extra = batches
 
 
 def sends_no_more(net, batches):
@@ -231,6 +258,18 @@ def sends_no_more(net, batches):
         (forgets_to_divide, "3 times as large"),
         (divides_by(lambda batches: 3), "1.333 times as large as they should be on 3 ranks with 4 parts each"),
         (divides_by(lambda batches: dist.get_world_size() * len(batches)), "who divides by their number a second time"),
+        (divides_by(lambda batches: {1: 2, 2: 3, 3: 4}[dist.get_world_size()]), "on 2 ranks with 2 parts each"),
+        (clips, "does anything scale the gradients later?"),
+        (drops_some, "They are those of batches[1] and batches[2] alone"),
+        (leaves(hooks_parameters), "it leaves a hook on a parameter"),
+        (leaves(hooks_communication), "it leaves a hook on `net`"),
+        (leaves(lambda net, batches: net.register_forward_hook(print)), "it leaves a hook on `net`"),
+        (leaves(remembers), "it leaves `net.extra`"),
+        (leaves(lambda net, batches: torch.set_default_dtype(torch.float64)), "torch's default dtype changed"),
+        (
+            lambda *given: [solution(*given), [p.grad.mul_(torch.nan) for p in given[0].parameters()]],
+            "are not finite numbers on 2 ranks",
+        ),
         (never_averages, "2 times as large as they should be on 2 ranks with 3 parts each.\nThis is their sum"),
         (gathers_first, "computes the loss of 24 rows, and its own parts have 12"),
         (gathers_gradients, "sends 672 bytes on 3 ranks with 4 parts each, where 448 are enough"),

@@ -73,6 +73,18 @@ def test_bytes_per_parameter_are_those_of_zero():
         assert states / model.parameters == pytest.approx(expected - (2 / 64 if zero == 3 else 0), rel=1e-3)
 
 
+def test_gradients_stay_whole_between_microbatches_only_where_a_trainer_puts_their_sending_off():
+    """FSDP reduce-scatters them in each backward pass. KempnerForge, whose runs are the compiled ones, does not."""
+    model, plan = Model.find("llama3-8b"), Plan(dp=4, zero=3, grad_dtype="float32")
+
+    def gradients(batch: int, **more: bool) -> int:
+        (held,) = memory(model, replace(plan, **more), batch, 4096, "fsdp")
+        return held.gradients
+
+    assert gradients(4) == gradients(16) == gradients(4, compiled=True) == model.parameters
+    assert gradients(16, compiled=True) == 4 * model.parameters
+
+
 def test_recomputation_and_more_stages_need_less():
     model, sequence = Model.find("llama3-70b"), 8192
     peaks = [

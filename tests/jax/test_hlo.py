@@ -9,8 +9,8 @@ from tplab.errors import TraceError
 from tplab.jax.tracing.compiled import collectives_in_text
 from tplab.jax.tracing.flow import axes_along
 from tplab.jax.tracing.hlo import Array, Module
-from tplab.jax.tracing.sending import Sent, merged
-from tplab.jax.tracing.xla import unrolled
+from tplab.jax.tracing.sending import Carried, merged
+from tplab.jax.tracing.unroll import unrolled
 from tplab.trace.recorder import Recorder
 
 TOY = Cluster("toy", Chip("counter", {"float32": 1.0, "bfloat16": 1.0}, 1e9, 1e9), Link("wire", 0.0, 1.0))
@@ -147,7 +147,7 @@ def test_what_is_sent_together():
     """One message per operation and dtype."""
     wide, narrow = Array("float32", (4, 2)), Array("bfloat16", (3,))
     given = [("all_reduce", wide), ("all_reduce", narrow), ("all_reduce", wide), ("reduce_scatter", wide)]
-    assert list(merged(Sent(*each) for each in given)) == [
+    assert list(merged(Carried(*each) for each in given)) == [
         ("all_reduce", Array("float32", (16,))), ("all_reduce", narrow), ("reduce_scatter", wide),
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from tplab import Mesh, P
 from tplab.cost import Chip, Cluster, Link
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.hlo import Module
-from tplab.jax.tracing.xla import unrolled
+from tplab.jax.tracing.unroll import unrolled
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
 

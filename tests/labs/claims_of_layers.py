@@ -275,7 +275,7 @@ CLAIMS = (
     Claim(SCHEDULES, "Otherwise either of the two may be faster", either_is_faster),
     Claim(
         SCHEDULES,
-        "with such messages, GPipe is faster than 1F1B and ZB-H1",
+        "With such messages, it is faster than 1F1B and ZB-H1",
         lambda: all(
             simulate(gpipe(4, m), Costs(transfer=1)).makespan < simulate(rule(4, m), Costs(transfer=1)).makespan
             for rule in (one_f_one_b, zb_h1)

@@ -549,3 +549,37 @@ def test_meta_tensors_count_as_if_experts_were_chosen_equally_often(dispatch):
         real, meta = (run.trace.bytes_sent(rank=rank) for run in runs)
         assert real == meta > 0
         assert runs[0].memory[rank].peak == pytest.approx(runs[1].memory[rank].peak, rel=0.01)
+
+
+@pytest.mark.parametrize("over, axes, words", [
+    ("microbatch", {"axis": "ep"}, r"over each microbatch does not count the choices of all ranks along 'ep': leave"),
+    ("sequence", {"axis": "ep", "sequence": 3}, r"over each sequence does not count .* give sequence_axis"),
+    ("global", {}, "give axis, along which these are"),
+    ("global", {"axis": "ep", "sequence_axis": "ep"}, "and no sequence_axis"),
+])  # fmt: skip
+def test_a_balance_loss_refuses_an_axis_that_its_name_denies(fw, over, axes, words):
+    def program(x):
+        chosen = x[:, :2].astype("int32") if fw.name == "jax" else x[:, :2].long()
+        routed = fw.lab.Routed(chosen, x, x, x)
+        return fw.lab.balance_loss(routed, over=over, **axes)
+
+    with pytest.raises(Exception, match=words):
+        fw.lab.run(program, Mesh(ep=2), fw.array(np.ones((6, 4))), in_specs=P("ep"))
+
+
+def test_what_a_balance_loss_counts(fw):
+    """Ranks with skewed choices of their own, which are balanced over both: only the microbatch's loss sees the skew.
+    A sequence that both share counts as one."""
+    rows = [[0.7, 0.1, 0.1, 0.1]] * 3 + [[0.1, 0.1, 0.1, 0.7]] * 3
+    chosen = [[0, 1]] * 3 + [[2, 3]] * 3
+
+    def program(scores, choices):
+        routed = fw.lab.Routed(choices, scores, scores, scores)
+        ways = {"over": "microbatch"}, {"over": "global", "axis": "ep"}, {"over": "microbatch", "sequence_axis": "ep"}
+        return [fw.lab.all_reduce(fw.lab.balance_loss(routed, **way), "ep", "mean") for way in ways]
+
+    with double(fw):
+        given = fw.array(rows), fw.array(chosen)
+        out = fw.lab.run(program, Mesh(ep=2), *given, in_specs=P("ep"), out_specs=P())
+        own = 4 * (0.7 + 0.1) / 2
+        assert [float(loss) for loss in out.value] == pytest.approx([own, 1.0, 1.0], rel=1e-12)

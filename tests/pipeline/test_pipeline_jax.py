@@ -30,9 +30,8 @@ from tplab.jax import (
 )
 from tplab.jax import dropout as shared_dropout
 from tplab.jax.pipeline.flat import Kind
-from tplab.jax.pipeline.passes import Given, Passes, traced
+from tplab.jax.pipeline.passes import Given, Layer, Passes, Stage, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping, plan
-from tplab.jax.pipeline.stage import Layer, Stage
 from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import vary
 from tplab.jax.ranks.program import program_of

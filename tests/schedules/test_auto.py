@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tplab.errors import ScheduleError
 from tplab.schedules import (
     Costs,
+    auto,
     auto_schedule,
     check,
     linear,
@@ -22,7 +23,6 @@ from tplab.schedules import (
 )
 from tplab.schedules.rules import stamp
 from tplab.schedules.rules.greedy import list_schedule
-from tplab.schedules.search import auto
 
 # F = I = W = 1, p = 4, m = 8: memory in microbatches, proven least makespan, proven least span; None: not known
 PROVEN_LINEAR = [(2, 41, 41), (3, 31, 31), (4, 27, 27), (5, 27, 26), (7, 27, 24)]

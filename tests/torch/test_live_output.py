@@ -12,7 +12,7 @@ import pytest
 
 from tplab.errors import RankError
 from tplab.torch import launch
-from tplab.torch.ranks.live_output import LiveOutput, Screen
+from tplab.torch.ranks.printing import LiveOutput, Screen
 
 BEGIN = "import sys, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
 

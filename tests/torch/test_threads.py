@@ -13,7 +13,7 @@ import torch
 from tplab import Mesh
 from tplab.errors import RankError
 from tplab.torch import all_reduce, axis_index, barrier, ring_shift, run
-from tplab.torch.ranks.floor import Place
+from tplab.torch.ranks.floor import Ticket
 
 TWO = Mesh(tp=2)
 
@@ -25,7 +25,7 @@ def kernels_own() -> Iterator[None]:
     yield
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_default_dtype(), sys.stdout) == before[1:]
-    assert not Place._queue
+    assert not Ticket._queue
 
 
 def in_threads(*work: Callable[[], Any]) -> list[Any]:

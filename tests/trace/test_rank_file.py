@@ -125,7 +125,7 @@ MESSAGE = BEGIN.replace("null", "PEER")
         (BEGIN.replace("8", '"8"'), "'8' is not a whole number"),
         (BEGIN.replace("[1]", '["1"]'), "'1' is not a whole number"),
         (BEGIN.replace('"train.py:3"', "3"), "3 is not a text"),
-        (BEGIN.replace(", 0]", "]"), "not enough values to unpack"),
+        (BEGIN.replace(", 0]", "]"), "it has 10 fields after the number, and not 11"),
         ('["stop", 1e400]', "inf is not a time"),
         ('["stop"]', "IndexError"),
         ('["end", 5, 1.0]', "there is no operation 5"),

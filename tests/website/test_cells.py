@@ -40,7 +40,16 @@ def part(said: list[dict], name: str) -> list:
     return [one[name] for one in said if name in one]
 
 
-@pytest.mark.parametrize("lab, many", [("10_pipeline_schedules", 22), ("21_balance", 10), ("26_which_layout", 17)])
+@pytest.mark.parametrize(
+    "lab, many",
+    [
+        ("10_pipeline_schedules", 22),
+        ("14_cut_a_pipeline", 11),
+        ("21_balance", 10),
+        ("25_will_it_fit", 12),
+        ("26_which_layout", 17),
+    ],
+)
 def test_cells_show_on_the_page_what_they_show_in_the_notebook(folder: Path, lab: str, many: int):
     cells = [
         cell for cell in nbformat.read(build.LABS / f"{lab}.ipynb", as_version=4).cells if cell.cell_type == "code"

@@ -142,6 +142,42 @@ def test_what_the_hints_say_adds_up_to_the_bytes_of_the_trace(dispatch: str):
             assert tokens == [t for t in range(6) if expert in choices[6 * rank + t]][:6]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rows_that_are_passed_on_keep_the_colour_of_their_tokens(is_known: bool):
+    """At the second level, as many of a rank's rows come to each rank as it has tokens with experts there."""
+    trace, (choices,) = torch_run("two_levels")
+    (layer,) = layers_of(trace, choices if is_known else None)
+    found = np.zeros((4, 4), int)
+    for source, target in zip(*layer.levels[1].pairs.nonzero()):
+        for origin, rows in layer.origins(1, int(source), int(target)):
+            assert origin % 2 == source % 2  # its place in the node
+            found[origin, target] += rows
+    assert (found == rows_between(choices.numpy(), contiguous(8, 4), once=True)).all()
+    assert layer.nodes == [0, 0, 1, 1]
+
+
+def test_words_count_what_arrives_what_is_copied_and_what_is_alike():
+    trace, (choices,) = torch_run("two_levels")
+    card = experts(trace, choices)
+    (layer,) = card.layers
+    copies = layer.levels[1].pairs.sum() - layer.levels[0].pairs.sum()
+    assert copies > 0 and f"{copies} are copies for more than one rank" in card.says[2][1]
+    arrive = layer.levels[1].pairs.sum(0)
+    assert f"rank {arrive.argmax()} then has the most, {arrive.max()}" in card.says[2][1]
+    assert (layer.of_ranks > arrive).any() and "computed by each of them" in card.says[3][1]
+    assert "no rank waits for long, since so few rows take no longer than fewer" in card.sentence
+    plain = experts(*[one if place == 0 else one[0] for place, one in enumerate(torch_run("all_to_all"))])
+    assert plain.says[3][1].endswith("each rank then has 12") and "computed by each" not in plain.says[2][1]
+
+
+def test_numbers_of_experts_appear_when_they_are_computed():
+    trace, (choices,) = torch_run("all_to_all")
+    card = experts(trace, choices)
+    at = Place(WIDE, 4, 2).times - 12
+    numbers = [part.when.begin for part in card.drawn.parts if part.text.isdigit() and part.place[0] == at]
+    assert len(numbers) == 8 and min(numbers) >= 1
+
+
 def test_bars_are_as_long_as_the_rows_and_times_of_the_trace():
     trace, (choices,) = torch_run("all_to_all")
     card = experts(trace, choices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,9 +70,32 @@ def test_a_knob_knows_everything_before_it_is_turned():
     widths, texts, hints = drawn(card)
     longest = widths[0] + 1  # a pixel is between parts
     assert [(width + 1) / longest for width in widths] == pytest.approx([1, 0.5, 0.25])
-    assert {"computing 4 µs", "3 µs", "faster"} <= {*texts}
+    assert {"computing", "4 µs", "3 µs", "faster"} <= {*texts}  # the total says what one part is
     assert hints[1] == (("", "2 ranks"), ("computing", "2 µs"), ("the sum", "1 µs"), ("in total", "3 µs"))
     assert drawn(card, 1)[1] != texts
+
+
+def longest(card: Knob) -> list[float]:
+    return [max(drawn(card, index)[0], default=0) for index in range(len(card.options))]
+
+
+def test_a_knobs_settings_have_one_scale_unless_they_are_far_apart():
+    def card(*sizes: float, **given: Any) -> Knob:
+        return knob("A title", "s", {n: Bars([Row("a", {"computing": n})], "") for n in sizes}, about="A", **given)
+
+    first, second = longest(card(1.0, 2.0))
+    assert (first + 1) / (second + 1) == pytest.approx(0.5)
+    assert len({*longest(card(1.0, 10.0))}) == 1 and "a scale of its own" in card(1.0, 10.0).content["about"]
+    assert len({*longest(card(1.0, 2.0, one_scale=False))}) == 1
+    first, second = longest(card(1.0, 10.0, one_scale=True))
+    assert (first + 1) / (second + 1) == pytest.approx(0.1) and card(1.0, 2.0).content["about"] == "A"
+    assert len(longest(card(0.0, 1.0))) == 2  # a setting without bars has no scale
+
+
+def test_a_knobs_waiting_is_hatched():
+    card = knob("A title", "s", {1: Bars([Row("a", {"computing": 1.0, "waiting": 1.0})], "")})
+    assert card.colours["waiting"] == -1 and card._legend()[1].sign == "hatch"
+    assert [part.place[2] for part in card.bars.parts if part.method == "hatch"] == [max(drawn(card)[0])]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from tests.widgets.test_timeline_overlay import COSTS, executed
 from tplab import Mesh, Trace
 from tplab.errors import TraceError
 from tplab.schedules import one_f_one_b, simulate
-from tplab.trace import as_json, summary
+from tplab.trace import summary
+from tplab.trace.columns import from_json
 from tplab.widgets import animate, timeline, to_html
 from tplab.widgets.paper.wire import unpack
 
@@ -24,7 +25,7 @@ TEXT = "all_reduce over 'tp' at a.py:3 and all_reduce over 'dp' at a.py:4 are in
 
 def warned(trace: Trace, *texts: str) -> Trace:
     """The same trace, of a run that warned."""
-    given: dict[str, Any] = as_json.load(trace.to_json()) | {"warnings": texts}
+    given: dict[str, Any] = from_json(trace.to_json()) | {"warnings": texts}
     return Trace.from_columns(**given)
 
 
@@ -51,7 +52,7 @@ def test_it_goes_through_json_and_selections():
 @pytest.mark.parametrize("wrong", [TEXT, [1], None, {TEXT}])
 def test_warnings_are_texts(wrong: Any):
     with pytest.raises(TraceError, match="the warnings of a trace are a list of texts"):
-        Trace.from_columns(**(as_json.load(RING.to_json()) | {"warnings": wrong}))
+        Trace.from_columns(**(from_json(RING.to_json()) | {"warnings": wrong}))
 
 
 @pytest.mark.parametrize("view", [animate, timeline])

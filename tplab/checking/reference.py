@@ -10,7 +10,7 @@ import numpy as np
 from tplab.checking.gaps import gap
 from tplab.checking.places import whole_of
 from tplab.checking.recording import Seen, Step
-from tplab.checking.verdict import EPSILON, coarsest
+from tplab.checking.verdict import EPSILON, coarsest, slack_of_step
 
 FLOOR = {"float64": 2.0**-48, "float32": 2.0**-19, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Relative to the largest element of a tensor: differences up to this count as rounding in any case. It is 2^4
@@ -110,27 +110,20 @@ class Reference:
         return max(shares, default=0.0)
 
     def slack_of_parameter(self, name: str, number: int) -> np.ndarray:
-        """How far each element may be off after a step.
-
-        Adam divides a gradient by its own size. So rounding is a large part of the step of an element whose gradient is
-        small, and all of it if the gradient is nothing but rounding error.
-        """
+        """How far each element may be off after a step: see `slack_of_step`."""
         key, after = f"{number} {name}", self.parameters(number)[name]
         if key in self._doubt:
             return self._doubt[key]
-        before = {**self.weights, **self.parameters(number - 1)}[name]
+        before, gradient = {**self.weights, **self.parameters(number - 1)}[name], self.gradients(number).get(name)
         step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
-        gradient = self.gradients(number).get(name)
-        share = np.zeros(after.shape)
-        if gradient is not None:
-            tiny = np.maximum(np.abs(gradient.astype(np.float64)), 1e-300)
-            share = np.minimum(1.0, self.slack_of_gradient(name, number) / tiny)
+        slack = 0.0 if gradient is None else self.slack_of_gradient(name, number)
+        of_gradient = slack_of_step(before, after.astype(np.float64), gradient, slack)
         is_new = not number or name not in self.parameters(number - 1)
         earlier = np.zeros(after.shape) if is_new else self.slack_of_parameter(name, number - 1)
         moved = self.moved("parameters", name, number)
         size = float(np.abs(after).max(initial=0))
         base = max(2 * self.epsilon * size, self.floor * step, TIMES * moved)
-        found = self._doubt[key] = earlier + 2 * step * share + base
+        found = self._doubt[key] = earlier + of_gradient + base
         return found
 
     def _steps_again(self, number: int) -> list[Step]:

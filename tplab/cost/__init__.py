@@ -20,7 +20,6 @@ from tplab.cost.data_sheets import (
     H200,
 )
 from tplab.cost.fabric import Fabric
-from tplab.cost.kernels import matmul_bytes, matmul_flops
 from tplab.cost.link import Link
 from tplab.cost.named import (
     H100_MEASURED,
@@ -56,8 +55,6 @@ __all__ = [
     "find",
     "gather_seconds",
     "lower_bound",
-    "matmul_bytes",
-    "matmul_flops",
     "pays_from",
     "scatter_seconds",
 ]

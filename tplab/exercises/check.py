@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
-from tplab.exercises.verdict import Verdict, beside, check, not_started, on, refuse, right
+from tplab.exercises.verdict import Verdict, beside, check, differs, not_started, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import split
 from tplab.trace.trace import Trace
@@ -171,7 +171,7 @@ def _wrong(
                 text = f": {result} has shape {list(got[rank].shape)} on rank {rank} of {mesh}."
                 panels = beside(f"yours, {result}", got[rank], want[rank])
                 return f"{text}\nThe right one has shape {list(want[rank].shape)}.", panels
-        off = [~(np.abs(a - b) <= slack) for a, b in zip(got, want)]  # True for nan
+        off = [differs(a, b, slack) for a, b in zip(got, want)]
         if any(map(np.any, off)):
             rank = next(rank for rank in mesh.ranks if off[rank].any())
             entries = f"{int(off[rank].sum())} of {off[rank].size} entries are off, by up to"

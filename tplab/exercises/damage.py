@@ -1,19 +1,25 @@
-"""What a learner's function must leave as it was: its arguments, and the generators that the whole program draws
-from."""
+"""What a learner's function leaves behind: its arguments and what the whole program shares must be as they were, and
+activations must not stay in memory."""
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
-from tplab.exercises.verdict import refuse
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import saved_tensors_hooks
 
 
 class Untouched:
-    """Remembers tensors of torch, and the global generators of torch, NumPy and Python, to say later what has changed.
+    """Remembers tensors of torch, and what the whole program shares, to say later what has changed: the global
+    generators of torch, NumPy and Python, torch's default dtype, and whether gradients are on.
 
     arguments    name -> tensor; anything else among them is not looked at
     generators   whether to look at the generators too
@@ -21,19 +27,15 @@ class Untouched:
     """
 
     def __init__(self, arguments: Mapping[str, Any], generators: bool = True, gradients: bool = False):
-        import torch
-
-        self._arguments = {name: one for name, one in arguments.items() if isinstance(one, torch.Tensor)}
+        self._arguments = {name: one for name, one in arguments.items() if hasattr(one, "requires_grad")}
         self._before = {name: one.detach().clone() for name, one in self._arguments.items()}
-        self._states = _states() if generators else {}
+        self._shared = {what: one[0]() for what, one in _shared().items() if generators or what not in GENERATORS}
         self._without = [name for name, one in self._arguments.items() if gradients and _gradient(one) is None]
 
     def damage(self) -> str:
-        """What has changed, and why that is bad; "" if nothing has."""
-        import torch
-
+        """What has changed, and why that is bad; "" if nothing has. What the program shares is put back."""
         for name, before in self._before.items():
-            if not torch.equal(self._arguments[name].detach().nan_to_num(), before.nan_to_num()):
+            if not self._arguments[name].detach().nan_to_num().equal(before.nan_to_num()):
                 return (
                     f"it changes its argument {name} in place, which its caller may still need.\n"
                     f"Compute with a new tensor, such as {name}.clone()."
@@ -45,30 +47,83 @@ class Untouched:
                     f"it and return twice as much.\nDifferentiate a copy, such as {name}.detach().clone(), or use "
                     "torch.autograd.grad."
                 )
-        for library, state in _states().items():
-            if not np.array_equal(state, self._states.get(library, state)):
-                return (
-                    f"it leaves {library}'s global generator in another state, by drawing from it or by seeding it.\n"
-                    "Every random number that the rest of the program draws from it is then another one."
-                )
-        return ""
+        changed = [what for what in self._shared if self._put_back(what)]
+        if changed and changed[0] in GENERATORS:
+            return (
+                f"it leaves {changed[0]}'s global generator in another state, by drawing from it or by seeding it.\n"
+                "Every random number that the rest of the program draws from it is then another one."
+            )
+        return f"it leaves {changed[0]} changed, for the rest of the program. Put it back." if changed else ""
 
-    def refuse(self, but: str = "") -> None:
-        """End a check if something has changed: ": it changes its argument ..."."""
-        if harm := self.damage():
-            refuse(f": {but}{harm}")
+    def _put_back(self, what: str) -> bool:
+        """Whether this has changed; then it is as before again."""
+        get, put = _shared()[what]
+        is_changed = _bytes(get()) != _bytes(self._shared[what])
+        if is_changed:
+            put(self._shared[what])
+        return is_changed
+
+
+def _bytes(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if hasattr(state, "numpy") else state)
 
 
 def _gradient(tensor: Any) -> Any:
     return tensor.grad if tensor.is_leaf else None
 
 
-def _states() -> dict[str, np.ndarray]:
-    import torch
+GENERATORS = ("torch", "NumPy", "Python")
 
-    kind, keys, place, *_ = np.random.get_state()  # noqa: NPY002 - its state is what may have changed
-    return {
-        "torch": torch.get_rng_state().numpy(),
-        "NumPy": np.append(keys, place) if kind == "MT19937" else np.zeros(0),
-        "Python": np.array(random.getstate()[1], dtype=np.uint64),
+
+def _shared() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How to read what a program shares, and how to put it back."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "NumPy": (np.random.get_state, np.random.set_state),
+        "Python": (random.getstate, random.setstate),
     }
+    if torch := sys.modules.get("torch"):  # a program that has not imported it has not changed it
+        found["torch"] = torch.get_rng_state, torch.set_rng_state
+        found["torch's default dtype"] = torch.get_default_dtype, torch.set_default_dtype
+        found["torch.set_grad_enabled"] = torch.is_grad_enabled, torch.set_grad_enabled
+    return found
+
+
+# --- activations that stay in memory ----------------------------------------------------------------------------------
+
+
+class Graphs:
+    """Watches forward passes: `with graphs.watch(): loss = net(x).mean()`.
+
+    A backward pass gives the saved tensors of its graph back, unless it retains them. A graph that nothing refers to
+    any more gives them back too.
+    """
+
+    def __init__(self) -> None:
+        self._saved: WeakSet[_Saved] = WeakSet()
+        self._passes = 0
+
+    def watch(self) -> saved_tensors_hooks:
+        """The context of one forward pass."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        self._passes += 1
+        number = self._passes
+
+        def pack(tensor: Tensor) -> _Saved:
+            saved = _Saved(tensor.detach(), number)
+            self._saved.add(saved)
+            return saved
+
+        return saved_tensors_hooks(pack, lambda saved: saved.tensor)
+
+    @property
+    def alive(self) -> int:
+        """How many forward passes still have activations in memory."""
+        return len({saved.number for saved in self._saved})
+
+
+class _Saved:
+    """A tensor that autograd has saved in a forward pass. `detach` avoids a cycle with the graph."""
+
+    def __init__(self, tensor: Tensor, number: int):
+        self.tensor, self.number = tensor, number

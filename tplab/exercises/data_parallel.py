@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
-from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -53,7 +53,7 @@ def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
         loss = my_loss(own, targets[0])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
-        before.refuse()
+        refuse_damage(before)
         loss.backward()
         return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
 
@@ -184,7 +184,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
 
     random = np.random.default_rng(1)
     xs = torch.tensor(random.normal(size=(num_ranks, 3, ROWS, WIDTH)))
-    model = _layers(WIDTH, LAYERS, dtype=torch.float64)
+    model = _layers(WIDTH, LAYERS, bias=True, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
@@ -200,7 +200,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
             model(x).square().mean().backward()
             finish()
             found.append([p.grad.clone() for p in model.parameters()])
-        before.refuse()
+        refuse_damage(before)
         return found
 
     per_rank = run_on(Mesh(dp=num_ranks), program, model, xs, in_specs=(P(), P("dp"))).per_rank
@@ -231,11 +231,11 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
         refuse(f"{begin}: the gradients are not the means over the ranks.")
 
 
-def _layers(width: int, count: int, **options: Any) -> Any:
+def _layers(width: int, count: int, bias: bool = False, **options: Any) -> Any:
     from torch import nn
     from torch.nn.utils import skip_init
 
-    return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=False, **options) for _ in range(count)])
+    return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=bias, **options) for _ in range(count)])
 
 
 def _gradients(model: Any, xs: Sequence[Any]) -> list[Any]:

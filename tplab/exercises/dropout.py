@@ -12,7 +12,7 @@ from tplab.exercises.check import MOST_WORK
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Framework
 from tplab.exercises.trials import run_of, share_of_work, weight
-from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right
+from tplab.exercises.verdict import Verdict, check, differs, hint, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
@@ -208,7 +208,7 @@ def _look_backward(
     own = [dy + part @ rows.T for part, rows in zip(np.split(dh, num_ranks, 1), np.split(a, num_ranks, 1))]
     slack = 1e-4 * np.abs(want).max()
     for rank in mesh.ranks:
-        off = ~(np.abs(dx[rank] - want) <= slack)
+        off = differs(dx[rank], want, slack)
         if off.any():
             known = {
                 "No gradient comes back through the two layers. Is something detached?": [dy] * num_ranks,

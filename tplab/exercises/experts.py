@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import grade
+from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
 from tplab.exercises.verdict import Verdict, beside, check, hint, on, refuse, right
-from tplab.experts import contiguous, rows_between
+from tplab.experts import Placement, contiguous, rows_between
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
 # --- gradients of experts --------------------------------------------------------------------------------------------
 
-MESHES = (Mesh(dp=2, ep=4), Mesh(dp=3, ep=2), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
+MESHES = (Mesh(dp=3, ep=2), Mesh(dp=2, ep=4), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
 EXPERTS = 2  # of each rank
 
@@ -39,6 +40,12 @@ def _of_ranks(tensors: Tensors) -> tuple[np.ndarray, np.ndarray]:
 def _averaged(tensors: Tensors) -> Tensors:
     router, experts = _of_ranks(tensors)
     return {"router": router.mean(0), "experts": experts.sum(0) / len(router)}
+
+
+def _fewest(mesh: Mesh, tensors: Tensors) -> int:
+    """Bytes of two sums: of the router's gradients over all ranks, and of the experts' over each group of copies."""
+    router = 2 * (mesh.size - 1) * tensors["router"].nbytes // mesh.size
+    return router + 2 * (mesh.axis_size("dp") - 1) * tensors["experts"].nbytes // mesh.axis_size("dp")
 
 
 def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], np.ndarray]:
@@ -68,6 +75,7 @@ AVERAGE = Exercise(
     plain=_averaged,
     results={"router": P(), "experts": P("ep")},
     meshes=MESHES,
+    fewest=_fewest,
     mistakes=(
         Mistake(
             "experts",
@@ -92,6 +100,11 @@ AVERAGE = Exercise(
         ),
         Mistake(
             "experts",
+            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.",
+            _experts(lambda experts, mesh: experts.mean(0) / mesh.axis_size("dp")),
+        ),
+        Mistake(
+            "experts",
             "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in it.",
             _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
         ),
@@ -109,6 +122,11 @@ AVERAGE = Exercise(
             "experts",
             "The experts' gradients are averaged over ranks that hold different experts, those along ep.",
             _over_ep,
+        ),
+        Mistake(
+            "router",
+            "The router's gradients are averaged, and then divided by the ranks along ep once more.",
+            lambda seen: seen.want / seen.mesh.axis_size("ep"),
         ),
         Mistake(
             "router",
@@ -148,10 +166,16 @@ CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
     (((0, 1), (2, 3), (2, 0), (3, 2)), 2, 4),
     (((0, 3, 4), (1, 4, 3), (1, 0, 2), (4, 2, 3), (3, 1, 2), (0, 3, 2)), 3, 6),
     (((7, 6, 5, 4), (0, 2, 4, 6), (1, 0, 3, 2), (7, 5, 3, 1)), 4, 8),
-    (((7, 1, 2), (3, 6, 0), (4, 5, 1), (2, 3, 0)), 2, 8),
+    (((7, 1, 4), (4, 6, 5), (4, 5, 1), (2, 3, 0)), 2, 8),
     (((0,), (1,), (1,), (1,)), 1, 2),
 )
 """(choices of all tokens, ranks, experts)."""
+
+
+def _leave(choices: np.ndarray, placement: Placement, arrive: bool = False) -> np.ndarray:
+    """What each rank sends to others, or what arrives from others, if a token goes to a rank once [R]."""
+    once = rows_between(choices, placement, once=True)
+    return once.sum(0 if arrive else 1) - once.diagonal()
 
 
 @check(not_with=("rows_between", "tokens_between"))
@@ -165,11 +189,13 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
         where = f"for {len(choices)} tokens, {ranks} ranks and {experts} experts"
         placement = contiguous(experts, ranks)
         once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
-        leave, keep = once.sum(1) - once.diagonal(), each.sum(1) - each.diagonal()
         table = np.array(choices)
+        leave, keep = _leave(table, placement), each.sum(1) - each.diagonal()
+        given, untouched = table.copy(), Untouched({})
         with on(where):
-            given = table.copy()
             got = fn(given, ranks, experts)
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if not np.array_equal(given, table):
             refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
         try:
@@ -182,8 +208,14 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
             known = {
                 "It counts a row per choice. A token is sent once to a rank that has several of its experts.": keep,
                 "It also counts rows that stay where they are. They are not sent.": once.sum(1),
-                "It counts the rows that arrive at each rank. How many leave it?": once.sum(0) - once.diagonal(),
+                "It counts the rows that arrive at each rank. How many leave it?": _leave(table, placement, True),
                 "It counts every choice, including those of experts on the token's own rank.": each.sum(1),
+                "It deals experts out to the ranks in turn. Here neighbouring experts share a rank.": _leave(
+                    table % ranks * (experts // ranks), placement
+                ),
+                "It deals tokens out to the ranks in turn. Here neighbouring tokens share a rank.": _leave(
+                    np.concatenate([table[rank::ranks] for rank in range(ranks)]), placement
+                ),
             }
             more = hint(found, known)
             text = f" is wrong {where}." + (f"\n{more}" if more else "")
@@ -194,11 +226,12 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
 # --- the bias that balances experts ----------------------------------------------------------------------------------
 
 LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
-    ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
     ((0.5, -0.25, 0.0, 0.125, 1.0), (4, 4, 0, 11, 1), 0.5),  # the mean is 4, and the median too
+    ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
     ((0.25, -1.0, 2.0), (0, 0, 12), 0.001),
     ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
-    ((0.3, 0.7), (5, 5), 0.1),
+    ((0.3, 0.7), (3, 2), 0.1),  # the mean is no whole number
+    ((0.3, 0.7, 0.1, 0.2), (4097, 4098, 4096, 4097), 0.1),  # 16 bits do not hold them
 )
 """(bias, how often each expert was chosen, rate)."""
 
@@ -214,20 +247,28 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
     for old, chosen, rate in LOADS:
         where = f"for counts {list(chosen)}, bias {list(old)} and rate {rate}"
         bias, counts = torch.tensor(old, dtype=torch.float64), torch.tensor(chosen)
+        untouched = Untouched({"bias": bias, "counts": counts})
         with on(where):
             got = fn(bias, counts, rate)
-        if bias.tolist() != list(old) or counts.tolist() != list(chosen):
-            refuse(f": {where} it changes its arguments in place. Return a new tensor.")
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if got is None:
             refuse(f": {where} it returns None. Return the next bias.")
+        if not isinstance(got, torch.Tensor) or got.requires_grad:
+            what = "a tensor with requires_grad" if isinstance(got, torch.Tensor) else f"a {type(got).__name__}"
+            refuse(f": {where} it returns {what}. Return a plain tensor: the router has the bias as a buffer.")
         found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
         gap = loads.mean() - loads
         step = rate * np.sign(gap)
         if found.shape != before.shape:
             refuse(f": {where} it returns something of shape {list(found.shape)}; the bias has {list(before.shape)}.")
-        if not np.allclose(found, before + step, rtol=0, atol=1e-9):
-            least = loads == loads.min()
+        if not np.allclose(found, before + step, rtol=0, atol=1e-6):
+            least, most = loads == loads.min(), loads == loads.max()
+            is_directed = (np.sign(found - before) == np.sign(gap)).all()
             known = {
+                "The bias has not changed.": before,
+                "Here the mean load is no whole number, and it has been rounded down.": before
+                + rate * np.sign(np.floor(loads.mean()) - loads),
                 "Experts that are chosen too often get a higher bias, so they are chosen more still.": before - step,
                 "The step grows with the excess. Only its direction counts: each step is as long as `rate`.": before
                 + rate * gap,
@@ -242,17 +283,20 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
                 "Experts that are chosen too rarely must get a higher bias too.": before - rate * (gap < 0),
                 "Only the expert with the smallest load changes. All experts below the mean need more.": before
                 + rate * least,
-                "The direction is right, and the length of the step is not `rate`.": before + np.sign(gap),
+                "Only the experts with the smallest and the largest load change. All others need a step too.": before
+                + rate * least
+                - rate * most,
                 "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
+                "The direction is right, and the length of the step is not `rate`.": found if is_directed else np.nan,
             }
-            more = hint(found, known)
+            more = hint(found, known, slack=1e-6)
             refuse(
                 f" is wrong {where}." + (f"\n{more}" if more else ""), beside("yours", found[None], before + step[None])
             )
     return right(" is right: each expert moves by the same small step, towards the mean load.")
 
 
-SCORES: tuple[tuple[int, int, int], ...] = ((5, 4, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
+SCORES: tuple[tuple[int, int, int], ...] = ((9, 6, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
 """(tokens, experts, k)."""
 
 
@@ -261,6 +305,8 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
     """Whether fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
 
     scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1
+
+    The weights have the gradient of scores[choices] / their sum: without it, the task would teach the router nothing.
     """
     import torch
 
@@ -269,16 +315,23 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
         rng = np.random.default_rng(number)
         scores, bias = rng.uniform(0.05, 0.95, (tokens, experts)), rng.normal(0, 0.6, experts)
         given = torch.tensor(scores), torch.tensor(bias)
+        untouched = Untouched({"scores": given[0], "bias": given[1]})
         with on(where):
             got = fn(*given, k)
-        if not (np.array_equal(given[0], scores) and np.array_equal(given[1], bias)):
-            refuse(f": {where} it changes its arguments in place. Make new tensors.")
+        if harm := untouched.damage():
+            refuse(f": {harm}")
         if not (isinstance(got, tuple | list) and len(got) == 2):
             refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
         for name, one in zip(("choices", "weights"), got):
-            if tuple(np.shape(one)) != (tokens, k):
-                refuse(f": {where} its {name} have shape {list(np.shape(one))}, and not [{tokens}, {k}].")
-        choices, weights = np.asarray(got[0]), np.asarray(got[1], float)
+            if not isinstance(one, torch.Tensor):
+                refuse(f": {where} its {name} are a {type(one).__name__}. Return tensors, which can have a gradient.")
+            if tuple(one.shape) != (tokens, k):
+                refuse(f": {where} its {name} have shape {list(one.shape)}, and not [{tokens}, {k}].")
+        if got[0].is_floating_point():
+            refuse(
+                f": {where} its choices are {got[0].dtype}. Return whole numbers, with which a tensor can be indexed."
+            )
+        choices, weights = np.asarray(got[0]), np.asarray(got[1].detach(), float)
         order = np.argsort(choices, 1)
         choices, weights = np.take_along_axis(choices, order, 1), np.take_along_axis(weights, order, 1)
 
@@ -292,6 +345,10 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
                 "It chooses the experts with the lowest sums.": best(-scores - bias),
                 "It subtracts the bias. A higher bias makes an expert be chosen more often.": best(scores - bias),
                 "It multiplies scores and bias. Add the bias.": best(scores * bias),
+                "It multiplies the scores by 1 + bias. Add the bias.": best(scores * (1 + bias)),
+                "It adds the bias to a softmax of the scores. Add it to the scores themselves.": best(
+                    np.exp(scores) / np.exp(scores).sum(1, keepdims=True) + bias
+                ),
             }
             more = hint(choices, known)
             refuse(f" chooses wrong experts {where}." + (f"\n{more}" if more else ""), beside("yours", choices, want))
@@ -310,5 +367,36 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
                 "All weights are equal. An expert with a higher score counts for more.": np.full_like(of, 1 / k),
             }
             more = hint(weights, known, slack=1e-6)
+            if np.allclose(np.sort(weights), np.sort(share), rtol=0, atol=1e-6):
+                more = "The weights are in another order than the choices that they belong to."
             refuse(f" weights wrongly {where}." + (f"\n{more}" if more else ""), beside("yours", weights, share))
-    return right(" is right: the bias selects, and the scores alone weight.")
+        _teaches(fn, given, k, where)
+    return right(" is right: the bias selects, and the scores alone weight and get a gradient.")
+
+
+def _teaches(fn: Callable[..., Any], given: tuple[Any, Any], k: int, where: str) -> None:
+    """Refuse weights whose gradient is not that of scores[choices] / their sum."""
+    import torch
+
+    scores, bias = (one.requires_grad_() for one in given)
+    with on(where):
+        choices, weights = fn(scores, bias, k)
+    share = scores.gather(1, choices.long())
+    share = share / share.sum(1, keepdim=True)
+    of_expert = torch.arange(1.0, scores.shape[1] + 1, dtype=torch.float64)[choices.long()]  # in any order
+    none = [torch.zeros_like(one) for one in given]
+    found = none
+    if weights.requires_grad:
+        loss = (weights * of_expert).sum()
+        grads = torch.autograd.grad(loss, (scores, bias), allow_unused=True)
+        found = [zero if grad is None else grad for grad, zero in zip(grads, none)]
+    (want,) = torch.autograd.grad((share * of_expert).sum(), scores)
+    if found[1].abs().max() > 1e-6:
+        refuse(f": {where} the weights are right, but a gradient reaches the bias. It only selects.")
+    if not torch.allclose(found[0].to(want.dtype), want, rtol=0, atol=1e-5):
+        what = "a wrong" if found[0].abs().max() > 0 else "no"
+        refuse(
+            f": {where} the weights are right, but {what} gradient goes through them to the scores.\nThe router learns "
+            "the task by this gradient. Is something detached, or computed under no_grad?",
+            beside("your gradient", found[0], want),
+        )

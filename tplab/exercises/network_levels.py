@@ -63,18 +63,22 @@ ADDED = (
 )
 
 
-def few_rows(answer: Answer, again: str, added: str = "") -> None:
+def few_rows(answer: Answer, again: str, added: str = "", late: str = "") -> None:
     """Refuse a program of two levels that sends more rows of its argument x to other nodes or inside its node than it
     must. Inside, all ranks together count: in some ways to gather, one of them sends more than its share.
 
     again   the hint for too many inside        added   the hint where rows are added up, if they need not be
+    late    the hint for too many to other nodes where it begins inside, if it should
     """
     for mesh in answer.exercise.meshes:
         nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
         trace, row = answer.run(mesh).trace, 4 * answer.tensors(mesh)["x"].shape[1]  # bytes in float32
         inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / row
         across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / row - inside
-        first = "Which of the two levels should come first?"
+        begins = next((event.axis for event in trace.events if event.kind == "collective"), "")
+        first = late if late and begins == "gpu" else "Which of the two levels should come first?"
+        if any(event.dtype == "float64" for event in trace.events):
+            first = again = "It sends 8 bytes per number, and those of x take 4."
         for sent, enough, is_inside, where, why in (
             (across, nodes - 1, False, "in messages that may leave its node", first),
             (inside, (gpus - 1) * nodes, True, "inside its node", again),

@@ -19,12 +19,17 @@ MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
 # --- the bug: outputs in the wrong rows ------------------------------------------------------------------------------
 
 
+def _stage(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """As in the lab. It does not map 0 to 0, so that what a rank computes before its first microbatch is seen."""
+    return np.tanh(x @ w + 0.1)
+
+
 def _plain(tensors: Tensors) -> Tensors:
-    """ys = tanh(... tanh(tanh(xs @ w[0]) @ w[1]) ...), and the gradient of sum(ys * weight)."""
+    """ys = ... stage(w[1], stage(w[0], xs)) ..., and the gradient of sum(ys * weight)."""
     w, xs = tensors["w"], tensors["xs"]
     kept = [xs]
     for one in w:
-        kept.append(np.tanh(kept[-1] @ one))
+        kept.append(_stage(one, kept[-1]))
     dw, dy = np.zeros_like(w), weight(kept[-1])
     for place in reversed(range(len(w))):
         du = dy * (1 - kept[place + 1] ** 2)
@@ -37,14 +42,22 @@ def _whole(seen: Seen, num_stages: int) -> np.ndarray:
     """The output of the first `num_stages` stages."""
     x = seen.tensors["xs"]
     for one in seen.tensors["w"][:num_stages]:
-        x = np.tanh(x @ one)
+        x = _stage(one, x)
     return x
 
 
+def _of_zeros(seen: Seen) -> np.ndarray:
+    """The last rank's outputs before the first microbatch arrives: zeros that have passed through 1, 2, ... stages."""
+    w, zeros = seen.tensors["w"], np.zeros_like(seen.want)[: len(seen.tensors["w"]) - 1]
+    for tick in range(len(zeros)):
+        for one in w[len(w) - 1 - tick :]:
+            zeros[tick] = _stage(one, zeros[tick])
+    return zeros
+
+
 def _too_early(seen: Seen) -> np.ndarray:
-    """The last rank's outputs of the first ticks: zeros pass through the stages before the first microbatch arrives."""
-    last = seen.mesh.axis_size("pp") - 1
-    return np.concatenate([np.zeros_like(seen.want)[:last], seen.want])[:MICROBATCHES]
+    """The last rank's outputs from tick 0 on."""
+    return np.concatenate([_of_zeros(seen), seen.want])[:MICROBATCHES]
 
 
 def _clamped(seen: Seen) -> np.ndarray:
@@ -54,8 +67,14 @@ def _clamped(seen: Seen) -> np.ndarray:
 
 def _shifted_twice(seen: Seen) -> np.ndarray:
     """The outputs are as many rows too far down as the right index is further up."""
-    last = seen.mesh.axis_size("pp") - 1
-    return np.concatenate([np.zeros_like(seen.want)[: 2 * last], seen.want])[:MICROBATCHES]
+    zeros = _of_zeros(seen)
+    return np.concatenate([0 * zeros, zeros, seen.want])[:MICROBATCHES]
+
+
+def _added(seen: Seen) -> np.ndarray:
+    """A negative index counts from the end, so what should be left out was added to the last rows."""
+    zeros = _of_zeros(seen)
+    return seen.want + np.concatenate([np.zeros_like(seen.want)[len(zeros) :], zeros])
 
 
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
@@ -110,6 +129,11 @@ PIPELINE = Exercise(
             _clamped,
         ),
         Mistake("ys", "Your rows are shifted in the wrong direction.", _shifted_twice),
+        Mistake(
+            "ys",
+            "In its first ticks, the last rank computes with zeros. These outputs were added to the last rows.",
+            _added,
+        ),
         Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
         Mistake("ys", "Every rank has added its own outputs. Only those of the last rank are wanted.", _of_all_ranks),
         Mistake(
@@ -126,7 +150,7 @@ PIPELINE = Exercise(
 
 
 def check_pipeline(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(w, xs)`, a program of JAX, sends microbatches through the stages tanh(x @ w[0]) of all ranks.
+    """Whether `fn(w, xs)`, a program of JAX, sends microbatches through the stages of all ranks, tanh(x @ w[0] + 0.1).
 
     w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D], the same on every rank of "pp"
     """
@@ -177,7 +201,7 @@ def _ticks(answer: Answer) -> tuple[int, int]:
     tensors = answer.tensors(FOUR)
     tensors = {**tensors, "xs": np.repeat(tensors["xs"], MANY_ROWS, axis=1)}
     trace = answer.run(FOUR, tensors, cluster="h100").trace
-    output = np.tanh(tensors["xs"][0] @ tensors["w"].reshape(-1, WIDTH, WIDTH)[0])
+    output = _stage(tensors["w"].reshape(-1, WIDTH, WIDTH)[0], tensors["xs"][0])
     first = trace.select(rank=0, kind="send").events[0].values
     has_begun = first is not None and np.allclose(first, output, atol=1e-4)
     of_a_stage, most, longest = 2 * ROWS * MANY_ROWS * WIDTH**2, 0.0, 0
@@ -219,7 +243,7 @@ def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
         for k, x in enumerate(seen.tensors["xs"]):
             for number in range(ROUNDS):
                 for rank in range(ranks):
-                    x = np.tanh(x @ w[rank, choice(number, k, rank, ranks)])
+                    x = _stage(w[rank, choice(number, k, rank, ranks)], x)
             ys.append(x)
         return np.stack(ys)
 
@@ -278,7 +302,7 @@ LOOP = Exercise(
 
 def check_loop(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(w, xs)`, a program of JAX, sends one microbatch per rank twice around the ring, through the stages
-    tanh(x @ w[0, 0]) of all ranks and then through their stages tanh(x @ w[0, 1]), without a pause in between.
+    tanh(x @ w[0, 0] + 0.1) of all ranks and then through those of w[0, 1], without a pause in between.
 
     w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"
     """

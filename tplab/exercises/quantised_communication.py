@@ -10,7 +10,7 @@ import numpy as np
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.network_levels import few_rows
-from tplab.exercises.verdict import refuse
+from tplab.exercises.verdict import differs, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -28,7 +28,7 @@ def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
         codes[rank, row] = rng.integers(-6, 7, 24)
         codes[rank, row, 0] = 7
     steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # that float16 cannot hold
-    return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24)}
+    return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24).astype(np.float32)}
 
 
 def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -62,6 +62,7 @@ def _in_half(seen: Seen) -> np.ndarray:
     return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
 
 
+A_MEAN = Mistake("total", "This is the mean over the ranks, and not the sum.", lambda seen: seen.want / seen.mesh.size)
 ADD_UP = Exercise(
     name="add_up",
     tensors=_of_different_scales,
@@ -93,11 +94,12 @@ ADD_UP = Exercise(
         ),
         Mistake(
             "total",
-            "All ranks have quantised with one common scale, the largest. Then codes can be added, and it is the best "
-            "of the wrong answers. But the numbers\nof a rank with a smaller scale are rounded to steps that are too "
-            "long for them. Keep each rank's own scale.",
+            "These are sums of codes that have one common scale, the largest. Such codes can be added, so this is "
+            "close. But the numbers\nof a rank with a smaller scale are rounded to steps that are too coarse for them. "
+            "Keep each rank's own scale.",
             _common_scale,
         ),
+        A_MEAN,
         Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
     ),
     not_with=("quantized_reduce_scatter",),
@@ -112,25 +114,30 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     """Whether `fn` adds up what ranks send as codes, and sends no unquantised number.
 
     x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
-    The numbers are integer multiples of each rank's own step: 4 bits hold them without an error.
+    x is float32, and 8 divides n. The numbers are integer multiples of each rank's own step: 4 bits hold them without
+    an error.
     """
     verdict = grade(fn, ADD_UP, framework, _few_bytes)
     if "entries are off" not in verdict.text:
         return verdict
     answer = Answer(fn, ADD_UP, framework, [], verdict)
     try:  # other codes, of 8 bits or with a scale for each block, may be right too
-        if _noise(answer) > NOISE or _sent_to_add_up(answer) > ENOUGH:
+        if not _noise(answer) <= NOISE or _sent_to_add_up(answer) > ENOUGH:
             return verdict
         few, many = (_noise(answer, num_ranks, 1.0) for num_ranks in (2, 8))
+        most = _worst(answer)
     except Exception:
         return verdict
-    if many > GROWTH * few:
+    if not many <= GROWTH * few:
         return Verdict(False, f"add_up: the more ranks, the larger its error.\n{AGAIN}")
-    return Verdict(True, f"add_up is right: {CLOSE}.")
+    if differs(most, 0, 1):
+        return Verdict(False, f"add_up: one number is off by {most:.1f} times half of the scale.\n{CUT_OFF}")
+    sent = f"On {ADD_UP.meshes[2]} a rank sends {_sent_to_add_up(answer)} bytes of codes and scales."
+    return Verdict(True, f"add_up is right: {CLOSE}.\n{sent}")
 
 
 def _few_bytes(answer: Answer) -> Verdict:
-    if (noise := _noise(answer)) > NOISE:
+    if not (noise := _noise(answer)) <= NOISE:
         refuse(
             f": for numbers between two codes, its error is {noise:.1f} times as large as it must be.\nWhich code is "
             "the nearest? To turn 2.9 into int8 gives 2."
@@ -138,9 +145,12 @@ def _few_bytes(answer: Answer) -> Verdict:
     sent, mesh = _sent_to_add_up(answer), ADD_UP.meshes[2]
     in_full = 3 * 24 * 4  # rows for three other ranks, in float32
     if sent > ENOUGH:
+        events = answer.run(mesh).trace.select(rank=0, op="all_gather").events
+        to_all = any(event.bytes > ENOUGH for event in events)
+        why = "Each rank gets rows that are for others. `all_to_all` sends a row only to the rank that it is for."
         but(
-            f"on {mesh} a rank sends {sent} bytes, where {ENOUGH} are enough.\nSend the codes, which take a byte each "
-            "here, along with the scales."
+            f"on {mesh} a rank sends {sent} bytes. Codes of a byte each, and scales, take {ENOUGH} at most.\n"
+            f"{why if to_all else 'Send the codes along with the scales.'}"
         )
     return answer.says(
         f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
@@ -148,7 +158,14 @@ def _few_bytes(answer: Answer) -> Verdict:
 
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
-AGAIN = "Are sums rounded again on their way? Send each number as one code, straight to the rank that adds it up."
+AGAIN = (
+    "Are sums rounded again on their way, or do ranks share a scale? Send each number as one code of its own rank's "
+    "scale, straight to the rank that adds it up."
+)
+CUT_OFF = (
+    "A rounded number is off by half of the scale at most. Is the largest one cut off? With 4 bits, codes end at 7, so "
+    "the scale is a seventh of it."
+)
 GROWTH = 1.6
 """How much larger the error may be on eight ranks than on two, relative to that of numbers which are rounded once. If a
 rank does not round its own numbers, this is 1.3; around a ring, where every hop rounds the sum so far, it is 2."""
@@ -158,6 +175,15 @@ ENOUGH = 3 * (24 + 4 * 4)
 
 def _sent_to_add_up(answer: Answer) -> int:
     return answer.run(ADD_UP.meshes[2]).trace.bytes_sent(rank=0)
+
+
+def _worst(answer: Answer) -> float:
+    """The largest error, relative to half of the scale of 4 bits, of numbers from one rank; the other's are tiny."""
+    x = np.random.default_rng(1).normal(size=(2, 2, 768)).astype(np.float32)
+    x[1] *= 2.0**-12
+    x[0, 1, 5] = 2 * np.abs(x).max()
+    found = answer.run(Mesh(dp=2), {"x": x.reshape(4, -1)}).per_rank[1]
+    return float(np.abs(np.asarray(found) - x.sum(0)[1]).max() / (np.abs(x).max((1, 2)) / 14).sum())
 
 
 def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
@@ -210,6 +236,7 @@ REDUCE_TWICE = Exercise(
             "This is a row of this rank's own x: nothing is added to it.",
             lambda seen: seen.own["x"][seen.rank][None],
         ),
+        A_MEAN,
     ),
 )
 
@@ -223,5 +250,9 @@ def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -
 
 
 def _only_sums_cross(answer: Answer) -> Verdict:
-    few_rows(answer, "Each GPU needs the node's sums for its own index only, one row for each node.")
+    few_rows(
+        answer,
+        "Each GPU needs the node's sums for its own index only, one row for each node.",
+        late="Inside the node is the right place to begin. Which of its sums does another node need?",
+    )
     return answer.says("Only sums of a node cross to other nodes.")

@@ -10,7 +10,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
-from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, check, differs, hint, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
 from tplab.widgets.matrices import number_text
@@ -152,7 +152,7 @@ def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
         refuse(f": the last rank returned {returned!r}; it must return the loss, {where}.")
     for rank, (_, found) in enumerate(per_rank):
         for key, want in grads[rank].items():
-            if (wrong := np.abs(found[key] - want) > 1e-9).any():
+            if (wrong := differs(found[key], want)).any():
                 off = f"It is off by up to {number_text(float(np.abs(found[key] - want).max()))}."
                 known = {
                     "Nothing has been added to it: does each B, or each W, add its part?": 0,
@@ -163,7 +163,7 @@ def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
                 text = f": the gradient of {key} is not right on rank {rank}, {where}."
                 panels = beside(f"yours, {key}", found[key], want, wrong, apart=True)
                 refuse(f"{text}\n{hint(found[key], known, off)}", panels)
-    if abs(got - loss) > 1e-9:
+    if differs(got, loss):
         times = " Is each microbatch's loss divided by their number?" if abs(got - MICROBATCHES * loss) < 1e-9 else ""
         refuse(f": the loss is {number_text(got)}, not {number_text(loss)}, {where}.{times}")
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.damage import Untouched
-from tplab.exercises.graphs import Graphs
-from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
+from tplab.exercises.damage import Graphs, Untouched
+from tplab.exercises.verdict import Verdict, beside, check, differs, hint, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -53,7 +52,7 @@ def check_token_mean(token_mean: Callable[[Any, Any], Any]) -> Verdict:
 def _panels(found: Tensor, want: Tensor, title: str) -> list[Panel]:
     """A gradient beside the right one; what differs is marked."""
     got, best = found.double().numpy(force=True), want.numpy(force=True)
-    return beside(title, got, best, ~(abs(got - best) <= 1e-5 * abs(best).max()))
+    return beside(title, got, best, differs(got, best, 1e-5 * abs(best).max()))
 
 
 def _tokens(index: int, count: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +81,7 @@ def _token_gradients(
         loss = token_mean(losses, mask)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise TypeError(f"it must return one number, as a tensor; it returned {_described(loss)}")
-        before.refuse()
+        refuse_damage(before)
         if loss.requires_grad:
             loss.sum().backward()
         if w.grad is None:
@@ -247,7 +246,7 @@ def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[See
             refuse(f" on {mesh}: it leaves {frozen[0]} without requires_grad, so the next step would not train it.")
         if weights.damage():
             refuse(f" on {mesh}: {STEPPED}")
-        before.refuse(f"on {mesh}, ")
+        refuse_damage(before, f"on {mesh}, ")
         if max(rows) > len(x):
             text = "the model gets more rows than the rank's own, so the ranks of 'dp' no longer share the work."
             refuse(f" on {mesh}: {text}")
@@ -288,7 +287,7 @@ def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
             refuse(f" on {mesh}: the gradient of {key} {_gradient_hint(found[key].double(), piece, rank)}", shown)
         panels = panels or shown
     for rank, (loss, _) in enumerate(seen):
-        if abs(loss - error.item()) > 1e-5 * error.item():
+        if differs(loss, error.item(), 1e-5 * error.item()):
             refuse(
                 f" on {mesh}: all gradients are right, and the loss that rank {rank} returns is "
                 f"{loss / error.item():.4g} times that of the whole batch.\n"

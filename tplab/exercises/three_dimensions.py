@@ -12,7 +12,7 @@ from tplab.cost import Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
 from tplab.cost.named import H100_NODE
 from tplab.exercises.damage import Untouched
-from tplab.exercises.verdict import Verdict, check, refuse, right, run_on
+from tplab.exercises.verdict import Verdict, check, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.schedules import one_f_one_b
@@ -234,7 +234,7 @@ def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[tuple[floa
         before, remembered = {name: _gradient(p) for name, p in parameters.items()}, Untouched(parameters)
         (clip or clip_gradients)(stages, most, stage_specs(SMALL, stages.partition.bounds))
         after = {name: _gradient(p) for name, p in parameters.items()}
-        remembered.refuse()
+        refuse_damage(remembered)
         if uneven := _uneven(before, after):
             refuse(f": on rank {axis_index(mesh.axis_names)} {uneven}")
         norms = [torch.stack([grad.norm() for grad in grads.values()]).norm() for grads in (before, after)]

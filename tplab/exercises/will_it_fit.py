@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tplab.cost import H100_MEASURED
-from tplab.exercises.verdict import Verdict, check, on, refuse, right
+from tplab.exercises.verdict import Verdict, check, differs, on, refuse, right
 from tplab.forecast import Model, Plan
 from tplab.forecast.memory import Held, memory, usable_bytes
 from tplab.schedules import one_f_one_b
@@ -19,6 +19,7 @@ from tplab.schedules.simulation import peak_activations
 
 # --- the bytes of each stage ---------------------------------------------------------------------------------------
 
+GB = 1e9
 STATES = 18
 """Bytes per parameter: in bfloat16, its gradient in float32, and what Adam keeps."""
 
@@ -72,6 +73,12 @@ OF_PARAMETERS: Mapping[str, Callable[[Case], Any]] = {
     "Only the first stage has the embedding, and only the last one has the output matrix.": (
         lambda case: case.parameters(ends=0) + 2 * case.ends
     ),
+    "A single stage is the first and the last one: it has both the embedding and the output matrix.": (
+        lambda case: np.where(len(case.cut) == 1, case.parameters() - case.ends, case.parameters())
+    ),
+    "Only the first stage has the embedding, and only the last one has the output matrix. Others have neither.": (
+        lambda case: case.parameters(ends=0) + case.ends
+    ),
     "Every stage has its own layers, and not equally many.": (
         lambda case: replace(case, cut=len(case.cut) * (sum(case.cut) / len(case.cut),)).parameters()
     ),
@@ -91,6 +98,8 @@ OF_IN_FLIGHT: Mapping[str, Callable[[Case], Any]] = {
     "Its activations are those before the first pair of a forward and a backward pass. The pair's own is kept too.": (
         lambda case: np.minimum(len(case.cut) - 1 - np.arange(len(case.cut)), case.microbatches)
     ),
+    "Its activations are those of one microbatch too many. The last stage runs each backward pass right after its "
+    "forward pass, so it keeps one.": lambda case: case.in_flight() + 1,
     "Its microbatches are in the wrong direction: the first stage waits longest for its first backward pass.": (
         lambda case: np.minimum(np.arange(len(case.cut)) + 1, case.microbatches)
     ),
@@ -119,7 +128,7 @@ def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
         if (wrong := np.flatnonzero(~np.isclose(found, want, rtol=1e-9))).size:
             stage = int(wrong[0])
             text = f" is not right yet. In {case}, stage {stage} takes {want[stage]:,} B, and yours are"
-            refuse(f"{text} {found[stage]:,.0f}.\n{_hint(found, case)}".rstrip())
+            refuse(f"{text} {found[stage]:,.{0 if abs(found[stage]) >= 1 else 9}f}.\n{_hint(found, case)}".rstrip())
     return right(f" is right: it agrees with the schedule for {len(CASES)} pipelines, on every stage.")
 
 
@@ -130,13 +139,14 @@ def _hint(got: np.ndarray, case: Case) -> str:
         (_, states), (_, parameters), (_, in_flight) = said
         if np.allclose(got, case.bytes_of_stages(parameters(case), in_flight(case), states), rtol=1e-9, atol=0):
             return "\n".join(text for text, _ in said if text)
-    return ""
+    units = {"GB": GB, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
+    right = case.bytes_of_stages(case.parameters(), case.in_flight())
+    return next((f"These are {unit}. Return bytes." for unit, of in units.items() if np.allclose(got * of, right)), "")
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------
 
-GB = 1e9
-KINDS = ("parameters", "gradients", "optimizer", "activations", "logits")
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers")
 LIMIT = usable_bytes(H100_MEASURED.chip)
 """What an H100 with 80 GiB lets a program have: 79.2 GiB, 85 GB."""
 
@@ -167,10 +177,10 @@ class Job:
         said += ["sequence parallel"] * plan.sequence_parallel + [f"ZeRO {plan.zero}" if plan.zero else "no ZeRO"]
         said += [{"none": "no recomputation", "full": "full recomputation"}[plan.recompute]]
         held, stage = self.fullest(plan)
-        parts = ", ".join(f"{kind} {getattr(held, kind) / GB:.1f}" for kind in KINDS)
+        parts = ", ".join(f"{kind} {getattr(held, kind) / GB:.1f}" for kind in KINDS if getattr(held, kind))
         return (
             f"{self.model.name}, {', '.join(said)},\n   microbatches of {plan.microbatch} x {self.sequence:,} tokens: "
-            f"{held.total / GB:.0f} GB in stage {stage},\n   of that {parts}"
+            f"{held.total / GB:.1f} GB in stage {stage},\n   of that {parts}"
         )
 
 
@@ -190,7 +200,7 @@ REMEDIES: Mapping[str, Callable[[Plan], Plan]] = {
     "sequence parallelism": lambda plan: replace(plan, sequence_parallel=plan.tp > 1),
     "ZeRO 1": lambda plan: replace(plan, zero=max(1, plan.zero)),
     "half the microbatch": _half_the_microbatch,
-    "twice the stages, half the copies": _twice_the_stages,
+    "twice pp, half dp": _twice_the_stages,
     "full recomputation": _with(recompute="full"),
     "ZeRO 3": _with(zero=3),
 }
@@ -234,17 +244,19 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
     names = {name.casefold(): name for name in REMEDIES}
     name = names.get(choice.casefold())
     if name is None:
-        return (f"{choice!r} is not in the list" if choice else "no remedy yet"), False
+        return (f"{choice!r} is not in the list." if choice else "no remedy yet."), False
     changed = REMEDIES[name](job.plan)
     if changed == job.plan:
         return f"{_no_change(name, job.plan)}. What is the largest part?", False
     (before, _), (peak, stage) = job.peak(job.plan), job.peak(changed)
     if not isinstance(gb, Real) or isinstance(gb, bool) or not gb:
-        return "how many GB does the fullest rank then hold? Write a number after the remedy", False
-    if abs(float(gb) - peak / GB) > 0.1 * peak / GB:
+        return "how many GB does the fullest rank then hold? Write a number after the remedy.", False
+    if not differs(float(gb), peak / 2**30, 0.005 * peak / 2**30):
+        return f"{gb:g} is right in GiB. A GB is {GB:,.0f} bytes.", False
+    if differs(float(gb), peak / GB, 0.1 * peak / GB):
         return (
             f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
-            "what stays?"
+            "what stays? Whether it is the right remedy, you see when you know that."
         ), False
     said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB, in stage {stage}"
     if peak > LIMIT:
@@ -259,6 +271,6 @@ def _no_change(name: str, plan: Plan) -> str:
     impossible = {
         "sequence parallelism": "tp is 1, so no ranks share a sequence" if plan.tp == 1 else "",
         "half the microbatch": f"a microbatch of {plan.microbatch} cannot be halved" if plan.microbatch % 2 else "",
-        "twice the stages, half the copies": f"dp {plan.dp} cannot be halved" if plan.dp % 2 else "",
+        "twice pp, half dp": f"dp {plan.dp} cannot be halved" if plan.dp % 2 else "",
     }
     return impossible.get(name) or f"{name} is on already"

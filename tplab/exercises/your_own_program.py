@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tplab.exercises.damage import Untouched
-from tplab.exercises.graphs import Graphs
+from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.same_model import STEPPED
-from tplab.exercises.verdict import Verdict, beside, check, hint, refuse, right, run_on
+from tplab.exercises.verdict import Verdict, beside, check, differs, hint, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Accumulate = Callable[[Any, Callable[[Any, Any], Any], Sequence[Any]], Any]
 NAME = "accumulate"
 WIDTH, ROWS = 6, 4
-PARTS = {2: 3, 3: 4, 1: 2}
-"""Ranks -> how many parts the batch of each of them has."""
+SIZES = ((2, 3), (3, 4), (2, 2), (1, 2))
+"""How many ranks, and how many parts the batch of each of them has."""
 
 
 @check(NAME)
@@ -27,11 +27,11 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
     """Whether `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all ranks
     in `net`, a DistributedDataParallel, and sends them only once.
 
-    loss_of(net, batch) is the loss of one batch. Runs on 1, 2 and 3 simulated ranks.
+    loss_of(net, batch) is the loss of one batch. Runs on 1, 2 and 3 simulated ranks. `net` begins without gradients.
     """
-    panels = [_look(accumulate, num_ranks) for num_ranks in PARTS]
+    panels = [_look(accumulate, *counts) for counts in SIZES]
     text = "The gradients are those of the mean loss over all parts of all ranks, and they are sent once."
-    tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in PARTS.items())
+    tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in SIZES)
     return right(f" is right.\n{text} Tried: {tried}.", panels[0])
 
 
@@ -39,21 +39,23 @@ def _ranks(num_ranks: int) -> str:
     return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
 
 
-def _look(accumulate: Accumulate, num_ranks: int) -> list[Panel]:
-    """A picture of the gradient, if nothing is wrong on this many ranks."""
-    num_bytes, per_rank = _accumulated(accumulate, num_ranks)
-    num_parts, want = PARTS[num_ranks], _expected(num_ranks)
+def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]:
+    """A picture of the gradient, if nothing is wrong on this many ranks with so many parts."""
+    num_bytes, per_rank = _accumulated(accumulate, num_ranks, num_parts)
+    want = _expected(num_ranks, range(num_parts))
     on = f"on {_ranks(num_ranks)} with {num_parts} parts each"
     found = [grads for grads, _ in per_rank]
     if any(grad is None for grads in found for grad in grads):
         refuse(": some parameters have no gradient. Call loss.backward() for each batch.")
     got, best, title = found[-1][0].numpy(force=True), want[0].numpy(), f"your gradient, rank {num_ranks - 1}"
     if wrong := _wrong_gradient(found, want, (num_ranks, num_parts)):
-        refuse(f": {wrong.format(on=on)}", beside(title, got, best, abs(got - best) > 1e-9))
+        refuse(f": {wrong.format(on=on)}", beside(title, got, best, differs(got, best)))
     if damage := next((damage for _, damage in per_rank if damage), ""):
         refuse(f": the gradients are right, but {damage}")
     size = sum(grad.numel() * 8 for grad in want)
-    made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks)  # DDP sends the model when it is made
+    made, _ = _accumulated(
+        lambda net, loss_of, batches: None, num_ranks, num_parts
+    )  # DDP sends the model when it is made
     sent = max(after - before for after, before in zip(num_bytes, made))
     once = 2 * (num_ranks - 1) * size // num_ranks
     if sent > 1.2 * once:
@@ -74,6 +76,8 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
 
     if is_multiple(1):
         return ""
+    if not all(bool(grad.isfinite().all()) for grads in per_rank for grad in grads):
+        return "the gradients are not finite numbers {on}."
     first = per_rank[0]
     if not all(torch.equal(a, b) for grads in per_rank for a, b in zip(grads, first, strict=True)):
         return (
@@ -85,28 +89,30 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
         known = {
             "DDP takes the mean over the ranks: who divides by their number a second time?": 1 / counts[0],
             "This is their sum over the ranks, and not their mean.": counts[0],
+            "Each backward() adds to what is there: divide each loss by the number of batches.": counts[1],
         }
-        why = hint(
-            factor, known, "Each backward() adds to what is there: divide each loss by the number of batches.", 1e-5
-        )
+        known = {text: by for text, by in known.items() if by != 1}
+        why = hint(factor, known, "What is each loss divided by, and does anything scale the gradients later?", 1e-5)
         return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{why}"
-    for place in range(counts[1]):
-        alone = _expected(counts[0], only=place)
+    places = range(counts[1])
+    for some in (*([place] for place in places), *(places[start:] for start in places[1:-1])):
+        alone = _expected(counts[0], some)
         if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
-            return (
-                f"the gradients are not right {{on}}.\nThey are those of batches[{place}] alone, or a multiple of them."
-            )
+            said = " and ".join(f"batches[{place}]" for place in some)
+            return f"the gradients are not right {{on}}.\nThey are those of {said} alone, or a multiple of them."
     return "the gradients are not those of the mean loss over all batches {on}."
 
 
-def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], list[tuple[list[Any], str]]]:
+def _accumulated(
+    accumulate: Accumulate, num_ranks: int, num_parts: int
+) -> tuple[list[int], list[tuple[list[Any], str]]]:
     """The bytes that each rank has sent; and its gradients, and what has been damaged."""
     from torch.nn.parallel import DistributedDataParallel
 
     def program() -> tuple[list[Any], str]:
         import torch.distributed as dist
 
-        whole, given, graphs = _model(), _batches(dist.get_rank(), PARTS[dist.get_world_size()]), Graphs()
+        whole, given, graphs = _model(), _batches(dist.get_rank(), num_parts), Graphs()
         own, rows = list(given), []
         net = DistributedDataParallel(whole)
 
@@ -128,10 +134,12 @@ def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], lis
             return loss
 
         before = Untouched({f"batches[{i}]": one for i, one in enumerate(own)})
-        weight = whole.weight.detach().clone()
+        weight, added = whole.weight.detach().clone(), _added_to(net)
         accumulate(net, watched, given)
         grads = [None if one.grad is None else one.grad.detach().clone() for one in whole.parameters()]
         damage = before.damage() or _left_behind(net, graphs)
+        if extra := [name for name, many in _added_to(net).items() if many != added.get(name, 0)]:
+            damage = damage or f"it leaves {extra[0]}, which stays for all later steps."
         if not whole.weight.equal(weight):
             damage = STEPPED
         if len(given) != len(own):
@@ -145,6 +153,21 @@ def _accumulated(accumulate: Accumulate, num_ranks: int) -> tuple[list[int], lis
 
     out = run_on(Mesh(dp=num_ranks), program, distributed=True, cluster="h100")
     return [out.trace.bytes_sent(rank=rank) for rank in range(num_ranks)], out.per_rank
+
+
+def _added_to(net: Any) -> dict[str, int]:
+    """How many hooks, and which attributes of their own, a model and its parameters have."""
+    found = Counter[str]()
+    for module in net.modules():
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                found["a hook on `net`"] += len(value or ())
+            elif not name.startswith("_"):
+                found[f"`net.{name}`"] += 1
+    for parameter in net.parameters():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            found["a hook on a parameter"] += len(getattr(parameter, name) or ())
+    return found
 
 
 def _left_behind(net: Any, graphs: Graphs) -> str:
@@ -186,11 +209,11 @@ def _loss_of(net: Any, batch: Tensor) -> Tensor:
     return net(batch).pow(2).mean()
 
 
-def _expected(num_ranks: int, only: int | None = None) -> list[Tensor]:
-    """The gradients of the mean loss over all parts, or over `only` this one of each rank, on one device."""
+def _expected(num_ranks: int, places: Sequence[int]) -> list[Tensor]:
+    """The gradients of the mean loss over these parts of each rank, on one device."""
     model = _model()
-    given = [_batches(rank, PARTS[num_ranks]) for rank in range(num_ranks)]
-    parts = [part for parts in given for part in (parts if only is None else [parts[only]])]
+    given = [_batches(rank, max(places) + 1) for rank in range(num_ranks)]
+    parts = [parts[place] for parts in given for place in places]
     mean: Any = sum(_loss_of(model, part) for part in parts) / len(parts)
     mean.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

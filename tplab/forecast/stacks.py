@@ -27,7 +27,8 @@ class Keeps:
     spare      bytes per parameter beside parameters, gradients and optimizer: gradients in 16 bit before they are added
     extra      tensors [tokens, h] that a layer keeps beyond those that are known
     whole_ends whether each tensor-parallel rank has the whole embedding and whole logits, as with torch's DTensor
-    whole_sums whether gradients that are added up over several microbatches stay whole with ZeRO 3, as in torch's FSDP
+    whole_sums whether gradients that are added up over several microbatches stay whole with ZeRO 3: torch's FSDP
+               reduce-scatters them in each backward pass, unless a trainer calls set_requires_gradient_sync(False)
     too_high   by how much, at most, a forecast of memory was too high for runs that did run: a part of the forecast
     source     where the figures come from
     """
@@ -65,14 +66,15 @@ KEEPS: Mapping[str, Keeps] = MappingProxyType(
         "fsdp": Keeps(
             logits=5.0,
             whole_ends=True,
-            whole_sums=True,
-            source="as of the compiled one, whose cross-entropy makes four copies of the logits, and one more: assumed",
+            source="as of the compiled one, whose loss has four copies of the logits, and one more: assumed. "
+            "Gradients are reduce-scattered in each backward pass, FSDP's default",
         ),
         "fsdp-compiled": Keeps(
             logits=4.0,
             whole_ends=True,
             whole_sums=True,
-            source="chosen on six runs on one to four H200s (KempnerInstitute/KempnerForge 5666d0d)",
+            source="chosen on six runs on one to four H200s (KempnerInstitute/KempnerForge 5666d0d, which switches "
+            "gradient synchronisation off until the last microbatch)",
         ),
         "tplab": Keeps(logits=2.0, spare=4.0, too_high=0.0, source="counted, tensor by tensor"),
     }

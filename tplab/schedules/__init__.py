@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tplab.schedules.action import Action
+from tplab.schedules.auto import auto_schedule
 from tplab.schedules.bounds import Bounds, lower_bounds
 from tplab.schedules.check import Fault, check, faults
 from tplab.schedules.communication import to_csv, with_communication, with_optimizer_step
@@ -16,7 +17,6 @@ from tplab.schedules.rules.stamp import Block, v_block, v_half, v_min
 from tplab.schedules.rules.waves import chimera, hanayo
 from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.search.auto import auto_schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Idle, Simulation
 

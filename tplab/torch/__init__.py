@@ -12,7 +12,7 @@ if find_spec("torch") is None:
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
-from tplab.pipeline.microbatches import split_batch
+from tplab.pipeline.checks import split_batch
 from tplab.rings import async_weight, blocking_weight
 from tplab.torch.checking.check_parallel import check_parallel
 from tplab.torch.comm.collectives import (

@@ -19,6 +19,7 @@ from tplab.errors import CrossedOrderWarning, MeshError
 from tplab.mesh import Mesh
 from tplab.options import check_run, no_out_specs
 from tplab.torch.ranks import results
+from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
@@ -167,6 +168,7 @@ def run(
     is_meta = place is not None and place.type == "meta"
     listener = partial(KindsOfMemory, is_meta=is_meta) if count_memory else Follower if types else None
     program = fn if listener is None else Watched(fn, listener)
+    job = Job(program, mesh, args, in_specs, seed, keep_values, place, title)
     known = None
     if is_simulated:
         _check_size(mesh, MOST_SIMULATED, "simulated ranks, each of which is a thread")
@@ -175,27 +177,13 @@ def run(
         if more is not None and place is not None and place.type == "cpu":
             more.map_cuda()
         with spare.returned():
-            per_rank, chronicle = run_on_simulated_ranks(
-                program,
-                mesh,
-                args,
-                in_specs,
-                cluster=known,
-                clock=clock,
-                seed=seed,
-                keep_values=keep_values,
-                device=place,
-                title=title,
-                more=more,
-            )
+            per_rank, chronicle = run_on_simulated_ranks(job, known, clock, more)
         mapped = more.mapped if more is not None else None
         make_trace, times, may_hang = (lambda: chronicle.trace), chronicle.times, chronicle.warnings
         for text in may_hang:
             warn(text, CrossedOrderWarning, stacklevel=2)
     else:
-        per_rank, make_trace = _on_processes(mesh, is_launched)(
-            program, mesh, args, in_specs, seed=seed, record=keep_values, device=place, title=title
-        )
+        per_rank, make_trace = _on_processes(mesh, is_launched)(job)
         mapped, times, may_hang = None, np.asarray, ()
     returned, heard = zip(*per_rank, strict=True) if isinstance(program, Watched) else (per_rank, [])
     out = Result([*returned], make_trace, mesh, out_specs, mapped)
@@ -203,7 +191,7 @@ def run(
     if types:
         more = _processes(mesh, seed + 1) if distributed is True else None
         why_not = "" if distributed in (True, False) else "a script runs once"
-        out._types = types_in(fn, mesh, args, in_specs, heard, seed=seed, device=place, more=more, why_not=why_not)
+        out._types = types_in(job._replace(fn=fn), heard, more, why_not)
     if count_memory:
         in_steps = is_simulated and known is None
         out.memory = memory_of(heard, mesh, times, title=title, clock=clock, cluster=known, in_steps=in_steps)

@@ -8,6 +8,9 @@ import numpy as np
 
 KINDS = ("compute", "send", "receive", "collective", "wait")
 
+VALUES_UP_TO = 64
+"""Elements of a tensor; the values of a larger one are not kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

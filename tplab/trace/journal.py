@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,23 +27,36 @@ class Doing(NamedTuple):
     takes: float = 0.0
 
 
-class Sent(NamedTuple):
-    """A message to another rank, noted by its sender."""
+class Said(NamedTuple):
+    """A message or a collective over `group`, as one of its ranks notes it; `number` counts those of the group."""
 
-    target: int
     group: Group
     number: int
     op: str
     axis: str
-    start: float
-    num_bytes: int
+    bytes: int
     shape: tuple[int, ...]
     dtype: str
     step: int
-    label: Label
-    values: np.ndarray | None
     where: str
     phase: str
+    reduction: str = ""
+    label: Label = UNKNOWN
+    values: np.ndarray | None = None
+
+    def event(self) -> dict[str, Any]:
+        """The same as fields of an `Event`."""
+        fields = self._asdict()
+        del fields["number"], fields["label"]
+        return fields | {"contributors": self.label.contributors, "part": self.label.part}
+
+
+class Sent(NamedTuple):
+    """A message to another rank, noted by its sender."""
+
+    target: int
+    start: float
+    said: Said
 
 
 class Taken(NamedTuple):
@@ -57,21 +70,9 @@ class Taken(NamedTuple):
 class Met(NamedTuple):
     """A collective of the whole group, noted by each of its ranks: when the rank arrived and when it had its result."""
 
-    group: Group
-    number: int
-    op: str
-    axis: str
     begun: float
     end: float
-    num_bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    step: int
-    values: np.ndarray | None
-    where: str
-    phase: str
-    reduction: str
-    label: Label
+    said: Said
 
 
 class Computed(NamedTuple):
@@ -155,28 +156,14 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         for op, start, end, axis, where in journal.waited:
             recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
     for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
-        receiver = journals[sent.target]
-        taken = receiver.received.get((source, sent.group, sent.number))
+        receiver, said, label = journals[sent.target], sent.said, sent.said.label
+        taken = receiver.received.get((source, said.group, said.number))
         arrival = receiver.end if taken is None else taken.time
         span = sent.start - origin, max(sent.start, arrival) - origin
-        message = recorder.add_message(
-            source,
-            sent.target,
-            sent.op,
-            span,
-            sent.axis,
-            sent.group,
-            sent.num_bytes,
-            sent.shape,
-            sent.dtype,
-            sent.step,
-            chunk_of(sent.label),
-            sent.label.contributors,
-            sent.values,
-            sent.where,
-            sent.phase,
-        )
-        if taken is not None and (taken.where, taken.phase) != (sent.where, sent.phase):
+        about = said.op, span, said.axis, said.group, said.bytes, said.shape, said.dtype, said.step
+        carried = chunk_of(label), label.contributors, said.values, said.where, said.phase
+        message = recorder.add_message(source, sent.target, *about, *carried)
+        if taken is not None and (taken.where, taken.phase) != (said.where, said.phase):
             recorder.taken(message, taken.where, taken.phase)
     for journal in journals:
         for added in journal.added:  # after the messages, which number the chunks
@@ -196,30 +183,12 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
     meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
     for journal in journals:
         for met in journal.met:
-            meetings.setdefault((met.group, met.number), []).append((journal.rank, met))
+            meetings.setdefault((met.said.group, met.said.number), []).append((journal.rank, met))
     for meeting in sorted(meetings.values(), key=lambda meeting: max(met.begun for _, met in meeting)):
         start, message = max(met.begun for _, met in meeting), recorder.next_message()
         for rank, met in meeting:
-            recorder.add(
-                rank,
-                "collective",
-                met.op,
-                start - origin,
-                max(start, met.end) - origin,
-                axis=met.axis,
-                group=met.group,
-                bytes=met.num_bytes,
-                shape=met.shape,
-                dtype=met.dtype,
-                message=message,
-                step=met.step,
-                contributors=met.label.contributors,
-                part=met.label.part,
-                values=met.values,
-                where=met.where,
-                phase=met.phase,
-                reduction=met.reduction,
-            )
+            times = start - origin, max(start, met.end) - origin
+            recorder.add(rank, "collective", start=times[0], end=times[1], message=message, **met.said.event())
     return recorder.trace(clock="measured", unit="s")
 
 

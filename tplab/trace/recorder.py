@@ -160,10 +160,7 @@ class Recorder:
 
     def note_wait(self, form: int, start: float, end: float) -> None:
         """Record a wait of this form."""
-        notes = self._notes
-        notes += (form, start, end, 0, -1, -1, -1, ())
-        if len(notes) >= _FULL:
-            self._pack()
+        self.note(form, start, end)
 
     def note_message(
         self,
@@ -177,13 +174,8 @@ class Recorder:
         values: np.ndarray | None,
     ) -> int:
         """Record a message of this form. Returns the number that it was given."""
-        notes, message = self._notes, self._num_messages
-        self._num_messages = message + 1
-        if values is not None:
-            self._values[self._num_packed + len(notes) // _WIDTH] = values
-        notes += (form, start, end, num_bytes, message, step, chunk, contributors)
-        if len(notes) >= _FULL:
-            self._pack()
+        message = self.next_message()
+        self.note(form, start, end, num_bytes, message, step, chunk, contributors, values)
         return message
 
     def taken(self, message: int, where: str, phase: str) -> None:

@@ -11,8 +11,20 @@ import numpy as np
 
 from tplab.errors import TraceError
 from tplab.mesh import Axis, Mesh
-from tplab.trace import as_json
-from tplab.trace.columns import ABOUT, DEFAULTS, NUMBERS, STORED, Column, Words, check, chunks_of, column, names_of
+from tplab.trace.columns import (
+    ABOUT,
+    DEFAULTS,
+    NUMBERS,
+    STORED,
+    Column,
+    Words,
+    as_json,
+    check,
+    chunks_of,
+    column,
+    from_json,
+    names_of,
+)
 from tplab.trace.event import COLUMNS, KINDS, Event
 
 
@@ -266,12 +278,12 @@ class Trace:
 
     def to_json(self) -> str:
         """The whole trace, as text that `from_json` reads back."""
-        return as_json.dump(self.mesh, self._numbers | self._words, self._values, self.about())
+        return as_json(self.mesh, self._numbers | self._words, self._values, self.about())
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
         """The trace that `to_json` wrote. Raises TraceError if the text is anything else."""
-        return cls.from_columns(**as_json.load(text))
+        return cls.from_columns(**from_json(text))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):

@@ -28,7 +28,7 @@ class Recipe:
     schedule               (ranks, microbatches) -> the schedule of each pipeline
     learning_rate          AdamW's peak learning rate: it rises linearly for `warmup` steps, then falls along a cosine
     final                  the fraction of the peak at which the cosine ends
-    betas, weight_decay    of AdamW; every parameter decays
+    betas, weight_decay    of AdamW; every parameter decays but routers' biases, which are in no norm either
     clip                   the largest norm of all gradients together; None: they are not clipped
     zero                   what is divided over the ranks of `data_axes`: 0 nothing; 1 the optimizer's states; 2 also
                            the gradients, which are combined after every microbatch; 3 also the parameters, of which a

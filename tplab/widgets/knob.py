@@ -12,14 +12,20 @@ from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.measured import check_measured, draw_diamond
-from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, hue, mix
+from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 
 WIDTH, NARROW, ROW, HEIGHT = 880, 420, 34, 24
+LEAST = 10
+"""If the longest bar of a setting is this many times as long as that of another, each has a scale of its own."""
 MANY = 4
 """More measured rows than these are counted in the sentence, and not listed."""
+
+
+WAITS = ("waiting", "idle")
+"""Parts with such names are hatched: no rank does anything then."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,31 @@ class Knob(Card):
     index = traitlets.Int(0).tag(sync=True)
 
     def __init__(
-        self, title: str, control: str, options: Mapping[Any, Bars], start: Any, about: str, unit: str, by: str = ""
+        self,
+        title: str,
+        control: str,
+        options: Mapping[Any, Bars],
+        start: Any,
+        about: str,
+        unit: str,
+        by: str = "",
+        one_scale: bool | None = None,
     ):
         self.title, self.control, self.about, self.unit, self.options = title, control, about, unit, dict(options)
         self.by = by
+        self.reach = [max(row.reach for row in bars.rows) for bars in self.options.values()]
+        some = [reach for reach in self.reach if reach] or [1.0]
+        self.one_scale = max(some) < LEAST * min(some) if one_scale is None else one_scale
+        if not self.one_scale:
+            self.about = "; ".join(filter(None, [about, "each setting has a scale of its own"]))
         if start not in self.options:
             raise ValueError(f"start is {start!r}; it must be one of the options, {', '.join(map(repr, self.options))}")
         listed = ", ".join(map(option_text, self.options))
         shown = f"{self.options[start].sentence} {self.said(self.options[start])}".strip()
         self.sentence = f"{title}. {control}: {listed}. At {option_text(start)}: {shown}"
         names = list(dict.fromkeys(name for bars in self.options.values() for row in bars.rows for name in row.parts))
-        hued = [name for name in names if not name.startswith("comput")]  # computing is grey, as on a timeline
+        grey = ("comput", *WAITS)  # as on a timeline, and in the picture of experts
+        hued = [name for name in names if not name.startswith(grey)]
         self.colours = {name: hued.index(name) if name in hued else -1 for name in names}
         self.bars = self._draw(WIDTH)
         self.bars.narrow = self._draw(NARROW)
@@ -111,7 +131,10 @@ class Knob(Card):
         }
 
     def _legend(self) -> list[Key]:
-        keys = [Key(name, mix(self._tint(name), 0.3), self._tint(name)) for name in self.colours]
+        keys = [
+            Key(name, SOFT, mix(DIM, 0.5), "hatch") if name.startswith(WAITS) else Key(name, mix(tint, 0.3), tint)
+            for name, tint in ((name, self._tint(name)) for name in self.colours)
+        ]
         is_measured = any(row.measured is not None for bars in self.options.values() for row in bars.rows)
         return [*keys, Key(f"measured by {self.by}", sign="diamond")] if is_measured else keys
 
@@ -151,8 +174,8 @@ class Knob(Card):
         sheet.line([(x, 12), (x + wide, 12)], LINE, 4)
         sheet.line([(x, 12), (at, 12)], ACCENT, 4)
         sheet.box(at - 6, 6, 12, 12, fill=ACCENT, radius=6)
-        sheet.text(x - 2, 26, names[0] if self.index else "", size=9.5, fill=DIM, anchor="lm")
-        sheet.text(x + wide + 2, 26, names[-1] if at < x + wide else "", size=9.5, fill=DIM, anchor="rm")
+        sheet.text(x - 2, 26, names[0], size=9.5, fill=DIM, anchor="lm")
+        sheet.text(x + wide + 2, 26, names[-1] if len(names) > 1 else "", size=9.5, fill=DIM, anchor="rm")
         return sheet
 
     def _draw(self, wide: float) -> Scene:
@@ -162,7 +185,7 @@ class Knob(Card):
         left = 12 + max(sheet.width_of(row.label) for row in every)
         behind = 12 + max(sheet.width_of(f"{self.text(row.total)}   {self._behind(row)}", bold=True) for row in every)
         for index, bars in enumerate(self.options.values()):
-            scale = max(wide - left - behind, 40) / (max(row.reach for row in bars.rows) or 1.0)
+            scale = max(wide - left - behind, 40) / ((max(self.reach) if self.one_scale else self.reach[index]) or 1.0)
             with sheet.during(index - 0.5, index + 0.5):
                 for place, row in enumerate(bars.rows):
                     self._row(sheet, row, left, ROW * place + 3, scale)
@@ -176,8 +199,17 @@ class Knob(Card):
             sheet.box(left, y, max(scale * row.total, 1), HEIGHT)
         for name, text in texts:
             width = scale * row.parts[name]
-            sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=mix(self._tint(name), 0.3), edge=self._tint(name), radius=3)
-            fitting = [said for said in (f"{name} {text}", text, name) if sheet.width_of(said, 10) + 8 < width]
+            if name.startswith(WAITS):
+                sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=SOFT, edge=mix(DIM, 0.5), radius=3)
+                sheet.hatch(x, y, max(width - 1, 1), HEIGHT, mix(DIM, 0.5))
+            else:
+                edge = self._tint(name)
+                sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=mix(edge, 0.3), edge=edge, radius=3)
+            says = (f"{name} {text}", text, name) if len(texts) > 1 else (name,)  # else the total says it
+            fitting = [said for said in says if sheet.width_of(said, 10) + 8 < width]
+            if fitting and name.startswith(WAITS):  # no hatching behind letters
+                beside = sheet.width_of(fitting[0], 10) + 6
+                sheet.box(x + (width - beside) / 2, y + 4, beside, HEIGHT - 8, fill=SOFT)
             sheet.text(x + width / 2, middle, next(iter(fitting), ""), size=10)
             x += width
         if row.measured is not None:
@@ -202,6 +234,7 @@ def knob(
     about: str = "",
     unit: str = "s",
     by: str = "",
+    one_scale: bool | None = None,
 ) -> Knob:
     """Show the bars of one option, and a slider that goes through all options.
 
@@ -209,6 +242,8 @@ def knob(
     start     the option to begin with; the first, if None
     unit      the unit of the bars: "s", "steps", "B", or a word of your own
     by        who has measured the values that rows have as `measured`; legend, tooltip and sentence say it
+    one_scale   whether the bars of all settings have the same scale; by default, if their longest bars are within a
+                factor of ten
 
     Everything is computed in advance, so turning the knob needs no kernel.
     """
@@ -217,7 +252,7 @@ def knob(
     for row in (row for bars in options.values() for row in bars.rows):
         if row.measured is not None:
             check_measured(row.label, row.measured, by)
-    return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit, by)
+    return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit, by, one_scale)
 
 
 def option_text(option: Any) -> str:

@@ -10,7 +10,7 @@ PRINTED = (63, 74)  # deepseek-ai/DeepEP, docs/legacy.md, MIT: 16 H800s in two n
 
 CLAIMS = (
     Claim(
-        "Our rates are within 2% of the 63 and 74 GB/s that their authors report",
+        "Our rates are within 2% of the 63 and 74 GB/s that they report",
         lambda: all(abs(rate / printed - 1) < 0.02 for rate, printed in zip(RATES, PRINTED, strict=True)),
     ),
     Claim(

@@ -1,6 +1,6 @@
 """Lab 13: what the ranks of a pipeline hold, by its formulas, and what Megatron allocated."""
 
-from tests.labs.entries import Claim, Given
+from tests.labs.entries import Claim
 from tests.labs.schedules import WHICH
 from tplab.forecast import Model, Plan
 from tplab.forecast.activations import kept
@@ -20,7 +20,6 @@ BY_FORMULA = HALF[0] + 2 * HALF[1], HALF[0] + HALF[1] + 2 * 4096 * 128_256 * 4
 
 CLAIMS = (
     *WHICH,
-    Given("some have more than an eighth, because 8 ranks cannot share 12 blocks equally"),
     Claim("With Adam they add 3 MB", lambda: [16 * GPT_LITE / 1e6]),
     Claim(
         "At 16 ranks these are nearly three times as large as the blocks' weights with Adam",

@@ -14,10 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tplab.torch.record import start
-from tplab.torch.record.group import RecordedGroup
+from tplab.torch.record.group import RecordedGroup, Watched
 from tplab.torch.record.listener import Heard, Listener
 from tplab.torch.record.notes import Notes
-from tplab.torch.record.work import Watched
 from tplab.trace import merge
 from tplab.trace.recorded.rank_file import ANY, read
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import combinations
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from tplab.checking.gaps import gap
-from tplab.checking.observed import Observed, every_way
+from tplab.checking.observed import Observed, axis_sets, every_way
+from tplab.checking.verdict import label
 from tplab.jax.checking.tape import Node, Source, entries
 from tplab.lines import line_text
 from tplab.mesh import Mesh
@@ -162,25 +161,14 @@ class Departure:
                     return ratio
         return None
 
-    def _groups(self) -> list[Axes]:
-        names = [name for name, size in self.axes.items() if size > 1]
-        return [some for n in range(1, len(names) + 1) for some in combinations(names, n)]
-
     def _size(self, factor: float) -> str:
         """Which number of the run a factor, or one over it, is."""
         count = factor if factor > 1 else 1 / factor
-        groups = [some for some in self._groups() if self._is(count, self._count(some))]
-        found = [f"the number of devices along {text_of(some)}" for some in groups]
+        groups = [some for some in axis_sets(self.mesh) if self._is(count, self.mesh.axis_size(some))]
+        found = [f"the number of devices along {label(some)}" for some in groups]
         rounds = Counter(node.key for node in self.nodes if node.name == "part").values()
         return " and ".join([*found, *["the number of rounds of a scan"] * any(self._is(count, one) for one in rounds)])
 
     @staticmethod
     def _is(count: float, size: int) -> bool:
         return size > 1 and abs(count / size - 1) < 2e-3
-
-    def _count(self, axes: Sequence[str]) -> int:
-        return prod(self.axes[name] for name in axes)
-
-
-def text_of(axes: Sequence[str]) -> str:
-    return " and ".join(map(repr, axes))

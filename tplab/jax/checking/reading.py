@@ -15,7 +15,7 @@ from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.ranks.context import vary
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.jaxprs import LAYOUTS, called, line_of, opened
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded, line_of, opened
 
 _SAME_NAME = LAYOUTS | {"convert_element_type", "broadcast_in_dim", "optimization_barrier"}
 MOST_SOFTMAXES = 32
@@ -64,7 +64,7 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
             found.append(read(here[id(eqn)]))
         return results
 
-    _evaluated(jax.make_jaxpr(fn)(*args), args, note)
+    _evaluated(jax.make_jaxpr(fn)(*args), jax.tree.leaves(args), note)
     return found
 
 
@@ -96,7 +96,7 @@ def with_changes(fn: Callable[..., Any], at: Mapping[str, Any]) -> Callable[...,
 
     def other(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(closed, args, changed))
+        return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(closed, jax.tree.leaves(args), changed))
 
     return other
 
@@ -135,28 +135,18 @@ def _called_in_turn(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
             yield from _called_in_turn(opened(inner)[0])
 
 
-def _evaluated(closed: Any, args: Sequence[Any], watch: Callable[..., list[Any]]) -> list[Any]:
+def _evaluated(inner: Any, args: Sequence[Any], watch: Callable[..., list[Any]]) -> list[Any]:
     """The results of a jaxpr. `watch` is told each equation, its jaxpr, a function that reads its operands and its
     results, and returns these or others."""
+    jaxpr, _ = opened(inner)
 
-    def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        here = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values]))
+    def visit(eqn: Any, inputs: list[Any], read: Any) -> list[Any]:
+        if (body := called(eqn)) is not None:
+            return _evaluated(body, inputs, watch)
+        results = eqn.primitive.bind(*inputs, **eqn.params)
+        return watch(eqn, jaxpr, read, results if eqn.primitive.multiple_results else [results])
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else here[atom]
-
-        for eqn in jaxpr.eqns:
-            inputs, inner = [read(atom) for atom in eqn.invars], called(eqn)
-            if inner is not None:
-                body, own = opened(inner)
-                results = evaluate(body, own, inputs)
-            else:
-                results = eqn.primitive.bind(*inputs, **eqn.params)
-                results = watch(eqn, jaxpr, read, results if eqn.primitive.multiple_results else [results])
-            here.update(zip(eqn.outvars, results))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    return evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    return folded(inner, args, visit)
 
 
 def _taken_by_softmax(jaxpr: Any) -> dict[int, Any]:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tplab.checking.observed import Observed
-from tplab.jax.checking.departure import SUMS, Axes, Departure, text_of
+from tplab.checking.observed import Observed, axis_sets
+from tplab.checking.verdict import label
+from tplab.jax.checking.departure import SUMS, Axes, Departure
 from tplab.jax.checking.tape import Repair, Site, Source, entries
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.layout import layouts_for
@@ -79,7 +80,7 @@ class Repairs(Departure):
         for i, one in enumerate(types):
             others = [other.axes for other in types if other and other is not one and other.is_partial]
             if node.name in ("add", "sub", "add_any") and one is not None and not one.is_partial and others:
-                count, axes = self._count(others[0]), text_of(others[0])
+                count, axes = self.mesh.axis_size(others[0]), label(others[0])
                 yield Repair(
                     [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
                     f"what {line} adds divided by {count}, the number of devices along {axes}",
@@ -91,8 +92,8 @@ class Repairs(Departure):
             call = "pmax" if node.name == "reduce_max" else "pmin"
             yield Repair(
                 self._results(alike), lambda _, y: getattr(lax, call)(y, axes),
-                f"a {call} over {text_of(axes)} after {node.name} in {line}",
-                f"{node.name} sees only each device's part along {text_of(axes)}: a {call} is missing after it", line,
+                f"a {call} over {label(axes)} after {node.name} in {line}",
+                f"{node.name} sees only each device's part along {label(axes)}: a {call} is missing after it", line,
             )  # fmt: skip
         for place in range(len(self.values[at])):
             if (factor := self._factor((at, place))) and self._size(factor):
@@ -102,7 +103,9 @@ class Repairs(Departure):
         """Another reduction in place of a psum."""
         at, node, line = alike[0], self.nodes[alike[0]], self.line(alike[0])
         axes = tuple(name for name in node.params["axes"] if self.axes[name] > 1)
-        sites, count, one = self._results(alike), self._count(axes), self._type(node.sources[0])
+        if not axes:
+            return
+        sites, count, one = self._results(alike), self.mesh.axis_size(axes), self._type(node.sources[0])
         users = [other for other in self.nodes if other.name == "div" and other.frames == node.frames]
         is_mean = any((at, 0) in other.sources for other in users)
         call = "the pmean" if is_mean else "the psum"
@@ -113,26 +116,26 @@ class Repairs(Departure):
             words = f"{call} in {line} of that device's value alone"
             yield self._only(sites, one, line, words, count if is_mean else 1)
         if not is_mean and one is not None and (one.is_partial or one.factor > 1):
-            cause = f"{call} over {text_of(axes)} is where a mean is meant"
+            cause = f"{call} over {label(axes)} is where a mean is meant"
             if is_jaxs:
                 cause = (
                     "with check_vma, jax.grad itself adds up over the devices the gradients of what is the same on "
                     "all: they are the sum of what each device's own loss gives, and a pmean of them changes nothing"
                 )
-            words = f"a pmean over {text_of(axes)} in place of {call} in {line}"
+            words = f"a pmean over {label(axes)} in place of {call} in {line}"
             yield Repair(sites, lambda _, y: y / count, words, cause, where)
         scale = count if is_mean else 1
         yield Repair(
-            sites, lambda x, _: x * scale, f"without {call} over {text_of(axes)} in {line}",
-            f"{call} over {text_of(axes)} combines what is the same on every device, or is to stay apart", where,
+            sites, lambda x, _: x * scale, f"without {call} over {label(axes)} in {line}",
+            f"{call} over {label(axes)} combines what is the same on every device, or is to stay apart", where,
         )  # fmt: skip
-        for other in self._groups():
+        for other in axis_sets(self.mesh):
             if set(other) != set(axes):
-                by = count / self._count(other) if is_mean else 1.0
+                by = count / self.mesh.axis_size(other) if is_mean else 1.0
                 yield Repair(
                     sites, lambda x, _, other=other, by=by: lax.psum(x, other) * by,
-                    f"{call} in {line} over {text_of(other)} in place of {text_of(axes)}",
-                    f"{call} is over {text_of(axes)}, and is to be over {text_of(other)}", where,
+                    f"{call} in {line} over {label(other)} in place of {label(axes)}",
+                    f"{call} is over {label(axes)}, and is to be over {label(other)}", where,
                 )  # fmt: skip
 
     def _only(self, sites: Sequence[Site], only: Observed, line: str, words: str, by: int = 1) -> Repair:
@@ -147,7 +150,7 @@ class Repairs(Departure):
 
     def _added_up(self, alike: Sequence[int], operand: int, one: Observed) -> Iterator[Repair]:
         """A psum or pmean of what is only a part of a sum: where it became so, where it is used, for one use."""
-        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.axes, self._count(one.axes)
+        node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.axes, self.mesh.axis_size(one.axes)
         sources = [source for i in alike if (source := self.nodes[i].sources[operand]) is not None]
         births = [self._birth(source, one) for source in sources]
         born = self.nodes[births[0][0]]
@@ -159,15 +162,15 @@ class Repairs(Departure):
                       [(i, "operand", operand) for i in alike]):  # fmt: skip
             use = f", where {node.name} in {line} takes it" if sites[0][1] == "operand" else ""
             for call, by in (("psum", 1), ("pmean", count)) if one.factor == 1 else (("pmean", count), ("psum", 1)):
-                cause = f"{name} is only each device's part of a sum over {text_of(axes)}: a {call} is missing"
+                cause = f"{name} is only each device's part of a sum over {label(axes)}: a {call} is missing"
                 cause += f" before {node.name} in {line}" if line and line != where else ""
                 if self._has_equal_copies(births[0], axes):
-                    cause = f"{name} is 1/{count} of the sum over {text_of(axes)}: a mean where a sum is needed"
+                    cause = f"{name} is 1/{count} of the sum over {label(axes)}: a mean where a sum is needed"
                 elif is_last or is_own:
-                    cause = f"each device has only its own part of {name}: a {call} over {text_of(axes)} is missing"
+                    cause = f"each device has only its own part of {name}: a {call} over {label(axes)} is missing"
                 elif born.is_backward:
-                    cause = f"the backward pass lacks a {call} over {text_of(axes)}: {name} there is a part of a sum"
-                words = f"a {call} over {text_of(axes)} of {name}{use}"
+                    cause = f"the backward pass lacks a {call} over {label(axes)}: {name} there is a part of a sum"
+                words = f"a {call} over {label(axes)} of {name}{use}"
                 yield Repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
 
     def _birth(self, source: Source, one: Observed) -> Source:
@@ -215,7 +218,7 @@ class Repairs(Departure):
     def _in_place(self, chain: Sequence[int]) -> Iterator[Repair]:
         """The reference's value in place of what is wrong: all after it is right, then."""
         known = [at for at in chain if self.nodes[at].is_inside and self.line(at) and self._is_wrong(at)]
-        least = 2 * self._count(list(self.axes))  # more than a number on each device
+        least = 2 * self.mesh.size  # more than a number on each device
         known = [at for at in known if self.values[at][0].size >= least and self.values[at][0].dtype.kind in "fiu"]
         for at in known[:MOST_PLACES]:
             whole, _ = next(self._references((at, 0)))
@@ -236,7 +239,7 @@ class Repairs(Departure):
 
             name, line = self.nodes[at].name, self.line(at)
             axes = tuple(dict.fromkeys(name for entry in cut for name in entry))
-            part = f", of which each device needs its part along {text_of(axes)}" if axes else ""
+            part = f", of which each device needs its part along {label(axes)}" if axes else ""
             if name in ("random_bits", "threefry2x32"):
                 part += ": random numbers are drawn there on each device, and one device draws others"
             sends = [one for one in chain if one < at and self.nodes[one].name in EXCHANGES]

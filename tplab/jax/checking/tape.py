@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from tplab.jax.private import scan_sizes
-from tplab.jax.tracing.jaxprs import called, frames_of, is_transposed, opened, own_frames
+from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, opened, own_frames
 
 Source = tuple[int, int]
 """A node, and which of its results."""
@@ -92,7 +91,7 @@ class Tape:
         def run(which: Any, *given: Any) -> Any:
             walk = _Walk(self.axes, [(change, None) for change in done] + list(zip(tried, range(len(tried)))), which)
             read = [walk.note(("argument", i), "argument", (), [x])[0] for i, x in enumerate(given)]
-            found = walk.evaluate(self._closed.jaxpr, self._closed.consts, read, ())
+            found = walk.evaluate(self._closed, read, ())
             walk.note(("results",), "results", [source for _, source in found], [x for x, _ in found])
             self.nodes, kept = walk.nodes, {*watched, len(walk.nodes) - 1}
             for at, node in enumerate(walk.nodes):
@@ -129,43 +128,36 @@ class _Walk:
             x = other if which is None else jnp.where(self._which == which, other, x)
         return x
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: Any) -> list[Any]:
-        here = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*((x, None) for x in consts), *args]))
+    def evaluate(self, inner: Any, args: Sequence[Any], path: Any) -> list[Any]:
+        jaxpr, _ = opened(inner)
 
-        def read(atom: Any) -> Any:
-            return (atom.val, None) if isinstance(atom, Literal) else here[atom]
-
-        for eqn in jaxpr.eqns:
+        def visit(eqn: Any, given: list[Any], _: Any) -> list[Any]:
             frames = own_frames(frames_of(eqn, jaxpr)) or (path[-1][0] if path else ())
             within = (*path, (frames, eqn.primitive.name, is_transposed(eqn)))
-            given, inner = [read(atom) for atom in eqn.invars], called(eqn)
-            if inner is not None:
-                body, own = opened(inner)
-                results = self.evaluate(body, own, given, within)
-            elif eqn.primitive.name == "scan" and eqn.params["length"] <= MOST_ROUNDS:
-                results = self._scan(eqn.params, given, within)
-            elif eqn.primitive.name == "shard_map":
-                results = self._mapped(eqn.params, given, within)
-            else:
-                number, sources = len(self.nodes), [source for _, source in given]
-                inputs = [self._changed(number, "operand", i, x, x) for i, (x, _) in enumerate(given)]
-                found = _bound(eqn, inputs)
-                operands = inputs if len(inputs) == len(found) else [inputs[0] if inputs else None] * len(found)
-                found = [self._changed(number, "result", i, operands[i], x) for i, x in enumerate(found)]
-                back = any(step[2] for step in within)
-                more = {"frames": frames, "is_backward": back, "params": eqn.params}
-                results = self.note(within, eqn.primitive.name, sources, found, **more)
-            here.update(zip(eqn.outvars, results))
-        return [read(atom) for atom in jaxpr.outvars]
+            if (body := called(eqn)) is not None:
+                return self.evaluate(body, given, within)
+            if eqn.primitive.name == "scan" and eqn.params["length"] <= MOST_ROUNDS:
+                return self._scan(eqn.params, given, within)
+            if eqn.primitive.name == "shard_map":
+                return self._mapped(eqn.params, given, within)
+            number, sources = len(self.nodes), [source for _, source in given]
+            inputs = [self._changed(number, "operand", i, x, x) for i, (x, _) in enumerate(given)]
+            found = _bound(eqn, inputs)
+            operands = inputs if len(inputs) == len(found) else [inputs[0] if inputs else None] * len(found)
+            found = [self._changed(number, "result", i, operands[i], x) for i, x in enumerate(found)]
+            back = any(step[2] for step in within)
+            more = {"frames": frames, "is_backward": back, "params": eqn.params}
+            return self.note(within, eqn.primitive.name, sources, found, **more)
+
+        return folded(inner, args, visit, given=lambda value, _: (value, None))
 
     def _scan(self, params: Mapping[str, Any], given: Sequence[Any], path: Any) -> list[Any]:
         (num_consts, num_carry), rounds = scan_sizes(dict(params)), range(params["length"])
         consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
-        body, own = opened(params["jaxpr"])
         found, carried = list[list[Any]](), list[list[Any]]()
         for at in reversed(rounds) if params["reverse"] else rounds:
             parts = [self.note((*path, "part"), "part", [source], [x[at]])[0] for x, source in xs]
-            out = self.evaluate(body, own, [*consts, *carry, *parts], path)
+            out = self.evaluate(params["jaxpr"], [*consts, *carry, *parts], path)
             carry, found = out[:num_carry], [*found, out[num_carry:]]
             carried.append(carry)
         found = found[::-1] if params["reverse"] else found
@@ -192,7 +184,7 @@ class _Walk:
                 self.note((*path, "cut", i), "cut", [source], [x])[0]
                 for i, (x, (_, (_, source))) in enumerate(zip(pieces, specs))
             ]
-            out = self.evaluate(*opened(params["jaxpr"]), read, path)  # type: ignore[arg-type]
+            out = self.evaluate(params["jaxpr"], read, path)
             found[:] = [source for _, source in out]
             return self.kept, [x for x, _ in out]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tplab.comm import dim_of
-from tplab.data.axes import Levels, levels_of
+from tplab.data.pieces import Levels, levels_of
 from tplab.data.quantization import (
     INVERSE,
     LEVELS,

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.axes import data_axes
-from tplab.data.pieces import Pieces
+from tplab.data.pieces import Pieces, data_axes
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import check_own, check_reduced

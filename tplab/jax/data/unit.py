@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.data.axes import data_axes
-from tplab.data.pieces import Pieces
+from tplab.data.pieces import Pieces, data_axes
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.comm.two_passes import TwoPasses

@@ -62,10 +62,12 @@ class Parts:
     def _varies_along(self) -> Axis | None:
         return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
 
-    def _counted_over(self, over: str) -> Axis | None:
-        """The ranks among which are the tokens that a balance loss counts together, if this rank has not all."""
+    def _counted_over(self, over: str) -> dict[str, Axis | None]:
+        """What `balance_loss` is given: the ranks among which are the tokens that it counts together."""
         found = self.context_axis, self.axis if self.sequence_parallel else None
-        return _names(self.data_axis, self.expert_axis, *found) if over == "global" else _names(*found)
+        if over == "global":
+            return {"axis": _names(self.data_axis, self.expert_axis, *found)}
+        return {"sequence_axis": _names(*found)}
 
     def _block(self, number: int, params: Params, x: Array, *balance: Array, drops: Drops) -> Any:
         """x + attention(norm(x)), then x + mlp(norm(x)), or the block's experts in place of the MLP.
@@ -103,7 +105,7 @@ class Parts:
             shared = replace(self._mlp, hidden=about.shared, bias=False)
             y = y + shared(params["shared"], x)
         counted = self._counted_over(about.over)
-        loss = about.balance * balance_loss(routed, over=about.over, axis=counted, sequence=x.shape[1])
+        loss = about.balance * balance_loss(routed, over=about.over, sequence=x.shape[1], **counted)
         if about.bias_rate:
             loss = loss + excess_load(routed, params["router"]["bias"])
         return y, all_reduce(loss, self.axis, "mean") if self.sequence_parallel else loss

@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 
 from tplab.jax.ranks.context import vary
-from tplab.jax.tracing.jaxprs import LAYOUTS, called
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded
 
 Var = Any
 """A variable of a jaxpr: what an equation makes, or an input."""
@@ -127,32 +127,30 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
-def _evaluate(
-    equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any], inline: bool = False
-) -> list[Any]:
-    """Compute `wanted`, one equation after another; with `inline`, calls are replaced by what they call."""
+def _evaluate(equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any]) -> list[Any]:
+    """Compute `wanted`, one equation after another."""
 
     def read(atom: Any) -> Any:
         return atom.val if is_literal(atom) else known[atom]
 
     for eqn in equations:
-        values = [read(atom) for atom in eqn.invars]
-        if inline and (inner := called(eqn)) is not None:
-            results = _inlined(inner, values)
-        elif (
-            eqn.primitive.name == "pvary"
-        ):  # what was kept may differ along more axes by its type than when it was made
-            results = [vary(x, eqn.params["axes"]) for x in values]
-            results = results if eqn.primitive.multiple_results else results[0]
-        else:
-            with eqn.ctx.manager:
-                results = eqn.primitive.bind(*values, **eqn.params)
-        known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results]))
+        known.update(zip(eqn.outvars, _results(eqn, [read(atom) for atom in eqn.invars])))
     return [read(atom) for atom in wanted]
 
 
-def _inlined(closed: Any, values: Sequence[Any]) -> list[Any]:
-    jaxpr = getattr(closed, "jaxpr", closed)
-    known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    known.update(zip(jaxpr.invars, values, strict=True))
-    return _evaluate(jaxpr.eqns, known, jaxpr.outvars, inline=True)
+def _inlined(inner: Any, values: Sequence[Any]) -> list[Any]:
+    """What a jaxpr computes, where calls are replaced by what they call."""
+
+    def visit(eqn: Any, values: list[Any], _: Any) -> list[Any]:
+        body = called(eqn)
+        return _results(eqn, values) if body is None else _inlined(body, values)
+
+    return folded(inner, values, visit)
+
+
+def _results(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    if eqn.primitive.name == "pvary":  # what was kept may differ along more axes by its type than when it was made
+        return [vary(x, eqn.params["axes"]) for x in values]
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*values, **eqn.params)
+    return results if eqn.primitive.multiple_results else [results]

@@ -14,9 +14,8 @@ from jax import Array, lax
 from tplab.errors import ShapeError
 from tplab.jax.pipeline.equations import Var
 from tplab.jax.pipeline.flat import Flat, Packing, kind_of
-from tplab.jax.pipeline.passes import Given, Loss, Passes, is_float, traced
+from tplab.jax.pipeline.passes import Given, Loss, Passes, Stage, is_float, traced
 from tplab.jax.pipeline.plan import Buffer, Keeping
-from tplab.jax.pipeline.stage import Stage
 from tplab.jax.pipeline.stages import Blueprint, Blueprints
 from tplab.jax.ranks.context import vary
 from tplab.pipeline.checks import no_way_back

@@ -14,8 +14,7 @@ from jax import Array, lax
 from tplab.errors import ScheduleError
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.pipeline.flat import Flat, Kind, Packing, kind_of, largest
-from tplab.jax.pipeline.passes import is_float
-from tplab.jax.pipeline.stage import Layer
+from tplab.jax.pipeline.passes import Layer, is_float
 from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, tied_in

@@ -18,8 +18,7 @@ from tplab.jax.pipeline.stages import Stages, alike, as_params
 from tplab.jax.pipeline.ticks import Ticks
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
-from tplab.pipeline.checks import Tied
-from tplab.pipeline.microbatches import check_microbatches
+from tplab.pipeline.checks import Tied, check_microbatches
 from tplab.schedules import Costs, Schedule, check
 from tplab.schedules.execute import require_ranks
 

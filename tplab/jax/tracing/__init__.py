@@ -11,6 +11,6 @@
 
 The rest reads what XLA has finally made of a program. `hlo` reads the text of the compiled module, and `compiled` lists
 its collectives. For `tplab.jax.trace`, of any function, `lowered` compiles it and finds its mesh, and `unroll` makes
-tasks of its instructions, with the `work` of each; 4 and 5 go on as above. `sending` and `axes` say what a collective
-sends, and along which axes. For `tplab.jax.explain`, `flow` finds what made an array, and what needs it.
+tasks of its instructions, with the `work` of each; 4 and 5 go on as above. `sending` says what a collective
+sends, and `flow` along which axes. For `tplab.jax.explain`, `flow` finds what made an array, and what needs it.
 """

@@ -28,7 +28,7 @@ from tplab.jax.private import in_float64, is_float64, scan_sizes
 from tplab.jax.ranks.context import vary, varying_axes, without_mesh
 from tplab.jax.ranks.program import Compiled, is_shape
 from tplab.jax.tracing.held import is_small
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, opened
+from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, opened
 
 MOST_ENTRIES = 16_384
 """That a program reports. What comes after is not known."""
@@ -175,17 +175,11 @@ def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
 
     def follow(inner: Any, inputs: Sequence[bool]) -> list[bool]:
         """Which outputs are not known, if these inputs are not."""
-        jaxpr, _ = opened(inner)
-        hidden = {v for v, value in zip(jaxpr.invars, inputs, strict=True) if value}
-        hidden.update(v for v in jaxpr.constvars if not is_small(v.aval))
+        return folded(inner, inputs, outcomes, given=lambda _, aval: not is_small(aval))
 
-        def is_hidden(atom: Any) -> bool:
-            return not hasattr(atom, "val") and atom in hidden
-
-        for eqn in jaxpr.eqns:
-            outputs = results(eqn, [is_hidden(atom) for atom in eqn.invars])
-            hidden.update(v for v, value in zip(eqn.outvars, outputs, strict=True) if value or not is_small(v.aval))
-        return [is_hidden(atom) for atom in jaxpr.outvars]
+    def outcomes(eqn: Any, inputs: list[bool], _: Any) -> list[bool]:
+        found = results(eqn, inputs)
+        return [value or not is_small(v.aval) for v, value in zip(eqn.outvars, found, strict=True)]
 
     def results(eqn: Any, inputs: list[bool]) -> list[bool]:
         name, params = eqn.primitive.name, eqn.params
@@ -256,18 +250,14 @@ class _Reporter:
 
     def run(self, inner: Any, inputs: Sequence[Any], report: Array) -> tuple[list[Any], Array]:
         """The outputs of a jaxpr, open or closed, and the report after it."""
-        jaxpr, consts = opened(inner)
-        known = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else known[atom]
-
-        for eqn in jaxpr.eqns:
-            values = [read(atom) for atom in eqn.invars]
+        def visit(eqn: Any, values: list[Any], _: Any) -> Sequence[Any]:
+            nonlocal report
             with eqn.ctx.manager:
                 outputs, report = self._equation(eqn, values, report)
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars], report
+            return outputs
+
+        return folded(inner, inputs, visit), report
 
     def _equation(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
         name, params = eqn.primitive.name, eqn.params

@@ -14,7 +14,7 @@ from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.flow import Flow, Spot, axes_along, axes_in_order
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.proposals import Proposal, proposals, wrapped
-from tplab.jax.tracing.sending import Sent, bytes_by_rank, keeps_share, kept_of_all, narrow_dtype, sent_by
+from tplab.jax.tracing.sending import Carried, bytes_by_rank, keeps_share, kept_of_all, narrow_dtype, sent_by
 from tplab.jax.tracing.work import is_product
 from tplab.mesh import Mesh
 
@@ -171,7 +171,7 @@ class _Why:
             is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
             yield Explained(op, axis, by_rank, run.count, run.at_most, is_written, is_backward, its_causes)
 
-    def _causes(self, place: Spot, sent: list[Sent], axis: str, num_ranks: int) -> list[Cause]:
+    def _causes(self, place: Spot, sent: list[Carried], axis: str, num_ranks: int) -> list[Cause]:
         operands = self.flow.operands(place)
         if place.one.collective in ("all_reduce", "reduce_scatter"):
             indices = [None] if len(operands) == 1 else range(len(operands))
@@ -183,7 +183,7 @@ class _Why:
             return [self._of_move(place, operands[0], pieces, axis)]
         return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
-    def _of_sum(self, place: Spot, given: Spot, sent: Sent, axis: str, num_ranks: int, index: int | None) -> Cause:
+    def _of_sum(self, place: Spot, given: Spot, sent: Carried, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
         operation = self._name(made)
@@ -203,7 +203,7 @@ class _Why:
         why += self._as_wide(place, sent, index)
         return Cause(where, sent.array.dtype, sent.array.shape, operation, operands, why)
 
-    def _of_move(self, place: Spot, given: Spot, sent: Sent, axis: str) -> Cause:
+    def _of_move(self, place: Spot, given: Spot, sent: Carried, axis: str) -> Cause:
         """An array that is not where it is needed."""
         made, user = self.flow.source(given), self._user(place)
         where = self._line(place) or (self._line(user) if user else "") or self._line(made)
@@ -258,17 +258,17 @@ class _Why:
         moved = {"all_gather": f"all of {operand}{shards}", "all_to_all": f"{operand} cut along another dim than it is"}
         return cause(f"{who} {moved.get(sent.op, f'{operand} on other ranks than those that have it')}{more}")
 
-    def _moves(self, asking: Asking, place: Spot, sent: Sent, axis: str) -> bool:
+    def _moves(self, asking: Asking, place: Spot, sent: Carried, axis: str) -> bool:
         """Whether an array must be moved to be as it is asked for: what is gathered may not stay in these pieces."""
         dim = self._gathered_as_asked(asking, place, sent)
         return dim is None or axis not in axes_of(asking.ask.spec[dim])
 
-    def _gathered_as_asked(self, asking: Asking, place: Spot, sent: Sent) -> int | None:
+    def _gathered_as_asked(self, asking: Asking, place: Spot, sent: Carried) -> int | None:
         """Which dim of the array that is asked for is gathered. A scan may have stacked what was made in it."""
         dim = self._gathered_dim(place, sent) - max(len(sent.array.shape) - len(asking.dims), 0)
         return asking.dims[dim] if 0 <= dim < len(asking.dims) else None
 
-    def _as_asked_after(self, asking: Asking, place: Spot, made: Spot, used: Equation, sent: Sent, axis: str) -> str:
+    def _as_asked_after(self, asking: Asking, place: Spot, made: Spot, used: Equation, sent: Carried, axis: str) -> str:
         """Who asks for the result of what needs an array."""
         ask, gathered = asking.ask, self._gathered_dim(place, sent)
         if self.flow.slot(made) is not None:
@@ -281,7 +281,7 @@ class _Why:
         self._propose(ask, {asking.dims[dim]: axes_in_order(self.mesh, self.module.groups(place.one))})
         return f"; {ask} of its result"
 
-    def _as_asked(self, asking: Asking, place: Spot, made: Spot, sent: Sent, operand: str) -> str:
+    def _as_asked(self, asking: Asking, place: Spot, made: Spot, sent: Carried, operand: str) -> str:
         """An array that is moved because somebody asks how it is to lie."""
         self._propose(asking.ask, self._as_it_is(asking, place, made, sent))
         return {
@@ -295,7 +295,7 @@ class _Why:
             if dim is not None:
                 self.proposed.setdefault(ask, {}).setdefault(dim, []).append(tuple(names))
 
-    def _as_it_is(self, asking: Asking, place: Spot, made: Spot, sent: Sent) -> dict[int | None, Sequence[str]]:
+    def _as_it_is(self, asking: Asking, place: Spot, made: Spot, sent: Carried) -> dict[int | None, Sequence[str]]:
         """The axes along which an array is cut already, as far as we know: by the dim of what is asked for."""
         seen = list[Spot]()  # what a loop carries is made of itself
         while self.flow.slot(made) is None and (step := self.asked.step_of(made.one.origin)) is not None:
@@ -313,7 +313,7 @@ class _Why:
         order = axes_in_order(self.mesh, self.module.groups(place.one))
         return {self._gathered_as_asked(asking, place, sent): order}
 
-    def _gathered_dim(self, place: Spot, sent: Sent) -> int:
+    def _gathered_dim(self, place: Spot, sent: Carried) -> int:
         """The dim of an array whose pieces are gathered; -1 if there is none, or several."""
         dims = place.one.dims("dimensions") if sent.op == "all_gather" else ()
         return dims[0] if len(dims) == 1 else -1
@@ -343,7 +343,7 @@ class _Why:
             user = next(self.flow.needed_by(user), None)
         return user
 
-    def _as_wide(self, place: Spot, sent: Sent, index: int | None) -> str:
+    def _as_wide(self, place: Spot, sent: Carried, index: int | None) -> str:
         """Where 16-bit numbers are sent as float32."""
         dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
         return f"; sent as {dtype} on GPUs" if dtype else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,26 @@ def called(eqn: Any) -> Any:
 def opened(inner: Any) -> tuple[Any, list[Any]]:
     """A jaxpr, open or closed, as (open jaxpr, its constants)."""
     return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "consts") else (inner, [])
+
+
+def folded(
+    inner: Any,
+    inputs: Sequence[Any],
+    visit: Callable[[Any, list[Any], Callable[[Any], Any]], Iterable[Any]],
+    given: Callable[[Any, Any], Any] = lambda value, aval: value,
+) -> list[Any]:
+    """What a jaxpr, open or closed, makes of its inputs, whatever stands for an array: `visit` says what an equation
+    makes of its operands, and gets what reads any other atom. `given` makes it of a constant or a literal."""
+    jaxpr, consts = opened(inner)
+    here = {variable: given(value, variable.aval) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
+    here.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return given(atom.val, atom.aval) if hasattr(atom, "val") else here[atom]
+
+    for eqn in jaxpr.eqns:
+        here.update(zip(eqn.outvars, visit(eqn, [read(atom) for atom in eqn.invars], read), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def inside(eqn: Any) -> Iterator[Any]:

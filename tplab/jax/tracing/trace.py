@@ -26,10 +26,10 @@ from tplab.jax.tracing.timing import Part, Timing
 from tplab.jax.tracing.walk import Walk
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
+from tplab.trace.event import VALUES_UP_TO
+from tplab.trace.label import UNKNOWN
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
-
-VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
 
 
 def trace_of(
@@ -148,18 +148,7 @@ class _Taking:
             if timed:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
             self.parts.append((number, rank))
-            self.recorder.add(
-                rank,
-                "compute",
-                task.op,
-                *span,
-                shape=task.shape,
-                dtype=task.dtype,
-                where=task.where,
-                held=task.held,
-                phase=task.phase,
-                **about,
-            )
+            self.recorder.add(rank, "compute", task.op, *span, held=task.held, **_about(task), **about)
 
     def _message(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         group_of = {rank: group for group in task.groups for rank in group}
@@ -167,23 +156,10 @@ class _Taking:
             if source in spans:
                 label = task.labels[source]
                 self.parts.append((number, source))
-                self.recorder.add_message(
-                    source,
-                    target,
-                    task.op,
-                    spans[source],
-                    task.axis,
-                    group_of[source],
-                    task.num_bytes,
-                    task.shape,
-                    task.dtype,
-                    int(rounds[source].start),
-                    label.chunk,
-                    label.contributors,
-                    self._values(task, source),
-                    task.where,
-                    task.phase,
-                )
+                about = task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape, task.dtype
+                carried = label.chunk, label.contributors, self._values(task, source)
+                step = int(rounds[source].start)
+                self.recorder.add_message(source, target, *about, step, *carried, task.where, task.phase)
 
     def _collective(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0
@@ -196,24 +172,12 @@ class _Taking:
             itemsize = task.num_bytes // elements if elements else 0
             for index, rank in enumerate(group):
                 self.parts.append((number, rank))
+                num_bytes = cost.bytes_sent(task.costs, elements, itemsize, len(group), index)
+                label, step = task.labels.get(rank, UNKNOWN), int(rounds[rank].start)
+                about = {"message": message, "step": step, "contributors": label.contributors, "part": label.part}
+                about |= {"group": group, "bytes": num_bytes, "values": self._values(task, rank), **_about(task)}
                 self.recorder.add(
-                    rank,
-                    "collective",
-                    task.op,
-                    *spans[rank],
-                    axis=task.axis,
-                    group=group,
-                    bytes=cost.bytes_sent(task.costs, elements, itemsize, len(group), index),
-                    shape=task.shape,
-                    dtype=task.dtype,
-                    message=message,
-                    step=int(rounds[rank].start),
-                    contributors=task.labels[rank].contributors if task.labels else (),
-                    part=task.labels[rank].part if task.labels else (),
-                    values=self._values(task, rank),
-                    where=task.where,
-                    phase=task.phase,
-                    reduction=task.reduction,
+                    rank, "collective", task.op, *spans[rank], axis=task.axis, reduction=task.reduction, **about
                 )
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:
@@ -227,3 +191,7 @@ class _Taking:
         self.left -= 1
         array = np.asarray(values[rank])
         return array.astype(np.float32) if array.dtype.kind == "V" else np.array(array)  # bfloat16 and the like
+
+
+def _about(task: Task) -> dict[str, Any]:
+    return {"shape": task.shape, "dtype": task.dtype, "where": task.where, "phase": task.phase}

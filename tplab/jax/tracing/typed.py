@@ -63,8 +63,8 @@ def _of_spec(spec: Any, axes: Sequence[str]) -> OnAxes:
 class _Typist:
     """Follows a jaxpr, and types what each equation makes. `steps` are those of the program, in order."""
 
-    def __init__(self, mesh: Mesh, is_checked: bool = True):
-        self.mesh, self._is_checked = mesh, is_checked
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
         self.axes = [name for name in mesh.axis_names if mesh.shape[name] > 1]
         self.typing = Typing(self.axes)
         self.steps: list[Step] = []
@@ -190,10 +190,8 @@ class _Typist:
         self._num += 1
         step.output = self._num
         self.typing.take(step)
-        varying = varying_axes_of(aval) if aval is not None and self._is_checked else frozenset()
+        varying = varying_axes_of(aval) if aval is not None else frozenset()
         for axis, found in self.typing.types[self._num].items():
-            if not self._is_checked:
-                continue
             if axis not in varying:
                 self.typing.types[self._num][axis] = I
             elif found == I and step.inputs and not self.typing.is_constant(self._num):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Array, Instruction
-from tplab.jax.tracing.narrow import as_written, is_inserted
+from tplab.jax.tracing.sending import as_written, is_inserted
 
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
@@ -153,7 +153,7 @@ def num_bytes(flow: Flow, place: Spot) -> int:
 
     A fusion reads its operands and writes its results, and those that it uses in part only in part. XLA counts in the
     same way (HloCostAnalysis in xla/service/hlo_cost_analysis.cc, read at openxla/xla 001918b), but it reads what is
-    there for every scatter. Arrays have the dtypes of the program (`narrow`).
+    there for every scatter. Arrays have the dtypes of the program (`as_written`).
 
     An update is in place if nothing needs the array afterwards. Where something does, XLA makes a copy first, which is
     an instruction of its own. For CPUs it converts a narrow array to and fro instead, so that the update needs no copy:

@@ -21,7 +21,7 @@ from tplab.jax.training.gpt_stages import GPTPacking, blueprints_on, sharded_lay
 from tplab.jax.training.optimizer import Optimizer
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_state
-from tplab.pipeline.microbatches import split_batch
+from tplab.pipeline.checks import split_batch
 from tplab.sharding import P
 from tplab.training.checkpoint import beginning
 from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained

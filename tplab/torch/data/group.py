@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tplab.data.axes import data_axes
+from tplab.data.pieces import data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.pieces import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tplab.data.axes import Levels, levels_of
+from tplab.data.pieces import Levels, levels_of
 from tplab.data.quantization import (
     INVERSE,
     LEVELS,

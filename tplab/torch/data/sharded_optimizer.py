@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tplab.data.axes import data_axes
 from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
+from tplab.data.pieces import data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, axis_size
 from tplab.torch.data.parameters import note_owner

@@ -20,7 +20,7 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.attention import Kernels
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
-from tplab.torch.distributed.settings import Settings
+from tplab.torch.distributed.identity import Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
@@ -66,6 +66,15 @@ class Process:
         self.states: dict[Any, dict[str, Any]] = {}
         self.attention = ContextParallel()
         self.hooks = {name: copy(hooks) for name, hooks in module_hooks().items()}
+
+    def take_of_libraries(self) -> None:
+        """Note what DTensor, accelerate and context_parallel have now."""
+        if (home := rng_tracker_home()) is not None:
+            self.tracker = home._rng_tracker
+        if (dispatcher := dtensor_dispatcher()) is not None:
+            self.handlers = dispatcher._custom_op_handlers
+        self.states = accelerate_states()
+        self.attention.take()
 
 
 class Processes:
@@ -140,12 +149,7 @@ class Processes:
                 self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
         active.argv, active.pythons = sys.argv, python_random.get()
-        if (home := rng_tracker_home()) is not None:
-            active.tracker = home._rng_tracker
-        if (dispatcher := dtensor_dispatcher()) is not None:
-            active.handlers = dispatcher._custom_op_handlers
-        active.states = accelerate_states()
-        active.attention.take()
+        active.take_of_libraries()
         note_module_hooks(active.hooks)
         self._settings.take(active)
         return active
@@ -222,12 +226,7 @@ class Processes:
                 name: module for name, module in list(sys.modules.items())
                 if name == "__main__" or _is_users(getattr(module, "__spec__", None), self.folders)
             }  # fmt: skip
-        if (home := rng_tracker_home()) is not None:
-            process.tracker = home._rng_tracker
-        if (dispatcher := dtensor_dispatcher()) is not None:
-            process.handlers = dispatcher._custom_op_handlers
-        process.states = accelerate_states()
-        process.attention.take()
+        process.take_of_libraries()
         process.hooks = module_hooks()
         return process
 

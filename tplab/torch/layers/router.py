@@ -99,23 +99,29 @@ def chosen_counts(routed: Routed, axis: Axis | None = None) -> Tensor:
 
 
 def balance_loss(
-    routed: Routed, *, over: str = "microbatch", axis: Axis | None = None, sequence: int | None = None
+    routed: Routed,
+    *,
+    over: str = "microbatch",
+    axis: Axis | None = None,
+    sequence_axis: Axis | None = None,
+    sequence: int | None = None,
 ) -> Tensor:
     """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
 
-    over       "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
-               "global": those of all ranks of `axis`
-    axis       what f counts is spread over these ranks: an all_reduce of E numbers, for each sequence
-    p is the mean of this rank's scores, as probabilities. So the mean of the ranks' losses is that of the whole batch.
-    See tplab.experts.losses for the equations and their sources.
+    over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
+                    "global": those of all ranks along `axis`, which the other two do not accept
+    sequence_axis   along which ranks share each sequence: what "microbatch" and "sequence" count is spread over them
+    An axis is an all_reduce of E numbers, for each sequence. p is the mean of this rank's scores, as probabilities. So
+    the mean of the ranks' losses is that of the whole batch.
+    Raises ValueError if an axis does not go with `over`. See tplab.experts.losses for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
-    each = check_balance(over, tokens, sequence, axis)
+    each, counted = check_balance(over, tokens, sequence, axis, sequence_axis)
     probabilities = routed.scores / routed.scores.sum(-1, keepdim=True)
     chosen = F.one_hot(routed.choices.clamp(min=0), experts) * (routed.choices >= 0)[..., None]
     counts, total = chosen.sum(1).unflatten(0, (-1, each)).sum(1), each
-    if axis is not None:
-        counts, total = all_reduce(counts, axis), each * axis_size(axis)
+    if counted is not None:
+        counts, total = all_reduce(counts, counted), each * axis_size(counted)
     fractions = counts.to(probabilities.dtype) / (total * routed.choices.shape[-1])
     return experts * (fractions * probabilities.unflatten(0, (len(fractions), -1)).mean(1)).sum(-1).mean()
 

@@ -156,7 +156,7 @@ class BlockExperts(nn.Module):
         y = self.experts(rows, routed).view(x.shape)
         if self.shared is not None:
             y = y + self.shared(x)
-        loss = about.balance * balance_loss(routed, over=about.over, axis=self.counted_over, sequence=x.shape[1])
+        loss = about.balance * balance_loss(routed, over=about.over, sequence=x.shape[1], **self.counted_over)
         if about.bias_rate:
             loss = loss + excess_load(routed, self.router.bias if axis is None else copy_to(self.router.bias, axis))
         return y, loss if axis is None else reduce_from(loss / axis_size(axis), axis)
@@ -188,10 +188,12 @@ class Spread:
         """Along which axes ranks have different tokens, so that they draw different dropout masks."""
         return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
 
-    def counted_over(self, over: str) -> Axis | None:
-        """The ranks among which are the tokens that a balance loss counts together, if this rank has not all."""
+    def counted_over(self, over: str) -> dict[str, Axis | None]:
+        """What `balance_loss` is given: the ranks among which are the tokens that it counts together."""
         found = self.context_axis, self.axis if self.sequence_parallel else None
-        return _names(self.data_axis, self.expert_axis, *found) if over == "global" else _names(*found)
+        if over == "global":
+            return {"axis": _names(self.data_axis, self.expert_axis, *found)}
+        return {"sequence_axis": _names(*found)}
 
     def embedding(self, config: GPTConfig) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.torch.ranks.generators import generators
+from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.rank import Rank
 
 _REDRAW = (1 << 31) + 1  # sets these numbers apart from others that are made of the run's seed

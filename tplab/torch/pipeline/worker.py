@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tplab.errors import ScheduleError
 from tplab.mesh import Axis
-from tplab.pipeline.checks import check_loss, no_way_back
-from tplab.pipeline.microbatches import check_microbatches
+from tplab.pipeline.checks import check_loss, check_microbatches, no_way_back
 from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import require_ranks
 from tplab.torch.comm.collectives import all_reduce, start

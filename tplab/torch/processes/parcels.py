@@ -8,8 +8,9 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType
 from typing import Any
 
 import cloudpickle
@@ -18,6 +19,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tplab.torch.private import storage_id
 from tplab.torch.processes.launcher import scratch_file
+from tplab.torch.ranks.watcher import Watched
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
 _ALIGNMENT = 64  # bytes, as in torch's own allocations: what a kernel computes may depend on it
@@ -183,3 +185,42 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         place, dtype = pid
         return TypedStorage(wrap_storage=self._storages[place], dtype=dtype, _internal=True)
+
+
+# --- what cannot be sent ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+    """Turns an error in pickling into a TypeError that names what cannot be sent."""
+    try:
+        yield
+    except Exception as error:
+        culprit = next((name for name, value in _parts(fn, args) if not _can_be_sent(value)), "the function")
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"on='processes' sends {name} to other processes, and {culprit} cannot be sent: {error};\n"
+            f"make it inside {name}, so that every process has its own, or run on='simulated', where nothing is sent"
+        ) from error
+
+
+def _parts(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """What is sent with a function, by name: its arguments, and what it uses from its surroundings."""
+    for place, arg in enumerate(args):
+        yield f"argument {place}", arg
+    fn = fn.fn if isinstance(fn, Watched) else fn
+    if isinstance(fn, FunctionType):
+        around = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+            with suppress(ValueError):  # a variable that has no value yet
+                around[name] = cell.cell_contents
+        for name, value in around.items():
+            yield f"the variable {name!r}", value
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        Parcel(value).close()
+    except Exception:
+        return False
+    return True

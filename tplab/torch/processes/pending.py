@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes, texts
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
-from tplab.trace.journal import Group, Met, Sent, Taken
+from tplab.trace.journal import Group, Met, Said, Sent, Taken
 from tplab.trace.label import Label, of_collective
 
 
@@ -57,6 +58,12 @@ class ProcessPending(Pending):
     def note(self, result: Tensor, arrival: float) -> None:
         """Write what has happened to the rank's journal, and advance its count of hops. A GPU that was still reading
         what was sent is past that now, so that memory can go."""
+
+    def said(self, num_bytes: int, step: int, label: Label, values: np.ndarray | None) -> Said:
+        """What its note says, besides the times."""
+        side, call = self.side, self.call
+        about = num_bytes, side.shape, side.dtype, step, side.where, self.phase, call.reduction
+        return Said(self.group, self.number, call.op, call.place.label, *about, label, values)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -180,29 +187,12 @@ class Message(ProcessPending):
             self.rank.exchange.send(target, self.tag, bytes_of(self.x))
 
     def _note_sent(self, x: Tensor, target: int) -> Header:
-        rank, place, side = self.rank, self.call.place, self.side
+        rank = self.rank
         step = rank.way_is_free(target)
         rank.take_way(target, step)
         label, values = rank.content(x)
-        rank.journal.sent.append(
-            Sent(
-                target,
-                self.group,
-                self.number,
-                self.call.op,
-                place.label,
-                self.begun,
-                x.nbytes,
-                side.shape,
-                side.dtype,
-                step,
-                label,
-                values,
-                side.where,
-                self.phase,
-            )
-        )
-        return Header(side, step, label)
+        rank.journal.sent.append(Sent(target, self.begun, self.said(x.nbytes, step, label, values)))
+        return Header(self.side, step, label)
 
     def arrive(self) -> Tensor:
         assert self.flight is not None
@@ -276,25 +266,9 @@ class Together(ProcessPending):
         rank.take_way(self.next, self.hop)
         numels = [torch.Size(header.side.shape).numel() for header in self.headers]
         num_bytes = bytes_sent(call, side.shape, getattr(torch, side.dtype).itemsize, numels, index)
-        rank.journal.met.append(
-            Met(
-                self.group,
-                self.number,
-                call.op,
-                call.place.label,
-                self.begun,
-                arrival,
-                num_bytes,
-                side.shape,
-                side.dtype,
-                self.hop,
-                rank.values(result),
-                side.where,
-                self.phase,
-                call.reduction,
-                self._label(result),
-            )
-        )
+        values = rank.values.of(result)
+        said = self.said(num_bytes, self.hop, self._label(result), values)
+        rank.journal.met.append(Met(self.begun, arrival, said))
 
     def _label(self, result: Tensor) -> Label:
         """Whose data is in the result. Only what some of the ranks have made needs to be followed."""

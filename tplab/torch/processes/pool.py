@@ -6,18 +6,22 @@ import fcntl
 import os
 import shutil
 import socket
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
 from tempfile import mkdtemp
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import tplab
 from tplab.errors import RankError, TplabError
-from tplab.torch.processes import failure, parcels
+from tplab.torch.processes import parcels
 from tplab.torch.processes.launcher import LAST_WORDS, Launcher, scratch_file, text_of
-from tplab.torch.processes.program import Outcome, Program
-from tplab.torch.processes.sources import Sources
+from tplab.torch.processes.program import Outcome, Program, death, error_of
 from tplab.torch.processes.waits import unmet
 
 SECONDS_FOR_OTHERS = 0.1
@@ -132,7 +136,7 @@ class Pool:
 
     def _death_of(self, member: Member) -> RankError:
         status = self._launcher.ended(member.pid, within_seconds=2.0)
-        return failure.death(member.rank, status, text_of(member.words, LAST_WORDS).strip())
+        return death(member.rank, status, text_of(member.words, LAST_WORDS).strip())
 
     def close(self) -> None:
         """End all processes, whatever they are doing, and wait until they have ended."""
@@ -172,8 +176,41 @@ def _first_error(outcomes: dict[int, Outcome], program: Program) -> TplabError |
     if not failed:
         return None
     rank = (by_itself or list(failed))[0]
-    return failure.error_of(rank, failed[rank], program.mesh, program.cells)
+    return error_of(rank, failed[rank], program.job.mesh, program.cells)
 
 
 def _unmet(outcomes: dict[int, Outcome]) -> TplabError | None:
     return unmet([outcome.report for _, outcome in sorted(outcomes.items()) if outcome.report is not None])
+
+
+# --- whether modules have changed -------------------------------------------------------------------------------------
+
+
+class Sources:
+    """The files of the user's own modules, and when they were written.
+
+    A warm process has already imported what it needed. When the user then edits a module and reloads it here, the
+    process would still use the old one.
+    """
+
+    def __init__(self) -> None:
+        paths = sysconfig.get_paths()
+        installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+        self._installed = (*installed, sys.prefix, sys.base_prefix, str(Path(tplab.__file__).parent))
+        self._written: dict[str, float] = {}
+        self.have_changed()
+
+    def have_changed(self) -> bool:
+        """Whether a file is newer than at the last call; files first seen now are noted."""
+        changed = False
+        for module in list(sys.modules.values()):
+            file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+            if not isinstance(file, str) or module.__name__ == "__main__" or file.startswith(self._installed):
+                continue
+            try:
+                written = os.stat(file).st_mtime
+            except OSError:
+                continue
+            changed |= self._written.setdefault(file, written) != written
+            self._written[file] = written
+        return changed

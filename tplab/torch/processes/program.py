@@ -1,13 +1,16 @@
-"""A program as it is sent to a rank's process, and what comes back."""
+"""A program as it is sent to a rank's process, and what comes back: results, or what went wrong, as an error."""
 
 from __future__ import annotations
 
+import builtins
 import json
+import linecache
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +19,8 @@ import torch
 from torch import Tensor
 
 import tplab
-from tplab.errors import SpecError
+from tplab import errors
+from tplab.errors import RankError, SpecError, TplabError
 from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 from tplab.torch.private import pytree
@@ -24,9 +28,10 @@ from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
-from tplab.torch.ranks import arguments
+from tplab.torch.ranks import arguments, texts
 from tplab.torch.ranks import rank as rank_context
-from tplab.torch.ranks.generators import generators
+from tplab.torch.ranks.arguments import Job
+from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.results import without_graph
 from tplab.trace.journal import Journal
 
@@ -86,23 +91,16 @@ class Settings(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What every rank runs. The arguments are whole: each rank takes its own piece of them."""
+    """A job as it is sent to a rank's process. cells: file name -> the number of its notebook cell."""
 
-    fn: Callable[..., Any]
-    mesh: Mesh
-    args: Sequence[Any]
-    in_specs: Any
-    seed: int
-    record: int
-    device: torch.device | None
+    job: Job
     settings: Settings
     cells: dict[str, int]
-    title: str
 
     def rank(self, rank: int, exchange: Exchange) -> ProcessRank:
         """The rank with this number, to run the program. Each keeps the values of its share of messages."""
-        record = -(-self.record // self.mesh.size)
-        return ProcessRank(rank, self.mesh, exchange, record=record, cells=self.cells)
+        record = -(-self.job.keep_values // self.job.mesh.size)
+        return ProcessRank(rank, self.job.mesh, exchange, record=record, cells=self.cells)
 
 
 class Raised(NamedTuple):
@@ -147,12 +145,12 @@ class Outcome(NamedTuple):
     is_clean: bool
 
 
-def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
+def check_arguments(job: Job) -> None:
     """Raise SpecError or ShapeError where the arguments cannot be split as in_specs says."""
-    for arg, entry in zip(args, arguments.entries_of(in_specs, len(args), "in_specs", "arguments")):
+    for arg, entry in zip(job.args, arguments.entries_of(job.in_specs, len(job.args), "in_specs", "arguments")):
         for leaf, spec in zip(pytree.tree_leaves(arg), arguments.spread(entry, arg, "in_specs")):
             if isinstance(leaf, Tensor | np.ndarray):
-                check_spec(leaf.shape, spec, mesh)
+                check_spec(leaf.shape, spec, job.mesh)
             elif spec.axis_names:
                 kind = type(leaf).__name__
                 raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
@@ -160,18 +158,18 @@ def check_arguments(args: Sequence[Any], in_specs: Any, mesh: Mesh) -> None:
 
 def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
     """Run the program as this rank, and return its result."""
-    drawn_from = generators(device)
+    job, drawn_from = program.job, generators(device)
     kept = [generator.get() for generator in drawn_from]
-    pieces = arguments.arguments_of(rank.rank, program.args, program.in_specs, program.mesh, device)
+    pieces = arguments.Arguments(job.args, job.in_specs, job.mesh, device, num_here=1).of(rank.rank)
     for generator in drawn_from:
-        generator.set(generator.state(program.seed, rank.rank))
-    rank.seed = program.seed
+        generator.set(generator.state(job.seed, rank.rank))
+    rank.seed = job.seed
     rank_context.enter(rank)
     try:
         with program.settings.state():
             rank.start_watching()
             try:
-                result = program.fn(*pieces)
+                result = job.fn(*pieces)
                 rank.has_returned = True
             finally:
                 rank.stop_watching()
@@ -203,3 +201,66 @@ def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
 
 def _is_ours(filename: str) -> bool:
     return Path(tplab.__file__).parent in Path(filename).parents
+
+
+# --- what went wrong, as an error of the process that asked for the run -----------------------------------------------
+
+
+def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) -> TplabError:
+    """The error for what `rank` raised: that error itself if it is tplab's, otherwise a RankError with it as the cause.
+
+    The rank's traceback is added to it as a note.
+    """
+    try:
+        error = None if raised.error is None else Received(raised.error).open()
+    except Exception:  # its class cannot be imported here
+        error = None
+    if not isinstance(error, BaseException):
+        error = _made_anew(raised)
+    if raised.stack:
+        error.add_note(_stack_text(rank, raised, cells))
+    return named(error, rank, raised, mesh)
+
+
+def _made_anew(raised: Raised) -> BaseException:
+    """One of Python's errors or ours, from its name and its text; for any other, a RuntimeError that names it."""
+    known = getattr(errors, raised.kind, None) or getattr(builtins, raised.kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with suppress(TypeError):  # it needs more arguments than a text
+            return known(raised.text)
+    return RuntimeError(f"{raised.kind}: {raised.text}")
+
+
+def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
+    """The error for `error`, which `rank` raised, as for simulated ranks."""
+    if isinstance(error, TplabError) and (raised.is_verdict or raised.is_lost):
+        return error
+    return texts.raised(rank, error, raised.kind, raised.text, raised.line, mesh)
+
+
+def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
+    """The rank's traceback; the text of its lines is read here, in the notebook's process."""
+    lines = [f"Traceback of rank {rank} (most recent call last):"]
+    for filename, number, function in raised.stack:
+        name = Path(filename).name
+        cell = f"cell {cells[name]}" if name in cells else filename
+        lines.append(f"  {cell}, line {number}, in {function}")
+        if text := linecache.getline(filename, number).strip():
+            lines.append(f"    {text}")
+    return "\n".join(lines)
+
+
+def death(rank: int, status: int | None, words: str) -> RankError:
+    """The error for a process that ended by itself. `status` is from os.waitpid; `words` is the last text it wrote."""
+    if status is None:
+        how = "closed its connection"
+    elif os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        how = f"ended with signal {number} ({signal.Signals(number).name})"
+        if number == signal.SIGKILL:
+            how += ", which is what the system sends when memory runs out"
+    else:
+        how = f"ended with exit status {os.waitstatus_to_exitcode(status)}"
+    words = words.partition("\n\nExtension modules:")[0]  # the end of what Python says about a crash
+    text = f"rank {rank}'s process {how}; the other ranks were ended, and the next run starts new processes"
+    return RankError(text + (f".\nThe last it said:\n{words}" if words else ""), rank)

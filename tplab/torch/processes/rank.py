@@ -8,11 +8,13 @@ collective carries the tensors; between GPUs, NCCL's. A message (ppermute, ring_
 from __future__ import annotations
 
 from collections import deque
-from threading import Event
+from collections.abc import Callable
+from threading import Event, Thread
 from typing import Any
 
 from torch import Tensor
 
+from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.private import no_dispatch
 from tplab.torch.processes import waits
@@ -20,7 +22,7 @@ from tplab.torch.processes.exchange import Exchange, Tags
 from tplab.torch.processes.frames import Side, side_of
 from tplab.torch.processes.pending import Alone, Message, ProcessPending, Together
 from tplab.torch.processes.recorded import RecordedRank
-from tplab.torch.processes.waits import Report, Wait
+from tplab.torch.processes.waits import Report, Wait, verdict
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.trace.journal import Group
 
@@ -73,3 +75,50 @@ class ProcessRank(RecordedRank):
         pending.depart(x)
         self.go_on()
         return pending
+
+
+# --- a rank that stands still -----------------------------------------------------------------------------------------
+
+
+LOOK_EVERY = 0.25
+"""Seconds between two looks; the second look that finds a rank in one wait reports it."""
+
+
+class Watch:
+    """The watch over one rank of one run, from when it is made until `close`. A rank that stands still says in the
+    store what it waits for; if no rank can go on, the run ends.
+
+    store       of this run alone, where ranks read each other's reports
+    break_off   called once it is certain that no rank can go on, and the rank's verdict says why: it closes the
+                connections that the rank waits on, so that its program wakes up
+    """
+
+    def __init__(self, rank: ProcessRank, store: Any, break_off: Callable[[], None]):
+        self._rank, self._store, self._break_off = rank, store, break_off
+        self._is_over = Event()
+        self._thread = Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        seen = posted = None
+        while not self._is_over.wait(LOOK_EVERY):
+            waits_in = "the others, at its end" if self._rank.has_returned else self._rank.waits_in
+            if waits_in is not None and waits_in is seen:
+                if waits_in is not posted:
+                    self._store.set(str(self._rank.rank), self._rank.report().to_text())
+                    posted = waits_in
+                if not self._rank.has_returned and (error := self._judged(self._rank.mesh)):  # else one that waits will
+                    self._rank.verdict = error
+                    self._break_off()
+                    return
+            seen = waits_in
+
+    def _judged(self, mesh: Mesh) -> TplabError | None:
+        reports = {
+            rank: Report.from_text(self._store.get(str(rank))) for rank in mesh.ranks if self._store.check([str(rank)])
+        }
+        return verdict(reports, mesh)

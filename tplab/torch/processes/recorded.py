@@ -17,7 +17,7 @@ from tplab.torch.processes.exchange import Exchange
 from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
-from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name, values_of
+from tplab.torch.ranks.values import Values, dtype_name
 from tplab.trace.journal import Added, Computed, Doing, Journal
 from tplab.trace.label import Label
 
@@ -43,7 +43,7 @@ class RecordedRank(Rank):
         self._seen_at = 0.0
         self._doing: Doing | None = None
         self._meter = Meter(self, None)
-        self._num_left_to_keep = record
+        self.values = Values(record)
         self._provenance = Provenance(
             rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size
         )
@@ -91,16 +91,9 @@ class RecordedRank(Rank):
 
     # --- what the trace keeps of contents, as simulated ranks do ---------------------------------------------------
 
-    def values(self, x: Tensor) -> np.ndarray | None:
-        """The values of `x`, if it is small and not too many have been kept."""
-        if x.numel() > VALUES_UP_TO or self._num_left_to_keep <= 0:
-            return None
-        self._num_left_to_keep -= 1
-        return values_of(x)
-
     def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
         """The ranks whose data is in a tensor that is sent, and its values, if they are kept."""
-        return self._provenance.of(x), self.values(x)
+        return self._provenance.of(x), self.values.of(x)
 
     def put_in(self, x: Tensor) -> Label:
         """Whose data a tensor has that is put into a collective."""
@@ -108,7 +101,7 @@ class RecordedRank(Rank):
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         if self._doing is None:
-            now, values = time.perf_counter(), self._provenance.values(x)
+            now, values = time.perf_counter(), self._provenance.values.of(x)
             self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
 
     def starts_with(self, x: Tensor) -> None:

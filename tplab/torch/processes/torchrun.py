@@ -17,13 +17,12 @@ from tplab.errors import MeshError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.engine import WAIT_FOREVER, Engine
 from tplab.torch.processes.exchange import Exchange, gloo_of
-from tplab.torch.processes.failure import error_of, named
 from tplab.torch.processes.parcels import Parcel, Received
-from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
-from tplab.torch.processes.rank import ProcessRank
+from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, error_of, named, raised
+from tplab.torch.processes.rank import ProcessRank, Watch
 from tplab.torch.processes.waits import unmet
-from tplab.torch.processes.watch import Watch
-from tplab.torch.ranks.live_output import LiveOutput, Screen
+from tplab.torch.ranks.arguments import Job
+from tplab.torch.ranks.printing import LiveOutput, Screen
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 
@@ -118,18 +117,8 @@ def offset_from_first(gloo: Any, rank: int, num_ranks: int, rounds: int = 8) -> 
 _membership: list[Membership] = []  # one, once this process has joined
 
 
-def run_under_torchrun(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-    in_specs: Any,
-    *,
-    seed: int,
-    record: int,
-    device: torch.device | None,
-    title: str,
-) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` as this process's rank of `mesh`. Returns every rank's result and what makes the trace, on every rank.
+def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
+    """Run a program as this process's rank of its mesh. Returns the results of all ranks and what makes the trace.
 
     Every process runs the same script and calls this with the same arguments; each takes its own piece of them. What a
     rank prints appears at once, labelled. Results are gathered on every rank, so return something small, or None. When
@@ -138,14 +127,14 @@ def run_under_torchrun(
     """
     if not _membership:
         _membership.append(Membership())
-    here = _membership[0]
+    here, mesh, device = _membership[0], job.mesh, job.device
     if mesh.size != here.num_ranks:
         raise MeshError(
             f"torchrun has started {here.num_ranks} processes, and {mesh} has {mesh.size} ranks; give torchrun "
             f"--nnodes and --nproc-per-node that make {mesh.size}, or run takes a mesh of {here.num_ranks}"
         )
-    check_arguments(args, in_specs, mesh)
-    program = Program(fn, mesh, args, in_specs, seed, record, device, Settings.here(1), {}, title)
+    check_arguments(job)
+    program = Program(job, Settings.here(1), {})
     exchange = here.exchange()
     rank = program.rank(here.rank, exchange)
     device = here.gpu if here.gpu is not None and (device is None or device.type == "cuda") else device
@@ -170,7 +159,7 @@ def run_under_torchrun(
     store.delete_key(str(here.rank))
     if error is not None:
         raise error
-    return list(results), lambda: trace_of(journals, mesh, title)
+    return list(results), lambda: trace_of(journals, mesh, job.title)
 
 
 def _named(error: BaseException, rank: ProcessRank, here: Membership, store: Any) -> BaseException:

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from tplab.lines import notebook_cells
-from tplab.mesh import Mesh
 from tplab.torch.private import pytree
 from tplab.torch.processes.launcher import Launcher
-from tplab.torch.processes.parcels import Parcel
+from tplab.torch.processes.parcels import Parcel, explained
 from tplab.torch.processes.pool import Pool
 from tplab.torch.processes.program import Program, Settings, check_arguments
-from tplab.torch.processes.unsendable import explained
+from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.printing import show
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
@@ -125,29 +124,19 @@ def shut_down() -> None:
         _warm.close()
 
 
-def run_on_processes(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-    in_specs: Any,
-    *,
-    seed: int,
-    record: int,
-    device: torch.device | None,
-    title: str,
-) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run `fn` on every rank of `mesh`, each a process of its own. Returns each rank's result and what makes the trace.
+def run_on_processes(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
+    """Run a program on every rank of its mesh, each a process. Returns each rank's result and what makes the trace.
 
-    The first run starts the processes; later runs on the same number of ranks find them warm. `fn` is sent as code, so
-    it may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from where this
+    The first run starts the processes; later runs on the same number of ranks find them warm. It is sent as code, so it
+    may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from where this
     process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their own order,
     and each process computes with its share of this process's threads, over which torch splits large sums.
     """
-    check_arguments(args, in_specs, mesh)
-    args = tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in args)
-    settings, cells = Settings.here(mesh.size), {Path(file).name: number for file, number in notebook_cells().items()}
-    program = Program(fn, mesh, args, in_specs, seed, record, device, settings, cells, title)
-    with explained(fn, args):
+    check_arguments(job)
+    job = job._replace(args=tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in job.args))
+    cells = {Path(file).name: number for file, number in notebook_cells().items()}
+    program, mesh, device = Program(job, Settings.here(job.mesh.size), cells), job.mesh, job.device
+    with explained(job.fn, job.args):
         parcel = Parcel(program.settings, program)
     wants_gpu = device is None or device.type == "cuda"
     has_gpus = wants_gpu and torch.cuda.is_available() and torch.cuda.device_count() >= mesh.size
@@ -162,7 +151,7 @@ def run_on_processes(
     if finished.error is not None:
         raise finished.error
     journals = [outcome.journal for outcome in finished.outcomes if outcome.journal is not None]
-    return [outcome.result for outcome in finished.outcomes], lambda: trace_of(journals, mesh, title)
+    return [outcome.result for outcome in finished.outcomes], lambda: trace_of(journals, mesh, job.title)
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:

@@ -21,8 +21,7 @@ from tplab.torch.processes.engine import WAIT_FOREVER, Engine
 from tplab.torch.processes.exchange import ConnectionLost, Exchange, gloo_of
 from tplab.torch.processes.parcels import Received
 from tplab.torch.processes.program import Outcome, Program, Settings, carry_out, raised
-from tplab.torch.processes.rank import ProcessRank
-from tplab.torch.processes.watch import Watch
+from tplab.torch.processes.rank import ProcessRank, Watch
 
 SECONDS_AT_REST = 0.5
 """After so long without a program, a worker returns the memory that its last program has freed. Between programs that
@@ -84,7 +83,7 @@ class Worker:
             program: Program = next(contents)
             rank = program.rank(self._rank, self._exchange)
             self._watch = Watch(rank, store, self._exchange.break_off)
-            device = program.device
+            device = program.job.device
             if self._exchange.engine.has_gpu and (device is None or device.type == "cuda"):
                 device = torch.device("cuda", self._rank)
             result = carry_out(program, rank, device)

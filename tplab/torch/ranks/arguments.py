@@ -1,4 +1,4 @@
-"""What goes into a program: each rank's own piece of every argument."""
+"""What `run` is asked for, and what goes into the program: each rank's own piece of every argument."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import copy
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,20 @@ from tplab.torch.ranks.outcomes import WITHOUT_KERNELS, own
 SHARED_FROM = 1 << 22  # bytes; up to here a copy is quick and small
 
 
-def arguments_of(rank: int, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None) -> list[Any]:
-    """The arguments of a rank that has its own process: see `Arguments`."""
-    return Arguments(args, in_specs, mesh, device, num_here=1).of(rank)
+class Job(NamedTuple):
+    """What `run` is asked for: a program and its ranks. The arguments are whole: each rank takes its own piece of them.
+
+    keep_values   the number of messages whose values the trace keeps
+    """
+
+    fn: Callable[..., Any]
+    mesh: Mesh
+    args: Sequence[Any]
+    in_specs: Any
+    seed: int
+    keep_values: int
+    device: torch.device | None
+    title: str
 
 
 class Arguments:

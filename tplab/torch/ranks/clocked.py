@@ -16,8 +16,7 @@ from tplab.torch.private import phase
 from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
 from tplab.torch.ranks.meter import Cost, Meter
-from tplab.torch.ranks.names import NAMES_UP_TO, name_in_program
-from tplab.torch.ranks.provenance import Provenance
+from tplab.torch.ranks.provenance import NAMES_UP_TO, Provenance, name_in_program
 from tplab.torch.ranks.rank import Rank
 from tplab.torch.ranks.turns import Seat
 from tplab.torch.ranks.values import dtype_name
@@ -61,7 +60,7 @@ class ClockedRank(Rank):
         self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
         self._provenance = Provenance(
-            rank, self.labels, self._meter, self._number_of, world.num_left_to_keep, world.is_timed
+            rank, self.labels, self._meter, self._number_of, world.values.left, world.is_timed
         )
 
     def start_watching(self) -> None:
@@ -126,7 +125,7 @@ class ClockedRank(Rank):
         """What an event says about a computed tensor, if it holds received data."""
         if label is None or label.chunk < 0:
             return {}
-        return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values(x)}
+        return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values.of(x)}
 
     def _number_of(self, x: Tensor, piece: int) -> int:
         """The number of a new chunk of this rank. The program may have a name for it."""

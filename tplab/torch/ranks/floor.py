@@ -12,14 +12,14 @@ _POLL = 0.1  # s; Ctrl-C reaches a thread only between two waits
 _SLICE = 5e-3  # s; how long a run keeps the floor before it lets another one have it
 
 
-class Place:
+class Ticket:
     """A run's place in the queue for the floor. The first in the queue has the floor. Nothing else records this, so no
     interrupt can leave it inconsistent.
 
-    A run inside a rank needs no place: it takes its turns within that rank's turn.
+    A run inside a rank needs none: it takes its turns within that rank's turn.
     """
 
-    _queue: deque[Place] = deque()
+    _queue: deque[Ticket] = deque()
 
     def __init__(self) -> None:
         self._called = Lock()
@@ -63,4 +63,4 @@ class Place:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Place._queue.clear)  # the threads that run them are not in the copy
+    os.register_at_fork(after_in_child=Ticket._queue.clear)  # the threads that run them are not in the copy

@@ -1,64 +1,44 @@
-"""Running a program on simulated ranks."""
+"""Running a program on simulated ranks, and what went wrong among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TextIO, cast
 
-import torch
-
 from tplab.cost.cluster import Cluster
-from tplab.errors import TplabError
+from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
 from tplab.mesh import Mesh
-from tplab.torch.ranks import faults, results
-from tplab.torch.ranks.arguments import Arguments
+from tplab.torch.ranks import results, texts
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
-from tplab.torch.ranks.live_output import live_output
-from tplab.torch.ranks.printing import Kept, beneath
+from tplab.torch.ranks.meeting import Group
+from tplab.torch.ranks.printing import Kept, beneath, live_output
 from tplab.torch.ranks.process_state import More, Own, ProcessState
-from tplab.torch.ranks.rank import current_rank_or_none, enter
+from tplab.torch.ranks.rank import Lines, current_rank_or_none, enter
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Turns
 from tplab.torch.ranks.world import World
 
 
 def run_on_simulated_ranks(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: tuple[Any, ...],
-    in_specs: Any,
-    *,
-    cluster: Cluster | None,
-    clock: str,
-    seed: int,
-    keep_values: int,
-    device: torch.device | None,
-    title: str,
-    more: More | None = None,
+    job: Job, cluster: Cluster | None = None, clock: str = "modelled", more: More | None = None
 ) -> tuple[list[Any], Chronicle]:
-    """Run `fn` on every rank of `mesh`, each a thread that takes turns. Returns each rank's result and what has
+    """Run a program on every rank of a mesh, each a thread that takes turns. Returns each rank's result and what has
     happened. `more` is what each rank has of its own where the program uses torch.distributed."""
-    world = World(
-        mesh,
-        title=title,
-        cluster=cluster,
-        is_timed=clock == "measured",
-        seed=seed,
-        keep_values=keep_values,
-        device=device,
-    )
-    state, around = ProcessState(device, more), current_rank_or_none()
+    mesh, world = job.mesh, World(job, cluster, is_timed=clock == "measured")
+    state, around = ProcessState(job.device, more), current_rank_or_none()
     turns = Turns(
         mesh.size,
         state,
-        stuck=lambda: faults.deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
-        named=lambda rank, error: faults.named(
+        stuck=lambda: deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
+        named=lambda rank, error: named(
             rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
         ),
-        told=lambda error: faults.told(error, ranks, world.lines),
+        told=lambda error: told(error, ranks, world.lines),
         around=around.seat if isinstance(around, SimulatedRank) else None,
     )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
@@ -72,28 +52,28 @@ def run_on_simulated_ranks(
             kept = Kept(stream, partial(_writer, world), mesh.size)
             ending.callback(kept.show)
             out = cast(TextIO, kept)
-        return [state.of_rank(seed, rank, kernels, out) for rank in mesh.ranks]
+        return [state.of_rank(job.seed, rank, kernels, out) for rank in mesh.ranks]
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
         with world.inherited(), more.inside(rank) if more is not None else nullcontext():
             rank.start_watching()
             try:
-                return fn(*pieces)
+                return job.fn(*pieces)
             finally:
                 rank.stop_watching()
 
-    pieces = Arguments(args, in_specs, mesh, device, num_here=mesh.size)
+    pieces = Arguments(job.args, job.in_specs, mesh, job.device, num_here=mesh.size)
     programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
     del pieces
     chronicle = world.chronicle
     try:
         with ending, KERNELS_OF_GPUS if world.fuses_attention else nullcontext():
             per_rank = [results.without_graph(result) for result in turns.run(programs, owns)]
-        if (error := faults.unmet(world.groups.values())) is not None:
+        if (error := unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
-        for message in faults.not_received(world.groups.values()):
+        for message in not_received(world.groups.values()):
             chronicle.recorder.lost(message)
         error.make_trace = lambda: chronicle.trace
         raise
@@ -109,3 +89,82 @@ def _writer(world: World) -> int | None:
     """The rank of this run whose program the calling thread runs."""
     current = current_rank_or_none()
     return current.rank if isinstance(current, SimulatedRank) and current.world is world else None
+
+
+# --- what went wrong, worked out from where each rank is --------------------------------------------------------------
+
+
+def named(
+    rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
+) -> BaseException:
+    """What a rank raised, with the rank's number and `advice`. The error of this run, `failure`, already names its
+    ranks."""
+    if error is failure:
+        return error
+    said = "; ".join(filter(None, (str(error), advice)))
+    return texts.raised(rank, error, type(error).__name__, said, lines.of(error), mesh)
+
+
+def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> BaseException:
+    """A mismatch or a deadlock, behind what ranks have raised and could not say yet, because a collective in their
+    `finally` or `except` meets no other rank. Any other error as it is."""
+    if not isinstance(error, CollectiveMismatchError | DeadlockError):
+        return error
+    held = [*_held(ranks, lines)]
+    found = texts.behind([(rank, said) for rank, said, _ in held], error)
+    if held:
+        found.__cause__ = held[0][2]
+    return found
+
+
+def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, str, BaseException]]:
+    """The ranks that wait in a collective while they handle an error: the rank, both in a sentence, and the error."""
+    caught: dict[int, Any] = sys._current_exceptions()
+    for rank in ranks:
+        own = caught.get(rank.seat.thread.ident or 0) if rank.seat.thread else None
+        own = own[1] if isinstance(own, tuple) else own  # as Python 3.11 says it
+        if own is None or rank.waits_in is None or (line := lines.of(own)) is None:
+            continue
+        calls = rank.waits_in if isinstance(rank.waits_in, str) else "{0.call} at {0.where}".format(rank.waits_in[0])
+        yield rank.rank, texts.while_handling(rank.rank, own, line, calls), own
+
+
+def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
+    """The error for a collective that some of its group have not reached, though all ranks have returned."""
+    for group in groups:
+        for meeting in group.open.values():
+            if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
+                continue  # threads that end with their process
+            rank, site = meeting.first
+            return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
+    return None
+
+
+def not_received(groups: Iterable[Group]) -> Iterator[int]:
+    """The messages of a failed run whose receivers have not come, by their numbers in the trace."""
+    for group in groups:
+        for meeting in group.open.values():
+            for *_, number, _ in meeting.messages.values():
+                yield number
+
+
+def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:
+    """The error that says what every rank waits for, and what the `others` do: threads that ranks have started."""
+    members = [*ranks, *others]
+    doing = {rank.rank: _doing(rank) for rank in members if rank.home is rank}
+    for rank in members:
+        if rank.home is not rank and rank.seat.thread is not None:
+            doing[rank.rank] += f"\n    its thread {rank.seat.thread.name!r} {_doing(rank)}"
+    for rank in members:
+        doing[rank.rank] += "".join(f"\n    {text}" for text in rank.raised)
+    return texts.deadlock(doing, [rank.waits_in[0].call.op for rank in members if isinstance(rank.waits_in, tuple)])
+
+
+def _doing(rank: SimulatedRank) -> str:
+    if rank.waits_in is None:
+        return texts.HAS_RETURNED
+    if isinstance(rank.waits_in, str):
+        return f"waits in {rank.waits_in}"
+    site, meeting = rank.waits_in
+    missing = meeting.absent if site.source is None else [site.source]
+    return texts.waits_text(site.call.key, site.where, missing, site.source is not None)

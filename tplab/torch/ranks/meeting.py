@@ -15,7 +15,8 @@ from tplab.torch.ranks.outcomes import signature
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.texts import no_room, side_text
 from tplab.torch.ranks.turns import Seat
-from tplab.torch.ranks.values import VALUES_UP_TO, dtype_name
+from tplab.torch.ranks.values import dtype_name
+from tplab.trace.event import VALUES_UP_TO
 from tplab.trace.label import Label, of_all
 
 

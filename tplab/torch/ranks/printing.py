@@ -1,10 +1,13 @@
-"""What ranks print appears in the order of ranks, and each line says which rank it is from."""
+"""What ranks print appears in the order of ranks, or as they print it, and each line says which rank it is from."""
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 
@@ -65,3 +68,116 @@ def show(sheets: Sequence[Sequence[str]], stream: TextIO | None = None) -> None:
         text = "".join(sheet)
         for line in text.removesuffix("\n").split("\n") if text else []:
             print(f"[rank {rank}] {line}", file=stream or sys.stdout)
+
+
+# --- as they print it -------------------------------------------------------------------------------------------------
+
+
+class LiveOutput(Output):
+    """Shows each line when it ends. If it is flushed before that, it appears as far as it goes, and once more whole if
+    another rank has printed in between. A progress bar, which returns to the start of its line, stays on one line.
+
+    screen   where the lines go, together with those of the other stream
+    """
+
+    def __init__(self, stream: TextIO, writer: Callable[[], int | None], screen: Screen):
+        super().__init__(stream, writer)
+        self._screen = screen
+        self._lines: dict[int, str] = {}  # the line that each rank has begun
+
+    def put(self, rank: int, text: str) -> None:
+        *ended, rest = (self._lines.get(rank, "") + text).split("\n")
+        for line in ended:
+            self._screen.show(Line(rank, self.stream, *_visible(line)), is_ended=True)
+        self._lines[rank] = rest
+
+    def flush(self) -> None:
+        rank = self._writer()
+        if rank is not None and (begun := self._lines.get(rank)):
+            self._screen.show(Line(rank, self.stream, *_visible(begun)), is_ended=False)
+        self.stream.flush()
+
+    def end(self) -> None:
+        """Show the lines that have not ended."""
+        self.is_shown = True
+        for rank, begun in sorted(self._lines.items()):
+            text, is_bar = _visible(begun)
+            if text.strip():
+                self._screen.show(Line(rank, self.stream, text, is_bar), is_ended=True)
+        self._lines.clear()
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank has written of a line. `is_bar`: it has returned to its start, so what follows may replace it."""
+
+    rank: int
+    stream: TextIO
+    text: str
+    is_bar: bool
+
+    @property
+    def whole(self) -> str:
+        return f"[rank {self.rank}] {self.text}"
+
+
+class Screen:
+    """What the lines of all ranks are shown on. At most one line of it has not ended."""
+
+    def __init__(self) -> None:
+        self._open: Line | None = None
+
+    def show(self, line: Line, is_ended: bool) -> None:
+        begun, text = self._open, line.whole
+        if begun == line:
+            text = ""
+        elif begun is not None and begun.is_bar:
+            text = "\r" + text.ljust(len(begun.whole))
+        elif begun is not None:
+            if (begun.rank, begun.stream) == (line.rank, line.stream) and text.startswith(begun.whole):
+                text = text.removeprefix(begun.whole)
+            else:
+                self.end()
+        line.stream.write(text + "\n" * is_ended)
+        line.stream.flush()
+        self._open = None if is_ended else line
+
+    def end(self) -> None:
+        """End the line that has not ended."""
+        if self._open is not None:
+            self._open.stream.write("\n")
+            self._open.stream.flush()
+            self._open = None
+
+
+def _visible(line: str) -> tuple[str, bool]:
+    """What a terminal shows of a line, and whether it has returned to its start."""
+    _, returned, text = line.rstrip("\r").rpartition("\r")
+    return text, bool(returned) or line.endswith("\r")
+
+
+@contextmanager
+def live_output(stdout: TextIO, writer: Callable[[], int | None]) -> Iterator[TextIO]:
+    """While this lasts, sys.stderr is live; what it gives is for sys.stdout.
+
+    Loggers that the ranks set up may keep both. After the run they write to the streams beneath.
+    """
+    stderr, screen = sys.stderr, Screen()
+    errors = LiveOutput(stderr, writer, screen if _is_same(stdout, stderr) else Screen())
+    out = LiveOutput(stdout, writer, screen)
+    sys.stderr = errors
+    try:
+        yield out  # type: ignore[misc]  # it has what TextIO has
+    finally:
+        sys.stderr = stderr
+        for live in (out, errors):
+            live.end()
+            live._screen.end()
+
+
+def _is_same(one: TextIO, other: TextIO) -> bool:
+    """Whether two streams go to the same terminal or file."""
+    try:
+        return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False

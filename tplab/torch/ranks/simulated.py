@@ -16,7 +16,6 @@ from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released
-from tplab.torch.ranks.values import values_of
 from tplab.torch.ranks.waiting import WaitingRank
 from tplab.torch.ranks.watcher import Begun, begins, met
 from tplab.trace.label import UNKNOWN, Label
@@ -135,10 +134,7 @@ class SimulatedRank(WaitingRank):
             meeting.messages[target] = payload, None, self.labels.get(x) or UNKNOWN, -1, site
             return None
         entry = self.log.add(self.lane, SEND, site.log_form)
-        label, values = self._provenance.of(x), None
-        if site.is_small and world.num_left_to_keep > 0:
-            world.num_left_to_keep -= 1
-            values = values_of(payload)
+        label, values = self._provenance.of(x), world.values.of(payload) if site.is_small else None
         number = world.chronicle.recorder.note_message(
             site.form, entry, entry, num_bytes, 0, label.chunk, label.contributors, values
         )
@@ -182,7 +178,7 @@ class SimulatedRank(WaitingRank):
                 num_sent = bytes_sent(other.call, x.shape, x.element_size(), [y.numel() for y in inputs], index)
                 if call.op != "all_gather":  # the others' inputs may have another size each time
                     other.num_sent = num_sent
-            values = world.values(meeting.outputs[index])
+            values = world.values.of(meeting.outputs[index])
             entry, label = meeting.entries[index], labels[index]
             world.chronicle.recorder.note(
                 other.form, entry, entry, num_sent, number, 0, -1, label.contributors, values, label.part

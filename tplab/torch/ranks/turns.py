@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from tplab.errors import MeshError
-from tplab.torch.ranks.floor import Place
+from tplab.torch.ranks.floor import Ticket
 from tplab.torch.ranks.gate import Gate
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
@@ -96,7 +96,7 @@ class Turns:
         self.failure: BaseException | None = None
         self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
-        self._place: Place = Place() if around is None else around.turns._place
+        self._place: Ticket = Ticket() if around is None else around.turns._place
         self.core = OneCore([])
         self._now: Seat | None = None  # who has the turn
         self._began, self._silent_for = time.perf_counter(), LONG

@@ -7,8 +7,20 @@ import torch
 from torch import Tensor
 
 from tplab.torch.ranks.outcomes import BITS, WITHOUT_KERNELS
+from tplab.trace.event import VALUES_UP_TO
 
-VALUES_UP_TO = 64  # elements; a larger tensor's values are not kept
+
+class Values:
+    """The values that a trace keeps: those of `left` more tensors, if they are small."""
+
+    def __init__(self, left: int):
+        self.left = left
+
+    def of(self, x: Tensor) -> np.ndarray | None:
+        if x.numel() > VALUES_UP_TO or self.left <= 0:
+            return None
+        self.left -= 1
+        return values_of(x)
 
 
 def values_of(x: Tensor) -> np.ndarray | None:

@@ -8,6 +8,6 @@ or without changing the script: `torchrun --nproc-per-node 8 -m tplab.record tra
 `python -m tplab.merge traces --html run.html` makes one trace of them.
 """
 
-from tplab.torch.record.recording import Recording, start
+from tplab.torch.record.group import Recording, start
 
 __all__ = ["Recording", "start"]

@@ -1,18 +1,22 @@
-"""A process group that records: every call goes to the real group, and is noted on the way."""
+"""A recording: process groups whose calls go to the real groups, and are noted on the way."""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tplab.torch.distributed.asked import Asked
-from tplab.torch.private import group_tables
+from tplab.torch.private import c10d_C, graph_task, group_tables
+from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.record.listener import Heard, Listener
 from tplab.torch.record.notes import Notes
-from tplab.torch.record.work import Watched
-from tplab.trace.recorded.rank_file import ANY
+from tplab.trace.recorded.rank_file import ANY, FOLDER
 
 FEWEST = 2
 """Ranks of a group whose calls are noted: a smaller one sends nothing."""
@@ -60,22 +64,10 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
 
     # --- what is said to both ------------------------------------------------------------------------------------
 
-    def _register_backend(self, *args: Any) -> None:
-        self.real._register_backend(*args)
-        super()._register_backend(*args)
-
-    def _set_default_backend(self, *args: Any) -> None:
-        self.real._set_default_backend(*args)
-        super()._set_default_backend(*args)
-
     def _set_group_name(self, *args: Any) -> None:
         self.real._set_group_name(*args)
         super()._set_group_name(*args)
         self._id = self.notes.id_of_new(self.group_name)
-
-    def _set_group_desc(self, *args: Any) -> None:
-        self.real._set_group_desc(*args)
-        super()._set_group_desc(*args)
 
     @property
     def bound_device_id(self) -> Any:
@@ -151,6 +143,131 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _said_to_both(name: str) -> Callable[..., Any]:
+    def method(self: RecordedGroup, *args: Any) -> None:
+        getattr(self.real, name)(*args)
+        getattr(dist.ProcessGroup, name)(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("_register_backend", "_set_default_backend", "_set_group_desc"):
+    setattr(RecordedGroup, _name, _said_to_both(_name))
 _ASKED = {name for name in {**vars(Asked), **vars(Listener)} if hasattr(dist.ProcessGroup, name)}
 for _name in {name for name in _ASKED if not name.startswith("__")}:
     setattr(RecordedGroup, _name, _method(_name))
+
+
+# --- what the program waits for ---------------------------------------------------------------------------------------
+
+
+class Watched(c10d_C.Work):
+    """What the program waits for. The real work does everything, and also raises the errors."""
+
+    def __init__(self, notes: Notes, begun: list[tuple[int, Heard]], work: Any, rank_at: Callable[[int], int]):
+        super().__init__()
+        self._notes, self._begun, self._work, self._rank_at = notes, begun, work, rank_at
+        first = begun[0][1]
+        self._gpu = first.gpu
+        self._tells_its_end = False
+        if first.is_async and (first.gpu is not None or first.peer is None):
+            with suppress(RuntimeError, NotImplementedError):  # not every backend has futures
+                work.get_future().add_done_callback(self._done)
+                self._tells_its_end = True
+
+    def _done(self, future: Any) -> None:
+        """Called when it is done, by the thread that did it."""
+        with suppress(Exception):
+            future.value()  # raises if it failed
+            self._notes.end(self._begun)
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        start = self._notes.now(self._gpu)
+        result = self._work.wait(*args, **kwargs)
+        self._note_source()
+        self._notes.waited(self._begun, start)
+        return result
+
+    def synchronize(self) -> None:
+        start = self._notes.now(self._gpu)
+        self._work.synchronize()
+        self._notes.waited(self._begun, start)
+
+    def is_completed(self) -> bool:
+        is_completed = self._work.is_completed()
+        if is_completed and not self._tells_its_end:
+            self._note_source()
+            self._notes.end(self._begun)
+        return is_completed
+
+    def get_future(self) -> Any:
+        """The real future. DistributedDataParallel waits for it in C++, at the end of the backward pass."""
+        future = self._work.get_future()
+        if graph_task() != -1 and self._gpu is None:
+            self._notes.watch_backward(self._begun, future)
+        return future
+
+    def _note_source(self) -> None:
+        """Note which rank sent a message that was accepted from any rank."""
+        if self._begun[0][1].peer == ANY:
+            with suppress(RuntimeError):
+                self._notes.came_from(self._begun[0][0], self._rank_at(self._work._source_rank()))
+
+
+def _as_it_is(name: str) -> Callable[..., Any]:
+    def method(self: Watched) -> Any:
+        return getattr(self._work, name)()
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("block_current_stream", "is_success", "exception", "source_rank", "_source_rank", "result",
+              "get_future_result", "_get_duration", "_get_op_type", "boxed"):  # fmt: skip
+    setattr(Watched, _name, _as_it_is(_name))
+
+
+# --- from start until the process ends --------------------------------------------------------------------------------
+
+
+def start(folder: str | Path = FOLDER) -> Recording:
+    """From here on, write every collective and message of this process to `folder`, as rank0.jsonl and so on.
+
+    Call it before `init_process_group`, on every rank. What the program computes stays the same, to the bit, and so do
+    its errors. The files are written while the program runs, so a crash leaves what happened until then.
+    `python -m tplab.merge FOLDER` makes one trace of them; with several machines, copy the files into one folder first.
+    On simulated ranks it does nothing: they are recorded anyway. Raises RuntimeError if process groups or a recording
+    already exist.
+    """
+    if current_rank_or_none() is not None:
+        return Recording(None)
+    if issubclass(type(c10d.ProcessGroup), type(RecordedGroup)):
+        raise RuntimeError("this process is being recorded already; start once, at the top of the script")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialised already, and a recording has to begin before that: call "
+            "tplab.torch.record.start above init_process_group, or leave it out and run the script with "
+            "torchrun -m tplab.record"
+        )
+    return Recording(Path(folder))
+
+
+class Recording:
+    """The recording that `start` began. It ends with the process, or with `stop`."""
+
+    def __init__(self, folder: Path | None):
+        self._notes = None if folder is None else Notes(folder)
+        self._real = c10d.ProcessGroup
+        if self._notes is None:
+            return
+        # torch makes its groups from the class of this name
+        c10d.ProcessGroup = type("ProcessGroup", (RecordedGroup,), {"notes": self._notes})  # type: ignore[misc]
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Write what is left. Existing groups go on, but nothing more is noted."""
+        if self._notes is not None:
+            atexit.unregister(self.stop)
+            c10d.ProcessGroup = self._real  # type: ignore[misc]
+            self._notes.close()

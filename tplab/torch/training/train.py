@@ -15,7 +15,7 @@ from tplab.data.text import Text
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_specs, gpt_state
 from tplab.models.state import merge_state
-from tplab.pipeline.microbatches import split_batch
+from tplab.pipeline.checks import split_batch
 from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.shard_parameters import shard_parameters
 from tplab.torch.layers.vocabulary import vocab_parallel_cross_entropy

@@ -9,7 +9,7 @@ both runs, and not the same in one run as in the other, counts as replicated whe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.private import pytree
-from tplab.torch.ranks.arguments import entries_of, spread
+from tplab.torch.ranks.arguments import Job, entries_of, spread
 from tplab.torch.ranks.launch import run_on_simulated_ranks
 from tplab.torch.ranks.process_state import More
 from tplab.torch.ranks.watcher import Watched
@@ -57,45 +57,25 @@ def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
     return [pytree.tree_map(other, arg) for arg in args]
 
 
-def types_in(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: Sequence[Any],
-    in_specs: Any,
-    logs: Sequence[Log],
-    *,
-    seed: int,
-    device: torch.device | None,
-    more: More | None,
-    why_not: str = "",
-) -> Types:
+def types_in(job: Job, logs: Sequence[Log], more: More | None, why_not: str = "") -> Types:
     """The types of a program, from what its ranks have written down. It runs a second time here, with the seed after
     `seed`, unless `why_not` says why it cannot."""
-    again, others = list[Any](), tuple(perturbed(args, seed))
-    about: dict[str, Any] = {"cluster": None, "clock": "modelled", "keep_values": 0, "title": "", "device": device}
+    again, others = list[Any](), perturbed(job.args, job.seed)
+    other = job._replace(fn=Watched(job.fn, Follower), args=others, seed=job.seed + 1, keep_values=0, title="")
     try:
         if not why_not:
-            again, _ = run_on_simulated_ranks(
-                Watched(fn, Follower), mesh, others, in_specs, seed=seed + 1, more=more, **about
-            )
+            again, _ = run_on_simulated_ranks(other, more=more)
     except TplabError as error:
         why_not = str(error).partition("\n")[0]
-    return types_of(fn, mesh, args, in_specs, logs, [log for _, log in again], why_not)
+    return types_of(job, logs, [log for _, log in again], why_not)
 
 
-def types_of(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    args: Sequence[Any],
-    in_specs: Any,
-    logs: Sequence[Log],
-    again: Sequence[Log],
-    why_not: str = "",
-) -> Types:
+def types_of(job: Job, logs: Sequence[Log], again: Sequence[Log], why_not: str = "") -> Types:
     """The types of a program, from what its ranks have written down in two runs. `again` may be empty, and `why_not`
     says why then."""
+    fn, mesh = job.fn, job.mesh
     axes = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    given = _given(args, in_specs, axes)
+    given = _given(job.args, job.in_specs, axes)
     lines: dict[Frame, list[Typed]] = {}
     casts: dict[tuple[str, str, str], list[str]] = {}
     faults, found = [], []

@@ -10,8 +10,7 @@ from pathlib import Path
 from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.mesh import Mesh, label_of, mesh_of_dims
-from tplab.trace.journal import Computed, Journal, Met, Sent, Taken, trace_of
-from tplab.trace.label import UNKNOWN
+from tplab.trace.journal import Computed, Journal, Met, Said, Sent, Taken, trace_of
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
 from tplab.trace.recorded.rank_file import ANY, RankFile, read
@@ -164,45 +163,12 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
         for rank, side in meeting.sides.items():
             journal, group = journals[rank], files[rank].groups[name][1]
             axis, end = label_of(group, mesh), side.end if side.end is not None else files[rank].stop
+            about = side.num_bytes, side.shape, side.dtype, meeting.step, side.where, side.phase, side.reduction
+            said = Said(ranks, meeting.number, side.op, axis, *about)
             if not meeting.is_message:
-                journal.met.append(
-                    Met(
-                        ranks,
-                        meeting.number,
-                        side.op,
-                        axis,
-                        side.begin,
-                        end,
-                        side.num_bytes,
-                        side.shape,
-                        side.dtype,
-                        meeting.step,
-                        None,
-                        side.where,
-                        side.phase,
-                        side.reduction,
-                        UNKNOWN,
-                    )
-                )
+                journal.met.append(Met(side.begin, end, said))
             elif rank == ranks[0]:
-                journal.sent.append(
-                    Sent(
-                        ranks[1],
-                        ranks,
-                        meeting.number,
-                        side.op,
-                        axis,
-                        side.begin,
-                        side.num_bytes,
-                        side.shape,
-                        side.dtype,
-                        meeting.step,
-                        UNKNOWN,
-                        None,
-                        side.where,
-                        side.phase,
-                    )
-                )
+                journal.sent.append(Sent(ranks[1], side.begin, said))
             else:
                 journal.received[ranks[0], ranks, meeting.number] = Taken(end, side.where, side.phase)
     return journals

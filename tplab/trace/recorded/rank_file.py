@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -238,30 +238,16 @@ class _Reading:
             raise ValueError(f"group {group!r} has {'a rank twice' if members else 'no ranks'}")
         self.found.groups[group] = _text(description), members
 
-    def _begin(
-        self, number: int, op: str, group: str, begin: float, num_bytes: int, shape: Sequence[int], *others: Any
-    ) -> None:
-        if group not in self.found.groups:
-            raise ValueError(f"there is no group {group!r}")
-        *texts, peer, tag = others
-        dtype, where, phase, reduction = map(_text, texts)
-        if peer is not None and peer != ANY:
-            _rank(peer, self.found.about.world)
-        lengths = tuple(map(_whole, shape))
-        self.begun[_whole(number)] = Operation(
-            _text(op),
-            group,
-            _time(begin),
-            _whole(num_bytes),
-            lengths,
-            dtype,
-            where,
-            phase,
-            reduction,
-            peer,
-            _whole(tag),
-        )
-        self._until(begin)
+    def _begin(self, number: int, *fields: Any) -> None:
+        if len(fields) != len(_OF_OPERATION):
+            raise ValueError(f"it has {len(fields)} fields after the number, and not {len(_OF_OPERATION)}")
+        begun = Operation(*(check(value) for check, value in zip(_OF_OPERATION, fields)))
+        if begun.group not in self.found.groups:
+            raise ValueError(f"there is no group {begun.group!r}")
+        if begun.peer is not None and begun.peer != ANY:
+            _rank(begun.peer, self.found.about.world)
+        self.begun[_whole(number)] = begun
+        self._until(begun.begin)
 
     def _more(self, kind: str, number: int, *rest: Any) -> None:
         """A note about an operation that had begun."""
@@ -320,3 +306,15 @@ def _rank(value: Any, world: int) -> int:
     if not 0 <= _whole(value) < world:
         raise ValueError(f"{value} is not one of the {world} ranks")
     return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(map(_whole, value))
+
+
+def _peer(value: Any) -> int | None:
+    return None if value is None else _whole(value)
+
+
+_OF_OPERATION: Sequence[Callable[[Any], Any]] = (_text, _text, _time, _whole, _shape, *[_text] * 4, _peer, _whole)
+"""What each field of a line `begin` must be, after the number."""

@@ -16,19 +16,20 @@ import numpy as np
 from tplab.units import bytes_text, count_text, time_text
 from tplab.widgets.mixture.reading import Layer, Level
 from tplab.widgets.paper.legend import Key
-from tplab.widgets.paper.palette import DIM, INK, LINE, PAPER, SOFT, WORK, hue, mix
+from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, WORK, hue, mix
 from tplab.widgets.paper.scene import Rows, Scene
 
 WAITS = mix(DIM, 0.5)
 LEGEND = (
-    Key("rows, in the colour of the rank that they come from", mix(hue(0), 0.55)),
+    Key("rows, in the colour of the rank whose tokens they are", mix(hue(0), 0.55)),
+    Key("stay on their rank", mix(hue(0), 0.13), mix(hue(0), 0.55)),
     Key("an equal share", edge=INK, sign="dashes"),
     Key("sending", mix(WORK, 0.42)),
     Key("computing", WORK),
     Key("waiting for other ranks", SOFT, WAITS, "hatch"),
 )
 WIDE, NARROW = 900.0, 430.0
-_TOP, _GAP, _BLOCK, _BOTTOM = 36.0, 12.0, 11.0, 22.0
+_TOP, _GAP, _BLOCK, _BOTTOM = 36.0, 14.0, 11.0, 22.0
 _SAMPLES = np.linspace(0, 1, 13)
 
 
@@ -80,9 +81,15 @@ def draw(layers: Sequence[Layer], unit: str, width: float = WIDE) -> Scene:
     sheet.text(0, 12, "tokens of", size=10.5, fill=DIM, anchor="lm")
     for x, what, of in ((place.experts + 22, "rows", " of each expert"), (place.times, "time", " of each rank")):
         sheet.text(x, 12, what + of * place.is_wide, size=10.5, fill=DIM, anchor="lm")
+    nodes = first.nodes
     for number, rank in enumerate(first.ranks):
         middle = place.top(number) + place.rank / 2
         sheet.text(0, middle, f"rank {rank}" if place.is_wide else str(rank), size=11, bold=True, anchor="lm")
+        if number and nodes[number] != nodes[number - 1]:
+            sheet.line([(0, place.top(number) - _GAP / 2), (place.width - 4, place.top(number) - _GAP / 2)], LINE, 1)
+        if len(first.levels) > 1 and place.is_wide and nodes.index(nodes[number]) == number:
+            name = f"{first.levels[0].axis} {nodes[number]}"
+            sheet.text(0, middle + 13, name, size=9, fill=DIM, anchor="lm")
     most, slowest, step = max(int(layer.loads.sum(0).max()) for layer in layers), _slowest(layers), 0
     for number, layer in enumerate(layers):
         whole = (step if number else -inf, step + layer.num_steps if number + 1 < len(layers) else inf)
@@ -122,33 +129,59 @@ class _Drawing:
         back = self.step + self.layer.num_steps - 1 - number
         left, right = left + 2, right - 4 - _BLOCK
         for source, target in zip(*level.pairs.nonzero()):
-            rows, colour = int(level.pairs[source, target]), hue(int(source))
+            stays = source == target
             above = [level.pairs[source, :target].sum(), level.pairs[:source, target].sum()]
-            size = rows * per_row
+            size = int(level.pairs[source, target]) * per_row
             y, to = (self.place.top(rank) + float(n) * per_row for rank, n in zip((int(source), int(target)), above))
-            xs = left + _BLOCK + (right - left - _BLOCK) * _SAMPLES
-            ys = y + (to - y) * (3 * _SAMPLES**2 - 2 * _SAMPLES**3)
-            edge = list(zip(xs.tolist(), ys.tolist()))
-            ribbon = [*edge, *[(x, down + size) for x, down in reversed(edge)]]
-            for first, last, share in ((begin, there, 0.06), (there, there + 1, 0.42), (there + 1, back, 0.16),
-                                       (back, back + 1, 0.42), (back + 1, end, 0.16)):  # fmt: skip
-                if first < last:
-                    with sheet.during(first, last):
-                        sheet.area(ribbon, mix(colour, share))
-            third = (right - left - _BLOCK) / 3
-            flow = [(left + _BLOCK, y), (left + _BLOCK + third, y), (right - third, to), (right, to)]
-            for first, way in ((there, flow), (back, flow[::-1])):
-                with sheet.during(first, first + 1 - 1e-4), sheet.along([length for point in way for length in point]):
-                    sheet.box(-4, 0, 8, max(size, 1.5), fill=colour, radius=2)
             with sheet.during(begin, end), sheet.about(self._about_rows(level, int(source), int(target))):
-                sheet.box(left, y, _BLOCK, max(size, 1), fill=colour, edge=PAPER, line=0.5)
-                sheet.box(right, to, _BLOCK, max(size, 1), fill=mix(colour, 0.55), edge=colour, line=0.5)
+                sheet.box(left, y, _BLOCK, max(size, 1))
+                sheet.box(right, to, _BLOCK, max(size, 1))
+            for origin, rows in self.layer.origins(number, int(source), int(target)):
+                self._band(origin, rows * per_row, (left, right), (y, to), (there, back), stays)
+                y, to = y + rows * per_row, to + rows * per_row
         with sheet.during(begin, end):
-            if len(self.layer.levels) > 1 or not self.place.is_wide:
-                text = f"along {level.axis}" if self.place.is_wide else ""
+            if len(self.layer.levels) == 1:
+                sheet.text(
+                    (left + right) / 2 + 4,
+                    12,
+                    f"dispatch{f' along {level.axis}' * self.place.is_wide}",
+                    size=10.5,
+                    fill=DIM,
+                )
             else:
-                text = f"dispatch along {level.axis}"
-            sheet.text((left + right) / 2 + 4, 12, text, size=10.5, fill=DIM)
+                sheet.text(
+                    (left + right) / 2 + 4, 12, f"{'along ' * self.place.is_wide}{level.axis}", size=10.5, fill=DIM
+                )
+            for rank in self.layer.ranks if number and self.place.is_wide else ():  # who passes rows on
+                top = self.place.top(self.layer.ranks.index(rank))
+                sheet.text(left + 4, top - 6, f"rank {rank}", size=8.5, fill=DIM)
+
+    def _band(
+        self, origin: int, size: float, sides: tuple[float, float], tops: tuple[float, float], steps: tuple[int, int],
+        stays: bool,
+    ) -> None:  # fmt: skip
+        """One rank's rows between two blocks, from `tops[0]` to `tops[1]`: where they go, and as they travel."""
+        sheet, (begin, end), (there, back), (left, right), (y, to) = self.sheet, self.whole, steps, sides, tops
+        colour = hue(origin) if origin >= 0 else DIM
+        xs = left + _BLOCK + (right - left - _BLOCK) * _SAMPLES
+        ys = y + (to - y) * (3 * _SAMPLES**2 - 2 * _SAMPLES**3)
+        edge = list(zip(xs.tolist(), ys.tolist()))
+        ribbon = [*edge, *[(x, down + size) for x, down in reversed(edge)]]
+        looks = ((begin, there, 0.13), (there, there + 1, 0.55), (there + 1, back, 0.26), (back, back + 1, 0.55),
+                 (back + 1, end, 0.26))  # fmt: skip
+        for first, last, share in looks:
+            if first < last:
+                with sheet.during(first, last):
+                    sheet.area(ribbon, mix(colour, 0.13 if stays else share))
+        third = (right - left - _BLOCK) / 3
+        flow = [(left + _BLOCK, y), (left + _BLOCK + third, y), (right - third, to), (right, to)]
+        for first, way in () if stays else ((there, flow), (back, flow[::-1])):
+            with sheet.during(first, first + 1 - 1e-4), sheet.along([length for point in way for length in point]):
+                sheet.box(-4, 0, 8, max(size, 1.5), fill=colour, radius=2)
+        with sheet.during(begin, end):
+            light = mix(colour, 0.13 if stays else 0.55)
+            sheet.box(left, y, _BLOCK, max(size, 1), fill=light if stays else colour, edge=colour, line=0.5)
+            sheet.box(right, to, _BLOCK, max(size, 1), fill=light, edge=colour, line=0.5)
 
     def _about_rows(self, level: Level, source: int, target: int) -> Rows:
         layer, rows = self.layer, int(level.pairs[source, target])
@@ -159,7 +192,8 @@ class _Drawing:
         each = level.there[source].bytes // leave
         said = [
             ("", f"rank {layer.ranks[source]} to rank {layer.ranks[target]}, along {level.axis}"),
-            ("sent", f"{_many(rows, what)} of {each:,} B: {rows * each:,} B, and the same back"),
+            ("sent", f"{_many(rows, what)} of {each:,} B: {rows * each:,} B"),
+            ("back", "as many"),
         ]
         return [*said, ("room", "in a slot there may be a row")] if level.is_padded else said
 
@@ -183,18 +217,17 @@ class _Drawing:
                     sheet.text(left - 5, y + place.expert / 2, f"E{expert}", size=9, fill=DIM, anchor="rm")
                 with sheet.about(self._about_expert(expert)):
                     sheet.box(left, y, place.times - left - 8, place.expert)
-                if place.expert > 9:
-                    x, fill = left + total * per_row + 4, INK if total else DIM
-                    sheet.box(x - 1, y + 2, sheet.width_of(f"{total}", 9.5) + 2, place.expert - 4, fill=PAPER)
-                    sheet.text(x, y + place.expert / 2, f"{total}", size=9.5, fill=fill, anchor="lm")
             x = left
-            for source, rows in enumerate(loads):
-                box = (x, y + 1, rows * per_row, place.expert - 2)
-                for (start, stop), look in (((begin, done), 0.1), ((done, end), 0.7)):
-                    with sheet.during(start, stop):
-                        if rows:
-                            sheet.box(*box, fill=mix(hue(source), look), edge=mix(hue(source), 0.55), line=0.6)
-                x += rows * per_row
+            with sheet.during(done, end):
+                if place.expert > 9:
+                    at = place.times - 12, y + place.expert / 2
+                    sheet.text(*at, f"{total}", size=9.5, fill=INK if total else DIM, anchor="rm")
+                for source, rows in enumerate(loads):
+                    if rows:
+                        colour = hue(source)
+                        box = (x, y + 1, rows * per_row, place.expert - 2)
+                        sheet.box(*box, fill=mix(colour, 0.7), edge=mix(colour, 0.55), line=0.6)
+                    x += rows * per_row
 
     def _about_expert(self, expert: int) -> Rows:
         layer, loads = self.layer, self.layer.loads[:, expert].tolist()
@@ -207,7 +240,9 @@ class _Drawing:
             if rows:
                 of = layer.tokens[source][expert][:6] if layer.tokens else ()
                 tokens = (
-                    f": token{'s' * (rows > 1)} {', '.join(map(str, of))}{', ...' if rows > 6 else ''}" if of else ""
+                    f": its token{'s' * (rows > 1)} {', '.join(map(str, of))}{', ...' if rows > 6 else ''}"
+                    if of
+                    else ""
                 )
                 said.append(("from", f"rank {layer.ranks[source]}, {_many(rows, 'row')}{tokens}"))
         return said
@@ -252,8 +287,8 @@ class _Drawing:
         back = sum(level.back[number].bytes for level in layer.levels)
         return [
             ("", f"rank {layer.ranks[number]}"),
-            ("dispatch", f"{self._time(spent.arrived - spent.begin)}: sends {bytes_text(sent)} of rows"
-                         f" and {bytes_text(beside)} beside them"),
+            ("dispatch", f"{self._time(spent.arrived - spent.begin)}: sends {bytes_text(sent)} of rows,"
+                         f" and {bytes_text(beside)} that say what they are for"),
             ("computes", f"{_many(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
                          f" {self._time(spent.computing)}"),
             ("waits", self._time(spent.waits)),

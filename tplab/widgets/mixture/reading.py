@@ -81,6 +81,7 @@ class Layer:
     loads     [R, E] choices, by the rank of the token and by expert: as many rows as the expert computes
     tokens    [R][E] the tokens that these are, counted from 0 on each rank; () if only the trace is known
     dropped   [R] choices that found no room; () if only the trace is known
+    reach     [R, R] tokens by their rank and by a rank that has any of their experts
     flops     [R] of what each rank computes between dispatch and combine
     """
 
@@ -89,6 +90,7 @@ class Layer:
     loads: np.ndarray
     tokens: Sequence[Sequence[Sequence[int]]]
     dropped: Sequence[int]
+    reach: np.ndarray
     spent: Sequence[Spent]
     flops: Sequence[int]
 
@@ -105,6 +107,22 @@ class Layer:
     @property
     def num_steps(self) -> int:
         return 2 * len(self.levels) + 1
+
+    @cached_property
+    def nodes(self) -> list[int]:
+        """[R]: which ranks exchange rows with one another at the last of several levels, numbered in order."""
+        groups = [min(group) for group in self.levels[-1].groups]
+        return [sorted({*groups}).index(group) for group in groups]
+
+    def origins(self, number: int, source: int, target: int) -> list[tuple[int, int]]:
+        """Whose tokens the rows from `source` to `target` at a level are: (rank, rows). At a second level `source`
+        passes on the rows of those with which it exchanged at the first; rank -1 if it is not known whose they are."""
+        rows = int(self.levels[number].pairs[source, target])
+        if not number:
+            return [(source, rows)]
+        found = [(place, int(self.reach[place, target])) for place in self.levels[0].groups[source]]
+        is_known = sum(passed for _, passed in found) == rows
+        return [(place, passed) for place, passed in found if passed] if is_known else [(-1, rows)]
 
 
 def layers_of(trace: Trace, choices: Any = None, experts: int | None = None) -> list[Layer]:
@@ -215,10 +233,8 @@ def _layer(
         arrived = levels[-1].last(place).end
         computed = max((event.end for event in events), default=arrived)
         spent.append(Spent(begin, arrived, computed, levels[-1].back[place].start, levels[0].back[place].end))
-    loads, tokens, dropped = _carried(levels[0], size) if choices is None else _chosen(levels[0], ranks, choices, size)
-    return Layer(
-        ranks, levels, loads, tokens, dropped, spent, [sum(event.flops for event in events) for events in work]
-    )
+    routed = _carried(levels[0], size) if choices is None else _chosen(levels[0], ranks, choices, size)
+    return Layer(ranks, levels, *routed, spent, [sum(event.flops for event in events) for events in work])
 
 
 def _level(trace: Trace, logs: Sequence[_Log], level: Sequence[int], back: int) -> Level:
@@ -256,9 +272,10 @@ def _here(work: Sequence[Event]) -> int:
     return 0
 
 
-def _carried(level: Level, size: int) -> tuple[np.ndarray, tuple[()], tuple[()]]:
+def _carried(level: Level, size: int) -> tuple[np.ndarray, tuple[()], tuple[()], np.ndarray]:
     """Loads from the choices that travel beside the rows of the first level."""
-    loads = np.zeros((len(level.pairs), size), int)
+    num_ranks = len(level.pairs)
+    loads, reach = np.zeros((num_ranks, size), int), np.zeros((num_ranks, num_ranks), int)
     for place, group in enumerate(level.groups):
         event = next((event for event in level.beside[place] if _is_whole(event) and len(event.shape) == 2), None)
         if event is None or event.values is None:
@@ -275,10 +292,20 @@ def _carried(level: Level, size: int) -> tuple[np.ndarray, tuple[()], tuple[()]]
         sources = np.repeat(group, level.pairs[group, place])
         row, slot = np.nonzero(chosen >= 0)
         np.add.at(loads, (sources[row], chosen[row, slot]), 1)
-    return loads, (), ()
+        _add_reach(reach, sources, chosen, size)
+    return loads, (), (), reach
 
 
-def _chosen(level: Level, ranks: Sequence[int], choices: Any, size: int) -> tuple[np.ndarray, Any, list[int]]:
+def _add_reach(reach: np.ndarray, sources: np.ndarray, chosen: np.ndarray, size: int) -> None:
+    """Count each row [N, k] of choices once for each rank that has any of its experts."""
+    goes = np.where(chosen >= 0, chosen // (size // len(reach)), -1)
+    for target in range(len(reach)):
+        np.add.at(reach[:, target], sources[(goes == target).any(1)], 1)
+
+
+def _chosen(
+    level: Level, ranks: Sequence[int], choices: Any, size: int
+) -> tuple[np.ndarray, Any, list[int], np.ndarray]:
     """Loads from a table of choices, which must send the rows that travelled at the first level."""
     table = table_of(choices, size)
     each = share(len(table), len(ranks), "the number of tokens is", axis=level.axis)
@@ -299,4 +326,6 @@ def _chosen(level: Level, ranks: Sequence[int], choices: Any, size: int) -> tupl
                 f"{once.tolist()} if a token goes to each once, and in the trace it sent {went.tolist()}; give the "
                 "choices of this run, in the order of its ranks"
             )
-    return loads, tokens, (table < 0).reshape(len(ranks), -1).sum(1).tolist()
+    reach = np.zeros((len(ranks), len(ranks)), int)
+    _add_reach(reach, np.arange(len(table)) // each, table, size)
+    return loads, tokens, (table < 0).reshape(len(ranks), -1).sum(1).tolist(), reach

@@ -10,7 +10,9 @@ def says(layer: Layer, step: int, unit: str, name: str = "") -> tuple[str, str]:
     """The line below the picture while a step, from 1, is done: what it is, and what happens."""
     count, head = len(layer.levels), f"{name}: " * bool(name)
     if step == count + 1:
-        return f"{head}experts compute", _computing(layer, unit)
+        several = not layer.levels[-1].is_gather and (layer.of_ranks > layer.levels[-1].pairs.sum(0)).any()
+        each = "; a row for several experts of its rank is computed by each of them" if several else ""
+        return f"{head}experts compute", _computing(layer, unit) + each
     is_back = step > count
     level = layer.levels[2 * count + 1 - step if is_back else step - 1]
     sent = sum(event.bytes for event in (level.back if is_back else level.there))
@@ -23,12 +25,15 @@ def says(layer: Layer, step: int, unit: str, name: str = "") -> tuple[str, str]:
             f"{head}combine{along}",
             f"each rank gets the sum of what all ranks computed: {bytes_text(sent)} in total",
         )
-    busiest = int(pairs.sum(0).argmax())
-    text = (
-        f"{leave} of {pairs.sum()} {what} go to another rank, {bytes_text(sent)}; most end on rank "
-        f"{layer.ranks[busiest]}, which has {pairs[:, busiest].sum()}"
+    got = pairs.sum(0)
+    most = int(got.argmax())
+    text = f"{leave} of {pairs.sum()} {what} go to another rank, {bytes_text(sent)} of {what}; "
+    if not is_back and step > 1 and (copies := int(pairs.sum() - layer.levels[step - 2].pairs.sum())) > 0:
+        text += f"{copies} {'is a copy' if copies == 1 else 'are copies'} for more than one rank; "
+    has = f"rank {layer.ranks[most]} then has the most, {got[most]}"
+    return f"{head}{'combine' if is_back else 'dispatch'}{along}", text + (
+        f"each rank then has {got[most]}" if got.min() == got.max() else has
     )
-    return f"{head}{'combine' if is_back else 'dispatch'}{along}", text
 
 
 def _computing(layer: Layer, unit: str) -> str:
@@ -43,7 +48,8 @@ def _computing(layer: Layer, unit: str) -> str:
     lost = sum(layer.dropped)
     text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:
-        return f"{text}; no rank waits"
+        alike = ", since so few rows take no longer than fewer" if rows[most] > 1.05 * rows[least] else ""
+        return f"{text}; no rank waits for long{alike}"
     return f"{text}; rank {layer.ranks[longest]} waits for {time_text(waits[longest], unit)}"
 
 

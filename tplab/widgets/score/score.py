@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.trace.event import VALUES_UP_TO
 from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
 from tplab.units import letter, number_text
@@ -31,7 +32,6 @@ from tplab.widgets.score.op_kinds import kind_of, name_of
 from tplab.widgets.score.versions import versions
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
-VALUES_UP_TO = 64  # elements: runs keep no values of larger tensors
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
 
 

@@ -1,1 +1,0 @@
-"""Searches for schedules: greedy, automatic, or with a proof that the result is optimal."""
