@@ -278,7 +278,7 @@ LOOP = Exercise(
     mistakes=(
         Mistake(
             "ys",
-            "The second round begins with zeros. Which rank must send to rank 0?",
+            "The second round begins with zeros. In that round, which rank must send to rank 0?",
             lambda seen: _plain({"w": seen.tensors["w"][:, -1], "xs": 0 * seen.tensors["xs"]})["ys"],
         ),
         Mistake(
