@@ -277,7 +277,9 @@ LOOP = Exercise(
     gradients=("w",),
     mistakes=(
         Mistake(
-            "ys", "All outputs are zero. In the second round, which rank must send to rank 0?", lambda s: 0 * s.want
+            "ys",
+            "The second round begins with zeros. In that round, which rank must send to rank 0?",
+            lambda seen: _plain({"w": seen.tensors["w"][:, -1], "xs": 0 * seen.tensors["xs"]})["ys"],
         ),
         Mistake(
             "ys",
