@@ -143,7 +143,7 @@ def test_what_widgets_share_is_one_file(tmp_path: Path):
 
 
 def test_what_readers_change_in_a_widget_is_kept_by_links():
-    changed = {"settings", "chosen", "view", "colour", "step", "index", "rank"}
+    changed = {"settings", "chosen", "view", "colour", "step", "index", "rank", "begin", "end"}
     traits = {kind.__name__: changed & {*kind.class_trait_names(sync=True)} for kind in kinds(Card)}
     assert traits == {name: {*kept} for name, kept in KEPT.items()}
     assert len([kept for kept in KEPT.values() if kept]) >= 10
