@@ -38,7 +38,7 @@ def test_in_jupyterlab_a_task_is_solved_by_the_controls_and_stays_solved(open_no
     assert book.run("print(lab.settings['task'], lab.verdict['is_solved'])") == "same-memory True\n"
     root.get_by_role("slider", name="ranks").focus()
     book.page.keyboard.press("ArrowRight")
-    expect(says).to_have_text("Not yet: ranks is set to 5, and this task is about 4.")
+    expect(says).to_have_text("Not yet: ranks is set to 5, and this task needs 4.")
     expect(root.locator(".tpl-tasks")).to_contain_text("1 of 8 solved")  # once is enough
     kept = book.page.evaluate("JSON.parse(localStorage.getItem('tplab.solved'))")
     assert kept == ["same-memory"]

@@ -134,6 +134,18 @@ def test_what_runs_on_no_rank_may_not_draw_either_and_its_harm_is_undone(draw: C
     assert kernels_draws() == before
 
 
+@pytest.mark.parametrize("seed", [random.seed, torch.manual_seed, np.random.seed])
+def test_nor_may_it_seed_a_generator_as_the_caller_has(seed: Callable[[int], Any]):
+    def best_mesh(*given):
+        seed(7)
+        return 1, given[-1]
+
+    seed(7)
+    before = kernels_draws()
+    expect(check_best_mesh(best_mesh), False, "'s global generator in another state")
+    assert kernels_draws() == before
+
+
 def test_a_generator_may_be_used_inside_of_a_fork():
     def forked(x):
         with torch.random.fork_rng(devices=[]):

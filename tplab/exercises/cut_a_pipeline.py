@@ -153,8 +153,8 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     trial, bounds = SMALL[0], []
     for trial in (*SMALL, *_real(layers, ids)):
         lists = list(trial.costs), list(trial.weights), list(trial.kept)
-        before = Untouched({})
         with on(f"with {trial.name}"):
+            before = Untouched({})
             try:
                 given = cut(*lists, trial.ranks, trial.limit)
             except Exception as error:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -62,6 +63,21 @@ class Untouched:
         if is_changed:
             put(self._shared[what])
         return is_changed
+
+
+@contextmanager
+def moved_on() -> Iterator[None]:
+    """In here, the generators are one number further on: a function that seeds one as its caller has is seen then."""
+    before = {what: _shared()[what][0]() for what in GENERATORS if what in _shared()}
+    np.random.random_sample()  # noqa: NPY002
+    random.random()
+    if torch := sys.modules.get("torch"):
+        torch.rand((), device="cpu")
+    try:
+        yield
+    finally:
+        for what, state in before.items():
+            _shared()[what][1](state)
 
 
 def _bytes(state: Any) -> bytes:

@@ -11,7 +11,7 @@ import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, ParamSpec
 import numpy as np
 
 from tplab.errors import RankError
-from tplab.exercises.damage import Untouched
+from tplab.exercises.damage import Untouched, moved_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Matrices, Panel
 
@@ -143,10 +143,11 @@ def on(where: Mesh | str) -> Iterator[None]:
     """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks". It is
     refused if it changes what the whole program shares."""
     said = f" of {where}" if isinstance(where, Mesh) else f" {where}"
-    before = Untouched({})
     try:
-        yield
-        refuse_damage(before)
+        with nullcontext() if isinstance(where, Mesh) else moved_on():
+            before = Untouched({})
+            yield
+            refuse_damage(before)
     except Refused:
         raise
     except Raised as error:

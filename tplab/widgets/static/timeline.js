@@ -35,7 +35,7 @@ async function render({ model, el: host }) {
     }, 150);
   }
   const lanes = new (over ? OverlayLanes : Lanes)(root, root, score, {
-    hint: tip, zoom: keepView, busy: score.busy, seek: (time) => player.seek(positionAt(score, time)),
+    hint: tip, zoom: keepView, busy: over ? null : score.busy, seek: (time) => player.seek(positionAt(score, time)),
   });
   root.append(el("div.tpl-facts", {}, ...score.facts.map(([name, figure, note]) =>
     el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), note ? el("span", {}, ` ${note}`) : null))));
