@@ -22,14 +22,14 @@ GUIDE = """\
 <!-- written by python -m website.choosing -->
 
 You have a model, a batch and a number of GPUs. Go through these questions in order, and stop where the model fits.
-The guide comes from [lab 26](../labs/26_which_layout.ipynb), and [How right is the forecast?](forecast.md) says how far
+The guide comes from [lab 28](../labs/28_which_layout.ipynb), and [How right is the forecast?](forecast.md) says how far
 to believe it.
 
 1. **Does one sequence fit on one GPU, if ZeRO divides what can be divided?** Then use data parallelism alone. Stage 1
    sends no more than plain data parallelism does. Stage 3 sends up to half as much again, and does so for every
    microbatch, so take large ones ([lab 17](../labs/17_zero.ipynb)).
 2. **Are activations what is too large?** Use smaller microbatches first, then selective and full recomputation, which
-   costs a third of the computing ([lab 15](../labs/15_recomputation.ipynb), [lab 25](../labs/25_will_it_fit.ipynb)).
+   costs a third of the computing ([lab 15](../labs/15_recomputation.ipynb), [lab 27](../labs/27_will_it_fit.ipynb)).
 3. **Is the model too large?** Use tensor parallelism inside a node, with sequence parallelism: 2 or 4 ranks, and 8 only
    if you must, because every layer waits for its messages ([lab 04](../labs/04_megatron_block.ipynb)). Whether to
    combine it with ZeRO 3 depends on the network: for {job}, dp 64 and tp 4 with ZeRO 3 take

@@ -143,7 +143,7 @@ SHEET: dict[str, tuple[Formula, ...]] = {
             6 * MODEL.parameters + 12 * 32 * 4096 * 4096,
             lambda: MODEL.flops_per_token(4096),
             "FLOPs",
-            "26",
+            "28",
         ),
         Formula(
             "model FLOPs utilisation (MFU)",
@@ -152,7 +152,7 @@ SHEET: dict[str, tuple[Formula, ...]] = {
             ONE.model.flops_per_token(8192) * ONE.tokens_per_second_per_gpu / 989e12,
             lambda: ONE.mfu,
             "%",
-            "26",
+            "28",
         ),
     ),
     "What each rank sends in a training step": (
@@ -244,7 +244,7 @@ SHEET: dict[str, tuple[Formula, ...]] = {
             6 * 8192 * 128256,
             lambda: memory(Model.find("llama3-8b"), Plan(pp=4), 8, 8192)[-1].logits,
             "B",
-            "25",
+            "27",
         ),
     ),
     "Long sequences": (

@@ -302,7 +302,7 @@ check_window_ring(window_ring)
 # [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) (zigzag). Fang and Zhao 2024, [A unified sequence
 # parallelism approach](https://arxiv.org/abs/2405.07719) (heads and rings on two axes).
 #
-# Next: [22 Your own program](22_your_own_program.ipynb), for the scripts that you already have.
+# Next: [22 Experts on ranks](22_experts_on_ranks.ipynb), for models whose tokens choose where they are computed.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

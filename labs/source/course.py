@@ -49,9 +49,9 @@ PARTS = (
     Part("Splitting the depth", "Every rank has some of the layers.", range(10, 16)),
     Part("Splitting the batch", "Every rank has the whole model and a part of the data.", range(16, 20)),
     Part("Splitting the sequence", "Every rank has some of the tokens.", range(20, 22)),
-    Part("Your own program", "The script that you already have.", range(22, 24)),
-    Part("Choosing", "Several dimensions at once, and which of them to use.", range(24, 27)),
-    Part("Splitting the experts", "Every rank has some of a layer's experts.", range(27, 30)),
+    Part("Splitting the experts", "Every rank has some of a layer's experts.", range(22, 24)),
+    Part("Your own program", "The script that you already have.", range(24, 26)),
+    Part("Choosing", "Several dimensions at once, and which of them to use.", range(26, 29)),
 )
 
 PATHS = (
@@ -63,12 +63,12 @@ PATHS = (
     Path(
         "I debug parallel code",
         "Why a script hangs, why a gradient is wrong, and what ranks must agree on.",
-        ("00", "01", "02", "07", "16", "22", "23"),
+        ("00", "01", "02", "07", "16", "24", "25"),
     ),
     Path(
         "I choose layouts",
         "What each dimension costs in time and memory, and which one crosses the network.",
-        ("02", "03", "04", "10", "13", "16", "17", "19", "21", "24", "25", "26"),
+        ("02", "03", "04", "10", "13", "16", "17", "19", "21", "26", "27", "28"),
     ),
 )
 

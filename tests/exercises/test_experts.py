@@ -1,4 +1,4 @@
-"""The exercises of labs 27 and 28: solutions pass, and the mistakes that people make get their hints."""
+"""The exercises of labs 22 and 23: solutions pass, and the mistakes that people make get their hints."""
 
 import numpy as np
 import pytest

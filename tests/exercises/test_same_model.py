@@ -1,4 +1,4 @@
-"""Lab 23's exercises: right answers pass, a stub is not started, and every known mistake gets its hint."""
+"""Lab 25's exercises: right answers pass, a stub is not started, and every known mistake gets its hint."""
 
 from __future__ import annotations
 

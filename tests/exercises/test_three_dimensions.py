@@ -1,4 +1,4 @@
-"""Lab 24: solutions, and the wrong answers people give."""
+"""Lab 26: solutions, and the wrong answers people give."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lab 26's exercises: a guess beside measured runs, useful FLOPs, and a rule that chooses layouts."""
+"""Lab 28's exercises: a guess beside measured runs, useful FLOPs, and a rule that chooses layouts."""
 
 from __future__ import annotations
 

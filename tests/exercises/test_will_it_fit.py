@@ -1,4 +1,4 @@
-"""Lab 25's exercises: the bytes of each stage, and remedies; each wrong answer gets words that are true."""
+"""Lab 27's exercises: the bytes of each stage, and remedies; each wrong answer gets words that are true."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_stub_is_not_started():
 
 
 def test_the_labs_version_is_the_mean_of_the_stages_and_stage_0s_microbatches():
-    cells = (cell.source for cell in build.read_source("25_will_it_fit").cells if cell.cell_type == "code")
+    cells = (cell.source for cell in build.read_source("27_will_it_fit").cells if cell.cell_type == "code")
     names: dict[str, Any] = {}
     exec(next(source for source in cells if source.startswith("def stage_bytes(")).partition("said = ")[0], names)
     test_wrong(names["stage_bytes"], "are the mean of all stages")

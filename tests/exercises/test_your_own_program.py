@@ -1,4 +1,4 @@
-"""Lab 22's exercise: the solution passes, a stub is not started, and every known mistake gets its hint."""
+"""Lab 24's exercise: the solution passes, a stub is not started, and every known mistake gets its hint."""
 
 from __future__ import annotations
 

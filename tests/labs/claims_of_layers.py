@@ -34,7 +34,7 @@ MEMORY = "05_block_memory"
 VOCABULARY = "06_vocabulary"
 SCHEDULES = "10_pipeline_schedules"
 SEQUENCE = "20_long_sequence"
-THREE = "24_three_dimensions"
+THREE = "26_three_dimensions"
 
 
 def Claim(lab: str, *about: Any) -> tuple[str, entries.Entry]:
@@ -142,7 +142,7 @@ def merging_by_tiles() -> float:
     return (sum(event.duration for event in events) - tiles) / tiles
 
 
-# --------------------------------------------------------------------------------------------------------------- lab 24
+# --------------------------------------------------------------------------------------------------------------- lab 26
 
 ORDERS = ("pp", "dp", "tp"), ("dp", "pp", "tp"), ("tp", "dp", "pp")
 

@@ -46,8 +46,8 @@ def part(said: list[dict], name: str) -> list:
         ("10_pipeline_schedules", 22),
         ("14_cut_a_pipeline", 11),
         ("21_balance", 10),
-        ("25_will_it_fit", 12),
-        ("26_which_layout", 17),
+        ("27_will_it_fit", 12),
+        ("28_which_layout", 17),
     ],
 )
 def test_cells_show_on_the_page_what_they_show_in_the_notebook(folder: Path, lab: str, many: int):

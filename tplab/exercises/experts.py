@@ -1,4 +1,4 @@
-"""The exercises of labs 27 and 28: gradients of experts that are too large, the rows that a dispatch sends, the rule
+"""The exercises of labs 22 and 23: gradients of experts that are too large, the rows that a dispatch sends, the rule
 that balances experts by a bias, and how a router uses that bias."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exercises of lab 23: a mean over tokens that ranks have unequally many of, and a step with two bugs."""
+"""The exercises of lab 25: a mean over tokens that ranks have unequally many of, and a step with two bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 24: clipping as one device would do it, and the fastest layout for a cluster."""
+"""The exercises of lab 26: clipping as one device would do it, and the fastest layout for a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 26: a guess beside what was measured, useful FLOPs, and a rule that chooses layouts."""
+"""The exercises of lab 28: a guess beside what was measured, useful FLOPs, and a rule that chooses layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exercises of lab 25: the bytes of each stage of a pipeline, and which remedy makes a training job fit."""
+"""The exercises of lab 27: the bytes of each stage of a pipeline, and which remedy makes a training job fit."""
 
 from __future__ import annotations
 

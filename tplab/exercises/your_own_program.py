@@ -1,4 +1,4 @@
-"""The exercise of lab 22: accumulate gradients over several batches, and send them once."""
+"""The exercise of lab 24: accumulate gradients over several batches, and send them once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Lab 28: what skew costs on the modelled clock, and in rows that aiconfigurator has measured."""
+"""Lab 23: what skew costs on the modelled clock, and in rows that aiconfigurator has measured."""
 
 from tests.labs.entries import Claim, Given
 from tests.labs.prose import milliseconds
 
-LAB = "28_balance_of_experts"
+LAB = "23_balance_of_experts"
 
 # ai-dynamo/aiconfigurator 095f58a, Apache-2.0: H100, bfloat16, 12,288 tokens, hidden 4096, inner 14336, top 2 of 8
 # experts, one of 4 ranks; ms

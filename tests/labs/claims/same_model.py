@@ -1,4 +1,4 @@
-"""Lab 23: factors of wrong gradients, as its reports print them."""
+"""Lab 25: factors of wrong gradients, as its reports print them."""
 
 from tests.labs.entries import Claim, Quote
 

@@ -1,4 +1,4 @@
-"""Lab 26: forecasts of the playbook's runs by class, like-for-like rows, and the best plans on two networks."""
+"""Lab 28: forecasts of the playbook's runs by class, like-for-like rows, and the best plans on two networks."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Lab 25: memory of Megatron on B200s, of nanotron and of KempnerForge, which uses torch's FSDP."""
+"""Lab 27: memory of Megatron on B200s, of nanotron and of KempnerForge, which uses torch's FSDP."""
 
 from dataclasses import replace
 from functools import cache

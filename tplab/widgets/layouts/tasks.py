@@ -133,14 +133,22 @@ TASKS = Tasks(
          "Context parallelism (cp) divides the tokens, and so do tensor-parallel ranks between the layers."),
     ),
     Task(
-        "few", 25, "As few GPUs as possible",
+        "experts", 22, "Experts on eight ranks",
+        "Qwen3 30B has 128 experts in a layer. Choose a plan for 64 GPUs that fits, in which the experts of a layer "
+        "are spread over at least 8 ranks, and that is at most 15% slower than the fastest.",
+        {**START, "model": "qwen3-30b-a3b", "sequence": 4096}, same(), experts,
+        ("The name of a plan says over how many ranks experts are spread: ep.",
+         "The ranks that share experts are a part of those that share data. So dp may stay as large as it is."),
+    ),
+    Task(
+        "few", 27, "As few GPUs as possible",
         "Llama 3 70B is trained on 64 GPUs of 80 GB. Find the smallest number of GPUs on which a plan surely fits.",
         LARGE, same("gpus"), few,
         ("Parameters, gradients and the optimizer's states take 18 bytes per parameter in Megatron.",
          "70.6 billion × 18 bytes is 1,270 GB. How many GPUs of 80 GB is that, and what is left for activations?"),
     ),
     Task(
-        "half-of-fastest", 25, "Half of the memory",
+        "half-of-fastest", 27, "Half of the memory",
         "Llama 3 8B on 64 GPUs. Choose a plan whose fullest rank holds at most half of what the fastest plan needs, "
         "and that is at most 30% slower.",
         START, same(), half,
@@ -148,7 +156,7 @@ TASKS = Tasks(
          "Most of the memory is activations. What is not kept has to be computed again."),
     ),
     Task(
-        "no-pipeline", 26, "Without a pipeline",
+        "no-pipeline", 28, "Without a pipeline",
         "Llama 3 70B on 64 GPUs. Choose a plan that fits without a pipeline, and is at most 15% slower than the "
         "fastest.",
         LARGE, same(), no_pipeline,
@@ -156,7 +164,7 @@ TASKS = Tasks(
          "ZeRO 3 divides parameters, gradients and the optimizer's states. Then only the activations are too many."),
     ),
     Task(
-        "faster", 26, "Faster than eight by eight",
+        "faster", 28, "Faster than eight by eight",
         "Llama 3 70B on 64 GPUs of 80 GB. One plan has tensor parallelism in each node and a pipeline over the nodes: "
         f"{EIGHTS}. Choose a plan with a pipeline and 1F1B that fits and is faster.",
         LARGE, same(), faster,
@@ -164,20 +172,12 @@ TASKS = Tasks(
          "Fewer tensor-parallel ranks send less, and a shorter pipeline idles less. The others are for data."),
     ),
     Task(
-        "scale", 26, "Eight times as many GPUs",
+        "scale", 28, "Eight times as many GPUs",
         "Llama 3 8B on 512 GPUs, at first with as many sequences per step as on 64. Make the model's own work 50% of "
         "what the GPUs could do (MFU) or more, with at most 1,024 sequences per step and 60 GiB on the fullest rank.",
         {**START, "gpus": 512}, same("batch"), scale,
         ("With 512 sequences, each GPU has one. What is there to hide messages behind?",
          "Give each GPU more work between two exchanges of gradients.",
          "The fastest plans then keep too many activations. A stage of a pipeline keeps those of its own layers."),
-    ),
-    Task(
-        "experts", 27, "Experts on eight ranks",
-        "Qwen3 30B has 128 experts in a layer. Choose a plan for 64 GPUs that fits, in which the experts of a layer "
-        "are spread over at least 8 ranks, and that is at most 15% slower than the fastest.",
-        {**START, "model": "qwen3-30b-a3b", "sequence": 4096}, same(), experts,
-        ("The name of a plan says over how many ranks experts are spread: ep.",
-         "The ranks that share experts are a part of those that share data. So dp may stay as large as it is."),
     ),
 )  # fmt: skip

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 27 Experts on ranks
+# # 22 Experts on ranks
 #
 # **A token goes through 8 of 256 experts, and these are spread over 64 ranks. What has to travel?**
 #
 # Prerequisites: collectives from [lab 02](02_collectives.ipynb), data parallelism from [lab 16](16_data_parallel.ipynb), and nodes
 # from [lab 19](19_axes_and_nodes.ipynb). Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/27_experts_on_ranks.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/27_experts_on_ranks.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_experts_on_ranks.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_experts_on_ranks.ipynb)
 #
-# ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/27_experts_on_ranks.png)
+# ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/22_experts_on_ranks.png)
 #
 # *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
 # will come (step 1), then rows, the vectors of tokens, travel to their experts (step 2), and then the results travel back (step 3).
@@ -338,7 +338,7 @@ check_rows_sent(rows_sent)
 # [GShard](https://arxiv.org/abs/2006.16668) (capacity). DeepSeek-AI 2024, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (671
 # and 37 billion parameters; groups on nodes; DualPipe, section 3.2.1).
 #
-# Next: [28 Balance of experts](28_balance_of_experts.ipynb).
+# Next: [23 Balance of experts](23_balance_of_experts.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

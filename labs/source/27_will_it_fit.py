@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 25 Will it fit?
+# # 27 Will it fit?
 #
 # **How much memory does each rank of a training job need, and which rank runs out first?**
 #
 # Prerequisites: what a pipeline keeps ([lab 13](13_pipeline_memory.ipynb)), recomputation
 # ([lab 15](15_recomputation.ipynb)), and ZeRO ([lab 17](17_zero.ipynb)). Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/25_will_it_fit.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/25_will_it_fit.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/27_will_it_fit.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/27_will_it_fit.ipynb)
 #
-# ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/25_will_it_fit.png)
+# ![Bars for one training job on eight GPUs, in two pipeline stages. Each bar shows what a rank of a stage holds, and a mark shows what was measured.](images/27_will_it_fit.png)
 #
 # *Twelve layers of Llama 3 70B on eight B200 GPUs, in two stages. Bars: the forecast peak of a rank. Marks: what was measured.
 # With two stages, the first needs more than the second.*
@@ -333,7 +333,7 @@ check_remedies(my_remedies)
 # [SimuMax](https://github.com/MooreThreads/SimuMax), commit `4dcaae5`; KempnerInstitute,
 # [KempnerForge](https://github.com/KempnerInstitute/KempnerForge), commit `5666d0d`.
 #
-# Next: [26 Which layout?](26_which_layout.ipynb), for the plans that fit: which of them is fastest?
+# Next: [28 Which layout?](28_which_layout.ipynb), for the plans that fit: which of them is fastest?
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

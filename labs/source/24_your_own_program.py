@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 22 Your own program
+# # 24 Your own program
 #
 # **What does my training script really send, and why does it hang?**
 #
 # Time: 50 minutes. Prerequisites: [lab 16](16_data_parallel.ipynb) for data parallelism and its buckets, and some experience
 # with PyTorch.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/22_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/22_your_own_program.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/24_your_own_program.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/24_your_own_program.ipynb)
 #
-# ![A timeline of four ranks. In the second backward pass, all-reduces of gradients run while the ranks still compute.](images/22_your_own_program.png)
+# ![A timeline of four ranks. In the second backward pass, all-reduces of gradients run while the ranks still compute.](images/24_your_own_program.png)
 #
 # *Two training steps with PyTorch's DistributedDataParallel (DDP) on four simulated H100s. The program uses nothing from
 # tplab. In the second step, the gradients travel while the backward pass is still running.*
@@ -413,7 +413,7 @@ check_accumulate(accumulate)
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704) (buckets and overlap in DDP). Zhao et al.
 # 2023, [PyTorch FSDP](https://arxiv.org/abs/2304.11277). [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 #
-# Next: [23 Does it train the same model?](23_same_model.ipynb), for bugs that neither hang nor raise an error.
+# Next: [25 Does it train the same model?](25_same_model.ipynb), for bugs that neither hang nor raise an error.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

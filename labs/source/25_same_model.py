@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 23 Does it train the same model?
+# # 25 Does it train the same model?
 #
 # **Six ranks train, and the loss falls. Is it the model that one rank would train?**
 #
 # Time: 50 minutes. Prerequisites: gradients and buckets from [lab 16](16_data_parallel.ipynb), and scripts on simulated
-# ranks from [lab 22](22_your_own_program.ipynb).
+# ranks from [lab 24](24_your_own_program.ipynb).
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/23_same_model.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/23_same_model.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/25_same_model.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/25_same_model.ipynb)
 #
-# ![Bars of the loss after 40 steps, for a right script and six wrong ones. Three of the wrong ones have a lower loss.](images/23_same_model.png)
+# ![Bars of the loss after 40 steps, for a right script and six wrong ones. Three of the wrong ones have a lower loss.](images/25_same_model.png)
 #
 # *The loss of a script after 40 steps on 3 x 2 simulated ranks, and of six versions with a bug in the function that
 # names the bar. All of them learn, and three have a lower loss than the right script.*
@@ -471,7 +471,7 @@ check_step(step)
 # **Sources.** The threads linked above. [spmd_types](https://github.com/meta-pytorch/spmd_types) has these types for torch, and
 # [JAX's shard_map](https://docs.jax.dev/en/latest/notebooks/shard_map.html) has varying axes.
 #
-# Next: [24 Three dimensions](24_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
+# Next: [26 Three dimensions](26_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 24 Three dimensions
+# # 26 Three dimensions
 #
 # **What does each axis of a three-dimensional mesh send in a training step, and which of
 # them may cross the network?**
@@ -7,9 +7,9 @@
 # Prerequisites: [lab 11](11_run_a_pipeline.ipynb) for pipelines, [lab 17](17_zero.ipynb) for ZeRO, and
 # [lab 19](19_axes_and_nodes.ipynb) for two axes on two nodes. Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/24_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/24_three_dimensions.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/26_three_dimensions.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/26_three_dimensions.ipynb)
 #
-# ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/24_three_dimensions.png)
+# ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/26_three_dimensions.png)
 #
 # *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2. Only
 # the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
@@ -336,7 +336,7 @@ check_layouts(my_layouts)
 # clusters](https://arxiv.org/abs/2104.04473), for three dimensions and the order of their axes. Shoeybi et al. 2019,
 # [Megatron-LM](https://arxiv.org/abs/1909.08053). Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
-# Next: [25 Will it fit?](25_will_it_fit.ipynb).
+# Next: [27 Will it fit?](27_will_it_fit.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,14 +1,14 @@
 # %% [markdown]
-# # 26 Which layout?
+# # 28 Which layout?
 #
 # **There are thousands of ways to put a model on 128 GPUs. Which one is fastest, and can you know before you try?**
 #
-# Prerequisites: what fits ([lab 25](25_will_it_fit.ipynb)), and what each axis costs
-# ([lab 24](24_three_dimensions.ipynb)). Time: one hour.
+# Prerequisites: what fits ([lab 27](27_will_it_fit.ipynb)), and what each axis costs
+# ([lab 26](26_three_dimensions.ipynb)). Time: one hour.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/26_which_layout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/26_which_layout.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/28_which_layout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/28_which_layout.ipynb)
 #
-# ![Ten bars, one per layout, and on each a mark for what was measured.](images/26_which_layout.png)
+# ![Ten bars, one per layout, and on each a mark for what was measured.](images/28_which_layout.png)
 #
 # *Ten layouts of a model with eight billion parameters on 128 H100s. Bars are forecasts of a training step, and marks
 # are what Hugging Face measured. The slowest took 1.9 times as long as the fastest, and the forecast did not foresee
@@ -272,7 +272,7 @@ knob("The best plan's step", "network, sequences in a batch", options,
 #
 # ## Run it
 #
-# A plan can be executed. Here are the two blocks of [lab 24](24_three_dimensions.ipynb) on eight simulated ranks,
+# A plan can be executed. Here are the two blocks of [lab 26](26_three_dimensions.ipynb) on eight simulated ranks,
 # beside the forecast's bytes. The 8 extra bytes are sums of the loss:
 
 # %%
@@ -365,7 +365,7 @@ check_choose(choose)
 # large-scale training](https://arxiv.org/abs/2104.04473). Korthikanti et al. 2022, [Reducing activation
 # recomputation](https://arxiv.org/abs/2205.05198), for useful and executed FLOPs.
 #
-# Next: [27 Experts on ranks](27_experts_on_ranks.ipynb), for models whose tokens choose where they are computed.
+# Back to the [list of labs](../README.md#labs).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # 28 Balance of experts
+# # 23 Balance of experts
 #
 # **Half of the experts do nothing. What did the router learn, and who pays?**
 #
-# Prerequisites: experts on ranks from [lab 27](27_experts_on_ranks.ipynb). Time: 50 minutes.
+# Prerequisites: experts on ranks from [lab 22](22_experts_on_ranks.ipynb). Time: 50 minutes.
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/28_balance_of_experts.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/28_balance_of_experts.ipynb)
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/23_balance_of_experts.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/23_balance_of_experts.ipynb)
 #
-# ![Four ranks with two experts each. Most rows go to two of the ranks, and the other two wait.](images/28_balance_of_experts.png)
+# ![Four ranks with two experts each. Most rows go to two of the ranks, and the other two wait.](images/23_balance_of_experts.png)
 #
 # *Four ranks share eight experts. The router is untrained, and its tokens have much in common, so it sends most of them to the
 # same few experts. One expert gets nothing. After some training without a remedy, that will be true of half of them. On the left you see
@@ -177,7 +177,7 @@ def train(over=None, rule=None):  # ->   loads [ranks, steps, E], losses [steps]
                 loss = task + 0.1 * tt.balance_loss(routed, over=over, axis=counted)
             adam.zero_grad()
             loss.backward()
-            tt.average_gradients(model, "ep")  # as in the bug of lab 27, repaired
+            tt.average_gradients(model, "ep")  # as in the bug of lab 22, repaired
             adam.step()
             loads.append(tt.chosen_counts(routed))  # of this rank's tokens
             counts = tt.all_reduce(loads[-1], "ep")
@@ -344,7 +344,7 @@ print(tt.balanced_bias(torch.zeros(4), torch.tensor([9, 3, 2, 2]), 0.01))
 # [Auxiliary-loss-free load balancing](https://arxiv.org/abs/2408.15664), and DeepSeek-AI 2024,
 # [DeepSeek-V3](https://arxiv.org/abs/2412.19437) (the bias, replicas). [EPLB](https://github.com/deepseek-ai/EPLB) (MIT licence).
 #
-# Back to the [list of labs](../README.md#labs).
+# Next: [24 Your own program](24_your_own_program.ipynb), for the scripts that you already have.
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs
