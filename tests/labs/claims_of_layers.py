@@ -1,4 +1,4 @@
-"""What labs 04, 05, 06, 10, 20 and 24 say about speed and memory: entries with their lab, for the files of claims/."""
+"""What labs 04, 05, 06, 10, 20 and 26 say about speed and memory: entries with their lab, for the files of claims/."""
 
 import re
 from functools import cache
