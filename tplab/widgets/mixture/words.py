@@ -48,7 +48,7 @@ def _computing(layer: Layer, unit: str) -> str:
     lost = sum(layer.dropped)
     text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:
-        alike = ", since so few rows take no longer than fewer" if rows[most] > 1.05 * rows[least] else ""
+        alike = ", since so few rows all take about the same time" if rows[most] > 1.05 * rows[least] else ""
         return f"{text}; no rank waits for long{alike}"
     return f"{text}; rank {layer.ranks[longest]} waits for {time_text(waits[longest], unit)}"
 
