@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tplab import cost
+from tplab.cost.kernels import matmul_bytes, matmul_flops
 from tplab.cost.link import NO_LINK, ONE_HOP, Link
 from tplab.cost.named import H100_NODE
 from tplab.errors import ClusterError
@@ -592,9 +593,9 @@ def test_the_two_nodes_of_sixteen():
 @given(m=st.integers(0, 9), k=st.integers(0, 9), n=st.integers(0, 9), batch=st.integers(1, 3))
 def test_a_product_is_counted_term_by_term(m, k, n, batch):
     flops = sum(2 for _ in range(batch) for _ in range(m) for _ in range(n) for _ in range(k))
-    assert cost.matmul_flops(m, k, n, batch) == flops
+    assert matmul_flops(m, k, n, batch) == flops
     a, b = np.zeros((batch, m, k), np.float32), np.zeros((batch, k, n), np.float32)
-    assert cost.matmul_bytes(m, k, n, 4, batch) == a.nbytes + b.nbytes + (a @ b).nbytes
+    assert matmul_bytes(m, k, n, 4, batch) == a.nbytes + b.nbytes + (a @ b).nbytes
 
 
 def test_what_cannot_be_is_refused():

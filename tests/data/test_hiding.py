@@ -99,7 +99,7 @@ def test_labs_say_one_number(lab):
     assert set(said) <= in_hundreds()
     if lab != "19_axes_and_nodes":
         assert said, "the lab no longer says how many tokens hide its messages"
-        assert "thresholds(" in source
+        assert "thresholds(" in source or "tokens_to_hide(" in source
     assert not re.search(
         r"(?<!about )(?<![\d,])\d[\d,]* tokens per (rank|GPU)", prose.replace("16,384 tokens per rank", "")
     )

@@ -11,7 +11,7 @@ import pytest
 from tests.checking.doctor.expected import WRONG, Wrong
 from tests.checking.doctor.right import IN_BFLOAT16, RIGHT, Right
 from tests.checking.doctor.test_scripts import FOLDER, GOOD, repaired, text_of
-from tplab.checking import reference
+from tplab.checking import reference, verdict
 from tplab.checking.same_model import Finding, SameModel
 from tplab.checking.verdict import EPSILON
 from tplab.commands import mesh_from
@@ -80,7 +80,8 @@ def test_what_is_right_is_not_blamed(row: Right):
 
 
 def test_rounding_would_be_blamed_if_its_size_were_not_derived(monkeypatch):
-    monkeypatch.setattr(reference, "EPSILON", {"float32": EPSILON["float32"]})
+    for module in (reference, verdict):
+        monkeypatch.setattr(module, "EPSILON", {"float32": EPSILON["float32"]})
     monkeypatch.setattr(reference, "TIMES", 0)
     first = examined(GOOD / f"{IN_BFLOAT16.script}.py", IN_BFLOAT16).first
     assert first is not None and first.what == "gradient"
