@@ -15,6 +15,7 @@ import tplab.jax as tj
 import tplab.torch as tt
 from tests.exercises.test_exercises import backward, expect, gated, largest, row_linear
 from tplab.exercises.axes_and_nodes import check_average, check_best_mesh
+from tplab.exercises.calls import library_call
 from tplab.exercises.collectives import check_sum_up
 from tplab.exercises.first_look import check_largest
 from tplab.exercises.overlap import check_gather_product
@@ -22,7 +23,6 @@ from tplab.exercises.pipeline_in_jax import check_pipeline
 from tplab.exercises.pipeline_schedules import check_one_f_one_b
 from tplab.exercises.pipeline_schedules import check_puzzle as check_schedule
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear
-from tplab.exercises.verdict import library_call
 from tplab.schedules import auto_schedule, one_f_one_b
 
 # ------------------------------------------------------------------------------------------------ the library's own
@@ -132,6 +132,17 @@ def test_what_runs_on_no_rank_may_not_draw_either_and_its_harm_is_undone(draw: C
     before = kernels_draws()
     expect(check_best_mesh(best_mesh), False, "'s global generator in another state")
     assert kernels_draws() == before
+
+
+def test_harm_is_undone_after_an_error_too():
+    def best_mesh(*given):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(3)
+        raise KeyError("nothing")
+
+    before = kernels_draws()
+    expect(check_best_mesh(best_mesh), False, "KeyError")
+    assert kernels_draws() == before and torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("seed", [random.seed, torch.manual_seed, np.random.seed])

@@ -243,7 +243,7 @@ def test_moves_are_legal_or_the_reason_is_told():
     assert lab.notice.startswith("not legal") and "B0 of stage 0" in lab.notice
     assert not lab.move(7, 0, 0)
     assert "rank 7" in lab.notice
-    assert lab.move(0, 5, 4) and lab.notice == ""  # F4 before B0: one more in memory, no sooner
+    assert lab.move(rank=0, index=5, to=4) and lab.notice == ""  # F4 before B0: one more in memory, no sooner
     assert lab.settings["rule"] == "edited" and lab.schedule.name == "edited"
     check(lab.schedule)
     assert lab.run.peak_activations[0] == 5

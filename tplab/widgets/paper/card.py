@@ -47,9 +47,9 @@ def in_turn(method: Method) -> Method:
     """
 
     @wraps(method)
-    def waits(self: Any, *args: Any) -> Any:
+    def waits(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._turn:
-            return method(self, *args)
+            return method(self, *args, **kwargs)
 
     return cast(Method, waits)
 

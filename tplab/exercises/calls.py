@@ -1,0 +1,74 @@
+"""Which functions of a library a learner's function calls, read from its code."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+LIBRARIES = ("tplab", "torch", "jax", "optax", "flax")
+
+
+def library_call(fn: Callable[..., Any], names: tuple[str, ...], libraries: tuple[str, ...] = LIBRARIES) -> str:
+    """The first of these names that `fn`, or a function of the same module that it uses, takes from a library; "" if
+    none. A function of the learner's own with such a name does not count."""
+    if _library(fn) in libraries and getattr(fn, "__name__", "") in names:
+        return str(fn.__name__)
+    found = ((value.__name__, _library(value)) for value in _used(fn, set()) if hasattr(value, "__name__"))
+    return next((name for name, library in found if name in names and library in libraries), "")
+
+
+def _used(fn: Any, met: set[CodeType]) -> Iterator[Any]:
+    """The objects of libraries that a function's code mentions, and those of the learner's functions it uses."""
+    if not isinstance(fn, FunctionType) or fn.__code__ in met:
+        return
+    closure = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False))
+    known = {**fn.__globals__, **{name: cell.cell_contents for name, cell in closure.items() if _is_full(cell)}}
+    for value in _mentioned(fn.__code__, known, met):
+        if _library(value) in LIBRARIES:
+            yield value
+        elif isinstance(value, FunctionType):
+            yield from _used(value, met)
+
+
+def _mentioned(code: CodeType, known: dict[str, Any], met: set[CodeType]) -> Iterator[Any]:
+    """The objects that code mentions by a global name, by attributes of a module, or by an import of its own."""
+    met.add(code)
+    value: Any = None
+    module: Any = None  # that is being imported from
+    for step, following in pairwise([*dis.get_instructions(code), None]):
+        assert step is not None
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
+            value = known.get(step.argval)
+        elif step.opname == "IMPORT_FROM":
+            value = getattr(module, step.argval, None)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            value = getattr(value, step.argval, None) if isinstance(value, ModuleType | type) else None
+        elif step.opname == "IMPORT_NAME":
+            is_top = following is not None and following.opname.startswith("STORE")  # `import a.b` stores a
+            value = module = sys.modules.get(step.argval.split(".")[0] if is_top else step.argval)
+        elif step.opname in ("STORE_FAST", "STORE_DEREF", "STORE_NAME") and isinstance(value, ModuleType):
+            known = {**known, step.argval: value}
+        elif step.opname == "LOAD_FAST" and isinstance(known.get(step.argval), ModuleType):
+            value = known[step.argval]
+        elif step.opname != "CACHE":
+            value = None if step.opname not in ("PUSH_NULL", "RESUME") else value
+        if value is not None:
+            yield value
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _mentioned(inner, known, met)
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _library(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "").split(".")[0]
