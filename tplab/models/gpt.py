@@ -18,9 +18,7 @@ NORMS = ("layer", "rms")
 IGNORED = -100
 """A target that no loss counts, as in torch."""
 ROUTER_BIAS = "router.bias"
-"""How the names end of biases that are stepped by the sign of their gradient, which is no part of a norm."""
-TINY = 1e-12
-"""Beside this, such a gradient counts as 0."""
+"""The ending of the names of biases that are stepped by the sign of their gradient. They are in no norm."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class GPTExperts:
               are too if a rank has the same sequences in a microbatch, since choices are counted in each by itself
     shared    features of an MLP without biases beside the experts, which every token goes through; 0: there is none
     bias_rate   how far `train` moves the bias of an expert in a step: up if fewer choices than the mean fell on it, and
-              down if more. The bias selects and does not weight (`tplab.torch.balanced_bias`); 0: there is none
+              down if more, as `balanced_bias` does. The bias selects and does not weight; 0: there is none
 
     With a capacity in the routing, what a rank drops depends on which tokens it has, and so on the mesh.
     """
@@ -52,6 +50,9 @@ class GPTExperts:
 
     def __post_init__(self) -> None:
         one_of("over", self.over, BALANCE)
+        for name in ("shared", "bias_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,11 @@ class Recipe:
         """How many parts a batch runs in: gradients are combined after each."""
         return self.microbatches if self.zero == 2 else 1
 
+    def whole_loads(self, mesh: Mesh) -> int:
+        """What makes whole numbers of the gradients of routers' biases: these are means, over microbatches and ranks,
+        of how many more choices than the mean fell on an expert. Otherwise a rounding would have a sign."""
+        return self.microbatches * mesh.size
+
     def evaluates(self, step: int) -> bool:
         """Whether the loss on held-out text is computed after this step."""
         return self.evaluate_every is not None and ((step + 1) % self.evaluate_every == 0 or step + 1 == self.steps)

@@ -19,26 +19,27 @@ from tplab.jax.pipeline.flat import Flat, Kind
 from tplab.jax.pipeline.stages import Stages
 from tplab.jax.ranks.context import vary
 from tplab.jax.training.gpt_stages import GPTPacking
-from tplab.models.gpt import ROUTER_BIAS, TINY, GPTExperts
+from tplab.models.gpt import ROUTER_BIAS, GPTExperts
 from tplab.sharding import P
 from tplab.training.recipe import Recipe, data_axes
 
 
 class _Steps(NamedTuple):
     """What a step takes off the parameters: AdamW's update times the rate, and of routers' biases their own rate with
-    the sign of the gradient, g / (|g| + TINY), so that roundings have hardly one. `biases` is 1 there, 0 elsewhere."""
+    the sign of the gradient, which is a whole number if multiplied by `whole`. `biases` is 1 there, 0 elsewhere."""
 
     adamw: Any
     rate: Array
     experts: GPTExperts | None
     biases: Flat
+    whole: int
 
     def update(self, grads: Stages, state: Any, params: Stages) -> tuple[Stages, Any]:
         updates, state = self.adamw.update(grads, state, params)
         steps = {kind: self.rate * update for kind, update in updates.flat.items()}
         for kind, is_bias in self.biases.items():
-            g = grads.flat[kind]
-            signs = self.experts.bias_rate * g / (jnp.abs(g) + TINY) if self.experts else 0
+            signs = jnp.sign(jnp.round(grads.flat[kind] * self.whole))
+            signs = self.experts.bias_rate * signs if self.experts else 0
             steps[kind] = jnp.where(is_bias > 0, signs, steps[kind])
         return Stages(steps, updates.blueprints), state
 
@@ -53,6 +54,7 @@ class Optimizer:
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
         self._packing, self._clip, self._data_axes = packing, recipe.clip, data_axes(packing.mesh)
+        self._whole = recipe.whole_loads(packing.mesh)
         b1, b2 = recipe.betas
         self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
         lie = Stages({kind: P(kind.axes) for kind in self._sizes}, self._blueprints)  # type: ignore[misc]
@@ -73,8 +75,14 @@ class Optimizer:
         experts = self._packing.config.experts
         biases = self._packing.where(ROUTER_BIAS) if experts is not None and experts.bias_rate else {}
         norm = self._norm(grads, biases)
-        clipped = grads if self._clip is None else scale_to(grads, norm, self._clip)
-        inner = _Steps(self._adamw, rate, experts, self._pieces(biases))
+        clipped, own_biases = grads, self._pieces(biases)
+        if self._clip is not None:
+            scaled = scale_to(grads, norm, self._clip).flat
+            unscaled = {
+                kind: jnp.where(is_bias > 0, grads.flat[kind], scaled[kind]) for kind, is_bias in own_biases.items()
+            }
+            clipped = Stages(scaled | unscaled, self._blueprints)
+        inner = _Steps(self._adamw, rate, experts, own_biases, self._whole)
         if self._sharded is None:
             steps, state = inner.update(clipped, state, stages)
         else:

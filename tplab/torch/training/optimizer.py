@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.models.gpt import ROUTER_BIAS, TINY, GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
+from tplab.models.gpt import ROUTER_BIAS, GPTConfig, gpt_layer_name, gpt_parameters, gpt_specs
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import axis_index, axis_size
 from tplab.torch.data.average import copies_of
@@ -69,6 +69,8 @@ class Optimizer:
         self.pieces = list(self._pieces(is_cut=recipe.zero == 3))
         self.cut_along = data if recipe.zero else ()
         specs = gpt_specs(config)
+        self._biases = [piece for piece in self.pieces if piece.name.endswith(ROUTER_BIAS)]
+        self._whole_loads = recipe.whole_loads(this_rank().mesh)
         self._clipped = [piece for piece in self.pieces if not piece.name.endswith(ROUTER_BIAS)]
         self._counted = {piece.name: piece.own for piece in self._clipped if piece.is_counted}
         self._specs = {
@@ -85,6 +87,9 @@ class Optimizer:
         norm = gradient_norm(self._counted, self._specs)
         if self._clip is not None:
             scale_to((piece.own for piece in self._clipped), norm, self._clip)
+        for piece in self._biases:
+            if piece.own.grad is not None:
+                piece.own.grad.mul_(self._whole_loads).round_()
         self.inner.step()
         self.inner.zero_grad()
         return float(norm)
@@ -125,9 +130,10 @@ class Optimizer:
 
 
 def _by_sign(config: GPTConfig) -> dict[str, Any]:
-    """Options of a group of routers' biases: AdamW without memory or decay takes off rate * g / (|g| + eps)."""
+    """Options of a group of routers' biases: AdamW without memory or decay takes off rate * g / (|g| + eps), and g is a
+    whole number."""
     assert config.experts is not None
-    return {"own_rate": config.experts.bias_rate, "betas": (0.0, 0.0), "weight_decay": 0.0, "eps": TINY}
+    return {"own_rate": config.experts.bias_rate, "betas": (0.0, 0.0), "weight_decay": 0.0, "eps": 1e-12}
 
 
 def _as_they_leave(stages: Stages) -> list[nn.Parameter]:
