@@ -213,6 +213,32 @@ def test_a_shared_expert_and_a_bias_that_balances(lab: Any, mesh: Mesh, how: Any
         np.testing.assert_allclose(moved, np.rint(moved), atol=1e-6)
 
 
+@pytest.mark.parametrize("lab", [tplab.torch, tplab.jax], ids=words)
+def test_the_bias_of_an_expert_with_a_mean_load_stays(lab: Any):
+    """In float32, what five microbatches have too much and too little adds up to 0 but for rounding."""
+    routing = Routing(6, 2, score="sigmoid")
+    config = replace(CONFIG, experts=GPTExperts(routing, 12, balance=0.0, shared=8, bias_rate=0.05))
+    text = Text(np.random.default_rng(20).integers(0, 32, 800).astype(np.uint8).tobytes())
+    torch.set_default_dtype(torch.float32)
+
+    def loads():  # -> [5 microbatches, 2 blocks, 6 experts]
+        model, found = tplab.torch.GPT(config), []
+        model.load_state_dict({name: torch.tensor(x, dtype=torch.float32) for name, x in gpt_state(config).items()})
+        for module in model.modules():
+            if isinstance(module, tplab.torch.Router):
+                module.register_forward_hook(lambda m, _, out: found.append(tplab.torch.chosen_counts(out)))
+        for pair in zip(*(torch.tensor(x).chunk(5) for x in text.batch(0, 15, config.context)), strict=True):
+            model.loss(*pair)
+        return torch.stack(found).view(5, 2, 6)
+
+    counts = tplab.torch.run(loads, Mesh(tp=1, ep=1)).per_rank[0]
+    excess = 6 * counts - counts.sum(-1, keepdim=True)
+    assert (excess.sum(0) == 0).any()
+    trained = lab.train(config, text, Mesh(ep=1), Recipe(1, 15, microbatches=5, zero=0, clip=MOST))
+    for block, over in enumerate(excess.sum(0).numpy()):
+        np.testing.assert_allclose(trained.state[f"blocks.{block}.mlp.router.bias"], -0.05 * np.sign(over), atol=1e-7)
+
+
 def test_a_microbatch_is_balanced_by_itself():
     """The two microbatches of one device are the batches of two ranks, and not the batch of all."""
     config = replace(CONFIG, experts=replace(EXPERTS, over="microbatch"))
