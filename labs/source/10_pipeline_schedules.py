@@ -69,14 +69,13 @@ gantt(all_f_then_all_b)
 # %% [markdown]
 # Each rank works for $m(F + B)$ and idles for the rest, $(p - 1)(F + B)$. That is
 #
-# $$\frac{p-1}{m+p-1} \text{ of the makespan} \qquad\text{or}\qquad \frac{p-1}{m} \text{ of the ideal time (Megatron's papers)}$$
+# $$\frac{p-1}{m+p-1} \text{ of the makespan}$$
 #
 # **Predict.** With 16 ranks, how many microbatches make the bubble less than a tenth of the makespan?
 #
 # <details><summary>Answer</summary>
 #
-# At least 136: $15 / (m + 15) < 0.1$ if $m > 135$. Under GPipe a rank keeps the activations of all of them, so memory
-# sets a limit.
+# At least 136: $15 / (m + 15) < 0.1$ if $m > 135$. Under GPipe a rank keeps the activations of all of them.
 #
 # </details>
 
@@ -88,8 +87,8 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 # %% [markdown]
 # ## One forward, one backward
 #
-# The last rank can run its first backward right after its first forward, and free that microbatch. In **1F1B** (or
-# PipeDream-Flush), rank $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
+# The last rank can run its first backward right after its first forward, and free that microbatch. In **1F1B**, rank
+# $r$ runs $p - 1 - r$ forwards ahead, and then alternates forwards and backwards.
 #
 # **Predict.** With the same $m$, how much smaller is 1F1B's bubble than GPipe's?
 #
@@ -161,16 +160,15 @@ for v in (2, 4):
 gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
-# The price is more messages, and memory for $(p-1)/v$ more microbatches than 1F1B keeps.
+# The price is more messages and more memory.
 #
 # ## Split the backward
 #
 # A backward has two parts. **I** is the gradient of the stage's input, which the rank before it waits for. **W** is the
 # gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's
-# activations are kept until its W. (Qi et al. write B for our I.)
+# activations are kept until its W.
 #
-# **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end each rank adds only $I$ to the
-# gradient's path, and W fills the bubble.
+# **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end they fill bubbles.
 #
 # **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Its authors write that it has no bubble.
 #
@@ -180,7 +178,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 #
 # Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
 # action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
-# finish this one. Clipping by the norm of all gradients rules that out, unless steps can be rolled back.
+# finish this one.
 #
 # </details>
 
@@ -196,9 +194,9 @@ print("ZB-H2:", times(h2))
 gantt(h1, h2)
 
 # %% [markdown]
-# Can the span have no bubble without twice the memory? Yes, if each rank has an early stage *and* a late one. In **ZB-V**
-# rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again, like a V. Rank 0 computes the
-# loss and can begin its backward at once. **V-Half** uses the same places to keep even fewer microbatches:
+# Can the span have no bubble without twice the memory? Yes, if each rank has an early stage *and* a late one. In
+# **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again, like a V.
+# **V-Half** uses the same places to keep even fewer microbatches:
 
 # %%
 down_and_up, half = simulate(zb_v(p, m)), simulate(v_half(p, m))
@@ -207,11 +205,9 @@ print("V-Half:", times(half))
 gantt(down_and_up, half)
 
 # %% [markdown]
-# The price is twice as many messages.
-#
 # ## Turn the knobs
 #
-# Set `transfer` to 1. Then add 4 microbatches, twice. How many steps does 1F1B lose each time, and why? Hover over a
+# Set `transfer` to 1. Then add 4 microbatches twice. How many steps does 1F1B lose each time, and why? Hover over a
 # bubble to see what the rank waits for.
 
 # %%
@@ -220,14 +216,14 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs $p = 4$ forwards and
-# then waits for the gradient of the first, which crosses $p - 1 = 3$ cuts, down and up again: 6 messages for every $p$
-# microbatches. GPipe runs all forwards ahead, so it loses 6 with any number of microbatches. With such messages, it is
-# faster than 1F1B and ZB-H1.
+# With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs 4 forwards and then
+# waits for the gradient of the first, which crosses 3 cuts, down and up again: 6 messages for every 4 microbatches.
+# GPipe runs all forwards ahead, so it loses 6 with any number of microbatches. With such messages, it is faster than
+# 1F1B and ZB-H1.
 #
 # </details>
 #
-# Below the picture there are tasks. Choose *No more memory than 1F1B*: can you fill the bubble without more microbatches?
+# Then choose the task *No more memory than 1F1B*: can you fill the bubble without more microbatches?
 
 # %%
 def lost(schedule):
@@ -251,8 +247,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-H2, if $F = I = W$ | span: 0 | $2p - 1$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
-# Real costs are not F = I = W, and $B$ is rather $1.5\,F$. These were **measured** on A100s, in milliseconds. With 24
-# microbatches of them, **simulated**:
+# Real costs are not equal. These steps are **simulated** with costs that were **measured** on A100s, in milliseconds:
 
 # %%
 profile = Costs(18.522, 18.086, 9.337, transfer=0.601)  # ms
@@ -268,7 +263,7 @@ for name, schedule in rules.items():
 
 # %% [markdown]
 # The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs
-# nothing. What the paper *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in
+# nothing. What Qi et al. *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in
 # more, with schedules that a search found for each model.
 
 # %% [markdown]
@@ -284,13 +279,12 @@ for name, schedule in rules.items():
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
 # microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
 # ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+# messages.
 #
-# Why does ZB-H1 keep more bytes than 1F1B? Between I and W, a rank also keeps gradients ([lab
-# 13](13_pipeline_memory.ipynb)).
+# [Lab 13](13_pipeline_memory.ipynb) explains why ZB-H1 keeps more bytes than 1F1B.
 
 # %% [markdown]
 # ## A bug to repair

@@ -10,9 +10,8 @@
 #
 # ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
 #
-# *1F1B as one compiled loop. In each turn of the loop every rank does at most one action, and then all ranks exchange
-# messages. A backward takes twice as long as a forward, so a rank that runs a forward often waits for one that runs a
-# backward.*
+# *1F1B as one compiled loop. A backward takes twice as long as a forward, so a rank that runs a forward often waits for
+# one that runs a backward.*
 
 # %%
 import subprocess
@@ -100,8 +99,7 @@ for name, rule in rules.items():
 #
 # The forward half of GPipe needs very little code. Rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the
 # next microbatch as its input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the
-# last rank has computed all microbatches. Where a schedule has a bubble, the rank computes something useless here, and
-# the result is thrown away.
+# last rank has computed all microbatches. In a bubble, a rank computes something useless that is thrown away.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
@@ -157,8 +155,7 @@ print(np.array(table[:6]))
 # - **F** runs the stage with `jax.vjp` and puts what the backward pass needs into a buffer.
 # - **B** takes it out and computes both gradients. **I** and **W** compute one each.
 #
-# A rank that idles in a tick computes nothing. Two `ppermute`s come *after* the switch, one for each direction, because
-# every rank has to take part in them.
+# Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them.
 
 # %%
 results = {name: train(rule, costs=Costs()) for name, rule in rules.items()}
@@ -170,9 +167,8 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# The trace of this program shows when each action ran. On this clock, each tick with an exchange takes one step more.
-# The simulation counts ticks in the same way, so their agreement only shows that the compiled loop does what the table
-# says.
+# In the trace of this program, each tick with an exchange takes one step more. The simulation counts ticks in the same
+# way, so their agreement only shows that the compiled loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -192,8 +188,8 @@ timeline(results["ZB-H1"].trace, predicted=simulated)
 # %% [markdown]
 # ## Every rank pays for the fullest one
 #
-# One program also means that arrays have the same shape on all ranks. A buffer for activations has as many slots as the
-# fullest rank needs. Stages with different parameters are packed into flat arrays of equal length.
+# One program also means that arrays have the same shape on all ranks. Stages with different parameters are packed into
+# flat arrays of equal length.
 #
 # **Predict.** To spare rank 0, we cut 12 layers into 2, 3, 3 and 4 instead of 3, 3, 3 and 3. How many layers' weights does
 # rank 0 hold now?
@@ -253,22 +249,22 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. It keeps only the input
-# of a stage ([lab 15](15_recomputation.ipynb)). Ranks 1, 2 and 3 keep three, two and one of these, and all ranks have
-# room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway. For the same
-# reason rank 1, and not rank 0, is the fullest under plain 1F1B.
+# 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. It keeps only the
+# input of a stage ([lab 15](15_recomputation.ipynb)). Ranks 1, 2 and 3 keep three, two and one of these, and all ranks
+# have room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway.
 #
 # </details>
 #
 # ## What it costs
 #
-# $m$ microbatches, $p$ ranks, one stage per rank. $c$ is the time of one exchange, and $B = I + W$.
+# $m$ microbatches, $p$ ranks, one stage per rank, and $B = I + W$. Each exchange adds its own time, at most one per
+# tick.
 #
 # | | ticks | time in lock-step |
 # |---|---|---|
-# | GPipe | $2(m + p - 1)$ | $(m + p - 1)(F + B)$, plus at most $c$ per tick |
-# | 1F1B | $2(m + p - 1)$ | up to $2(m + p - 1) \max(F, B)$, plus at most $c$ per tick |
-# | ZB-H1, if $F = I = W$ | $3m + p - 1$ | $(3m + p - 1) F$, plus at most $c$ per tick |
+# | GPipe | $2(m + p - 1)$ | $(m + p - 1)(F + B)$ |
+# | 1F1B | $2(m + p - 1)$ | up to $2(m + p - 1) \max(F, B)$ |
+# | ZB-H1, if $F = I = W$ | $3m + p - 1$ | $(3m + p - 1) F$ |
 
 # %%
 for ranks, num in [(4, 8), (8, 32), (16, 64)]:
@@ -280,9 +276,8 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f}% idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting.
-# When messages are free, GPipe loses nothing, and neither does ZB-H1 if $F = I = W$. 1F1B takes about a quarter
-# longer than it would with one program per rank, which is how torch runs it.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When
+# messages are free, 1F1B takes about a quarter longer than it would with one program per rank.
 #
 # With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: beat
 # GPipe, in less memory.
@@ -303,19 +298,18 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
 # microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
 # ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+# messages.
 #
 # In lock-step, with the same costs, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms.
 
 # %% [markdown]
 # ## A bug to repair
 #
-# This pipeline carries its outputs through the loop, as `train_batch` carries its buffers. In each tick a rank writes
-# one row of `ys`. No error is raised, but the result is wrong. Run the check, read what it says, and repair
-# `my_pipeline`.
+# This pipeline carries its outputs through the loop. In each tick a rank writes one row of `ys`. No error is raised,
+# but the result is wrong. Run the check, read what it says, and repair `my_pipeline`.
 
 # %%
 def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
@@ -340,8 +334,8 @@ check_pipeline(my_pipeline)
 # %% [markdown]
 # <details><summary>Why is there no error?</summary>
 #
-# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. NumPy would raise an error in the tick after the last row. JAX
-# cannot raise one in a compiled program, so it leaves out an update whose index is out of range.
+# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. JAX cannot raise an error in a compiled program, so it leaves
+# out an update whose index is out of range.
 #
 # Negative indices count from the end. So with `ys.at[t - last]`, the last rank first puts rubbish into the last rows, and
 # the right outputs replace it later.

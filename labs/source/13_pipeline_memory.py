@@ -85,9 +85,8 @@ levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
 #
 # <details><summary>Answer</summary>
 #
-# The same number. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and
-# rank 0 of six keeps 6 microbatches of 2. The product is always 12. Under GPipe each of four ranks keeps all 8 microbatches
-# of its blocks: 24 units.
+# The same number. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks,
+# and rank 0 of six keeps 6 microbatches of 2. The product is always 12.
 #
 # </details>
 
@@ -100,7 +99,7 @@ for name, trace in [("one device", device), *runs.items()]:
 assert [round(most / unit) for most in runs["1F1B"].peak_bytes] == [12, 9, 6, 3]
 
 # %% [markdown]
-# The last rank has a little more: it also keeps what the norm, the head and the loss need. It will not stay little.
+# The last rank has a little more: it also keeps what the norm, the head and the loss need.
 #
 # ## Build it: count along a row
 #
@@ -185,14 +184,12 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# V-Half does, but only just. Under 1F1B the first rank has the most activations and the last rank has room to spare.
-# V-Half gives each rank an early stage and a late one, so that all ranks keep about the same. Under ZB-H1 it is the *last*
-# rank that holds the most. Weights, gradients and Adam take 16 bytes per parameter under every schedule.
+# V-Half does, but only just. It gives each rank an early stage and a late one, so that all ranks keep about the same.
+# Under ZB-H1 it is the *last* rank that holds the most.
 #
 # </details>
 #
-# The strips in this picture count microbatches. Below it there is a task: make them equal on all ranks, at no cost
-# in time.
+# Here the strips count microbatches. Below them is a task: make them equal on all ranks, at no cost in time.
 
 # %%
 pipeline_lab(task="even")
@@ -235,8 +232,6 @@ for r in range(p):
 print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]")
 
 # %% [markdown]
-# A parameter that hides in a function is not trained either, because no optimizer knows about it.
-#
 # ## What it costs
 #
 # $N$ is the number of parameters, $A$ the bytes that the whole model keeps for one microbatch, and $m \ge p$. A
@@ -274,9 +269,10 @@ print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} 
 # 20 GB, and the one before it 9 GB.
 
 # %% [markdown]
-# Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two stages
-# on eight B200s, four copies of each stage. ZeRO's stage 1 divides Adam's 12 bytes by the four copies, so a parameter takes
-# $2 + 4 + 12/4 = 9$ bytes ([lab 17](17_zero.ipynb)). A layer has 0.856 billion parameters, and each end has 1.05 billion:
+# Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two
+# stages on eight B200s, four copies of each stage. ZeRO's stage 1 divides Adam's 12 bytes by the four copies, so a
+# parameter takes $2 + 4 + 12/4 = 9$ bytes ([lab 17](17_zero.ipynb)). The formula leaves out workspaces of libraries,
+# and that a block of Llama keeps a little more than 16 times its input.
 
 # %%
 from tplab.forecast.measured import ON_B200  # GiB that Megatron allocated
@@ -291,8 +287,7 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
           f"{measured * 2**30 / 1e9:.1f} GB measured")
 
 # %% [markdown]
-# The formula is within 5% of both. It leaves out workspaces of libraries, and that a block of Llama keeps a little more
-# than 16 times its input.
+# The formula is within 5% of both.
 #
 # **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
 # With these, 24 microbatches and one program per rank:
@@ -306,14 +301,14 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, and those of 1F1B are 1. So begin with 1F1B, and as many
+# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
 # microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
 # ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages. ZB-H1 sends no more, keeps as much as they do, and gains less.
+# messages.
 
 # %% [markdown]
-# **In JAX**, all ranks run one program, and each has room for the fullest. So this lab runs no JAX:
-# [lab 12](12_pipeline_in_jax.ipynb) counts the bytes of such a program.
+# **In JAX**, all ranks run one program, and each has room for the fullest. [Lab 12](12_pipeline_in_jax.ipynb) counts
+# the bytes of such a program.
 
 # %% [markdown]
 # ## A bug to repair
@@ -346,8 +341,7 @@ check_layers(my_layers)
 #
 # `most_kept` counts microbatches. Write a function that counts bytes. `row` holds the actions of one rank, and
 # `stage_bytes[s]` is what stage `s` keeps for one microbatch. A rank may have several stages, and `action.stage` says
-# which one an action belongs to. Return the most that the rank keeps at once. No backward is split here. The check
-# trains a small model and compares your numbers with what its ranks held.
+# which one an action belongs to. Return the most that the rank keeps at once. No backward is split here.
 
 # %%
 def most_bytes(row, stage_bytes):

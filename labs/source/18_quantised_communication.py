@@ -35,9 +35,8 @@ from tplab.widgets import Bars, Row, animate, bytes_text, knob, levels, matrices
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# In ZeRO-3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the gradients.
-# With $M$ parameters, that is $3M$ numbers of 2 bytes in each step. ZeRO++ makes each of the three smaller, in three ways
-# whose names we explain below: qwZ and hpZ for the gathers of weights, and qgZ for gradients.
+# In ZeRO-3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
+# gradients. With $M$ parameters, that is $3M$ numbers of 2 bytes. ZeRO++ makes all three smaller.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -137,8 +136,8 @@ animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).tra
 # ## Turn the knob: numbers that share a scale
 #
 # Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show
-# the largest error in each eighth of the weights. Guess before you turn the knob: which bars get shorter, if 512 weights
-# share a scale, and how much?
+# the largest error in each eighth of the weights. Guess first: which bars get shorter, if 512 weights share a scale,
+# and how much?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -201,9 +200,8 @@ for ranks in (2, 4, 16, 64):
 # So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the
 # owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
 #
-# On two nodes of four ranks, four of the seven pieces that a rank sends go to the other node. So ZeRO++ works on two
-# levels. First the ranks of a node exchange pieces and add them. Then only the *sums* cross, as codes again, so each number
-# is rounded twice.
+# To send fewer bytes to other nodes, ZeRO++ works on two levels. First the ranks of a node exchange pieces and add
+# them. Then only the *sums* cross, as codes again.
 
 # %%
 def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
@@ -222,8 +220,8 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# On one level, four sevenths of the 3,696 bytes leave the node: 2,112. On two levels 528 do, a quarter, because a node
-# has four GPUs. The price is a second rounding: 18% off instead of 13%.
+# On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels 528 do, a quarter, because
+# a node has four GPUs. The price is a second rounding: 18% off instead of 13%.
 #
 # ## The whole training step
 #
@@ -231,11 +229,11 @@ for reduce in (one_level, two_levels):
 #
 # - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
 # - **hpZ**: after the first gather, every GPU keeps a second, larger piece, so that each node has all parameters. The
-#   second gather then stays inside it.
+#   second gather stays inside.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + 0 + \frac14 M = \frac34 M$. The formula gives
-# the same bytes as the trace:
+# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + \frac14 M$. The formula gives the same bytes as
+# the trace:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
@@ -304,11 +302,11 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
 
 # %% [markdown]
 # ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece updates its parameters in
-# full precision, so the rounded weights of one step are not the start of the next. With too little precision, the loss stays
-# higher with every seed. Sixty steps of a tiny model do not show that a large model reaches the same loss.
+# full precision, so the rounded weights of one step are not the start of the next. Sixty steps of a tiny model do not
+# show that a large model reaches the same loss.
 #
-# **The twin.** In JAX, `tj.shard_parameters` takes the options of `tj.zero_plus_plus`. Here the numbers that come back are
-# the same, bit for bit, and XLA has one collective for codes and one for scales:
+# **The twin.** In JAX the numbers that come back are the same, bit for bit. XLA has one collective for codes and one
+# for scales:
 
 # %%
 import tplab.jax as tj
@@ -323,12 +321,12 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 # %% [markdown]
 # ## Where it pays
 #
-# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes of
-# eight H100s, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of the two.
-# On two clusters, the times are from data sheets, at peak rates: one has InfiniBand NDR, 400 Gb/s per *GPU*, and the other
-# has Ethernet with 400 Gb/s per *node*. On the other two they are **forecasts**, from measured matmuls and networks:
-# InfiniBand NDR, and the one that the ultra-scale playbook measured ([lab 03](03_network_levels.ipynb)). With more tokens on
-# each GPU, when does ZeRO++ stop paying off? And a quarter of the bytes: does that make a step four times as fast?
+# Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes
+# of eight H100s, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of
+# the two. Two clusters are computed from data sheets, at peak rates: InfiniBand NDR, 400 Gb/s per *GPU*, and Ethernet
+# with 400 Gb/s per *node*. Two are **forecasts** from measured matmuls and networks: InfiniBand NDR, and the network of
+# the ultra-scale playbook ([lab 03](03_network_levels.ipynb)). With more tokens on each GPU, when does ZeRO++ stop
+# paying off? And a quarter of the bytes: does that make a step four times as fast?
 
 # %%
 from dataclasses import replace
@@ -367,23 +365,21 @@ for where, cluster in CLUSTERS.items():
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# ZeRO++ stops paying off where ZeRO-3 hides its messages as well: from about 2,500 tokens per rank according to the data sheets,
-# as in [lab 17](17_zero.ipynb), and from about 2,200 tokens per rank by the forecast with InfiniBand NDR, 6,500 with the
-# playbook's network, and 19,600 on Ethernet. It gains most where both wait. A step is then 1.7 times as fast according to the data
-# sheets, 1.6 times with InfiniBand NDR, 2.7 times with the playbook's network, and 3.5 times on Ethernet. It is not four times, because
-# the messages *inside* a node remain: the slower the network between nodes, the less they count. Its authors measured up to
-# 2.16 times on 384 GPUs.
+# ZeRO++ stops paying off where ZeRO-3 hides its messages as well: from about 2,200 tokens per rank by the forecast with
+# InfiniBand NDR, and 19,600 on Ethernet by the data sheet. It gains most where both wait. A step is then 1.6 times as
+# fast on the first, and 3.5 times on the second. It is not four times, because the messages *inside* a node remain: the
+# slower the network between nodes, the less they count. Its authors measured up to 2.16 times on 384 GPUs.
 #
-# The model leaves out the time that quantising takes, which makes the gain smaller, and the limits of overlap. And hpZ needs memory: with $g$ GPUs per
-# node, $2M / g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
+# The model leaves out the time that quantising takes, which makes the gain smaller, and the limits of overlap. And hpZ
+# needs memory: with $g$ GPUs per node, $2M/g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683), open in
-# September 2026, reports such a bug in its mixture of experts: ranks quantise to 8-bit floats with a scale each, gather them,
-# and read all of them with one scale. No error is raised when all ranks have the same number of tokens. Here is the same bug:
+# A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683),
+# open in September 2026, reports this bug: ranks quantise to 8-bit floats with a scale each, gather them, and read all
+# of them with one scale. Here it is with codes:
 
 # %%
 def with_one_scale(x):  # x [n]   ->   [R n]
@@ -395,10 +391,8 @@ wrong = tt.run(with_one_scale, Mesh(dp=2), x, in_specs=P("dp")).per_rank
 matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
 
 # %% [markdown]
-# Rank 0 reads rank 1's codes five times too large, and rank 1 reads those of rank 0 five times too small.
-#
-# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients, which are float32. Its result is right if all
-# scales are equal. Run the check, then repair `add_up`. Codes may be `int8`.
+# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients, which are float32. Run the check, then
+# repair `add_up`. Codes may be `int8`.
 #
 # <details><summary>A hint</summary>
 #
@@ -422,19 +416,18 @@ check_add_up(add_up)
 # %% [markdown]
 # <details><summary>Why not one common scale?</summary>
 #
-# If all ranks use the largest scale, found by `all_reduce(scale, "dp", "max")`, their codes have the same meaning, and
-# a `reduce_scatter` may add them. But a rank with small gradients loses most of its bits, and a sum of $R$ codes needs
-# $\log_2 R$ more bits than a code. In the check, scales differ so much that the result is wrong.
+# If all ranks use the largest scale, a `reduce_scatter` may add their codes. But a rank with small gradients then loses
+# most of its bits.
 #
 # </details>
 
 # %% [markdown]
 # ## Your turn: reduce on two levels
 #
-# Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and rank =
-# node × (GPUs per node) + gpu. Only sums of a whole node may cross to other nodes: on $N$ nodes, $N - 1$ rows from each
-# GPU. Inside a node of $G$ GPUs, $(G - 1) N$ rows from each are enough. `tt.reduce_scatter(x, axis)` gives the first rows to index 0 of the axis, the next ones to index
-# 1, and so on.
+# Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and with
+# $G$ GPUs per node, rank = node × $G$ + gpu. Only sums of a whole node may cross to other nodes: on $N$ nodes, $N-1$
+# rows from each GPU. Inside a node, $(G-1)N$ rows from each are enough. `tt.reduce_scatter(x, axis)` gives the first
+# rows to index 0 of the axis, the next ones to index 1, and so on.
 #
 # <details><summary>A hint</summary>
 #

@@ -33,9 +33,8 @@ from tplab.torch import run
 # %% [markdown]
 # ## A script
 #
-# In the earlier labs you wrote the program of one rank with tplab's collectives. Your own code probably uses
-# `torch.distributed`. With `distributed=True`, it is initialised on every simulated rank, and code that is built on it
-# runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+# Your own code probably uses `torch.distributed`. With `distributed=True`, it is initialised on every simulated rank,
+# and code that is built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
 
 # %%
 WIDTH = 512
@@ -90,8 +89,8 @@ from tplab.trace import overlap, summary
 print(summary(ddp.trace))
 
 # %% [markdown]
-# The summary lists everything that the four ranks sent to each other, by group and by operation. In `cell 3, line 17`, cells are
-# counted in the order in which you ran them. The times are modelled: tplab calculates them from the data sheets of an H100 and of
+# The summary lists everything that the four ranks sent to each other. In `cell 3, line 17`, cells are counted in the
+# order in which you ran them. The times are modelled: tplab calculates them from the data sheets of an H100 and of
 # NVLink, and assumes that operations are launched one by one, as they are without `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
@@ -108,13 +107,11 @@ timeline(ddp.trace)
 
 # %% [markdown]
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
-# not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there are
-# four buckets, and the first three are sent while the backward pass goes on, as in lab 16. Two tiny broadcasts before them
-# make sure that all ranks fill the same buckets.
+# not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there
+# are four buckets, and three are sent during the backward pass, as in lab 16.
 #
-# `overlap` says how much of the communication is hidden in the whole run, including start-up and the first step, neither of which
-# hides anything. A rank can hide no more than it computes. Here it computes for longer than it sends, so the two figures are the
-# same.
+# `overlap` says how much of the communication is hidden in the whole run, including start-up and the first step,
+# neither of which hides anything. Its two figures are the same here, because a rank computes for longer than it sends.
 
 # %%
 print(overlap(ddp.trace))
@@ -170,9 +167,9 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 #
 # ## FSDP: the same model in pieces
 #
-# DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and gathers a
-# layer when it is needed. `device_mesh()` gives PyTorch the mesh of this run, as a `DeviceMesh`. The table has what rank 0
-# sends in two steps, and what DDP sends before them:
+# DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and
+# gathers a layer when it is needed. `device_mesh()` is the mesh of this run as PyTorch's `DeviceMesh`. The table has
+# what rank 0 sends in two steps, and what DDP sends before them:
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -190,13 +187,13 @@ columns = {"DDP": Traffic.of_trace(ddp.trace), "FSDP": Traffic.of_trace(fsdp.tra
 print(traffic_table(columns))
 
 # %% [markdown]
-# In each step, FSDP needs three collectives per layer: an `all_gather` of the weights before the forward pass, another one
-# before the backward pass, and a `reduce_scatter` of the gradients. In each of them a rank sends (R-1)/R of the layer. In
-# an `all_reduce` it sends twice that. So in a step FSDP sends 3/2 of DDP's `all_reduce`, and it stores a quarter of the model.
+# In each step, FSDP needs three collectives per layer: an `all_gather` of the weights before the forward pass, another
+# one before the backward pass, and a `reduce_scatter` of the gradients. In each of them a rank sends (R-1)/R of the
+# layer, half of what it sends in an `all_reduce`. So in a step FSDP sends 3/2 of DDP's `all_reduce`.
 #
-# **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and then in
-# two nodes of two ranks, so that every collective also crosses the slower network between the nodes. We subtract a run of
-# two steps from one of three, so that the start and the first step do not count:
+# **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and
+# then in two nodes of two ranks. We subtract a run of two steps from one of three, so that the start and the first step
+# do not count:
 
 # %%
 from dataclasses import replace
@@ -219,9 +216,9 @@ for nodes, cluster, rows in cases:
 
 # %% [markdown]
 # By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because its gathers cross the
-# network as well. This model fits on one GPU, so that is a bad bargain. With more rows per rank, there is more to compute
-# while the traffic stays the same, and FSDP loses a smaller share of a step. When a model does not fit on one GPU, that
-# share is the price of training it.
+# network between nodes as well. This model fits on one GPU, so that is a bad bargain. With more rows per rank, there is
+# more to compute for the same traffic, and FSDP loses a smaller share of a step. A model that does not fit has to pay
+# that share.
 #
 # ## It hangs
 #
@@ -247,8 +244,7 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# The error names the rank that waits, its line, and the ranks that will never join it. Nothing had to time out, because
-# tplab notices when no rank can continue.
+# The error names the rank that waits, its line, and the ranks that will never join it.
 #
 # **A bug to repair.** Repair `train_and_validate` in two ways, and run the cell again after each. What does `loss` mean in
 # the first, and what in the second?
@@ -319,8 +315,8 @@ for name, spec in (("like DDP", ()), ("like FSDP", ("dp",))):
 # %% [markdown]
 # With replicated parameters, XLA sends exactly what DDP sends in a step: 6,291,456 bytes per rank. With sharded
 # parameters, it gathers each layer once and keeps it for the backward pass, whereas FSDP gathers it again. It sums the
-# gradients with an `all_reduce`, because it compiles for a CPU here. For GPUs, XLA's pass `ReduceScatterCreator` makes a
-# `reduce_scatter` of that. `explain` says which line and which operand made XLA insert each collective:
+# gradients with an `all_reduce`, because it compiles for a CPU here. `explain` says which line and which operand made
+# XLA insert each collective:
 
 # %% tags=["nbval-ignore-output"]
 print(tj.explain(jitted, params, x))
@@ -328,8 +324,9 @@ print(tj.explain(jitted, params, x))
 # %% [markdown]
 # ## On real processes
 #
-# So far, everything was simulated. `tplab.record` writes down what the ranks of a real run send, and `merge` makes one trace
-# of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command is the same:
+# `tplab.record` writes down what real ranks send and when, even if the run hangs or is killed, and `merge` makes one
+# trace of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command
+# is the same:
 
 # %%
 import subprocess
@@ -366,15 +363,14 @@ for name, trace in {"torchrun": recorded, "simulated": simulated}.items():
     print(f"{name:9} {len(sent.events)} all_reduces, {num_bytes:,} B per rank")
 
 # %% [markdown]
-# Five all-reduces: one in the first step, and four in the second, as in the picture above.
-#
 # ## Your turn: send once per step
 #
-# A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP sends
-# the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, a DDP model without gradients, and
-# `batches`, the parts of its rank. `loss_of(net, batch)` is the mean loss of one part. Write `accumulate` so that it
-# leaves the gradients of the mean loss over all parts of all ranks in `net`, and sends them only once. The activations of
-# two parts must never be in memory at the same time. Leave everything else as it was: the caller's optimizer does the step.
+# A batch that does not fit in memory is computed in several equally large parts, whose gradients are added up. DDP
+# sends the gradients in *every* backward pass, unless you tell it not to. `accumulate` gets `net`, a DDP model without
+# gradients, and `batches`, the parts of its rank. `loss_of(net, batch)` is the mean loss of one part. Write
+# `accumulate` so that it leaves the gradients of the mean loss over all parts of all ranks in `net`, and sends them
+# only once. The activations of two parts must never be in memory at the same time. Leave everything else as it was: the
+# caller's optimizer does the step.
 
 # %%
 from tplab.exercises.your_own_program import check_accumulate
@@ -397,8 +393,6 @@ check_accumulate(accumulate)
 # | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
 # | a JAX function with shardings | `tplab.jax.trace(fn, *args)` and `tplab.jax.explain(fn, *args)` |
-#
-# `tplab.record` writes down what real ranks send and when, even if the run hangs or is killed.
 
 # %% [markdown]
 # ## To take away

@@ -142,9 +142,9 @@ for microbatch in (1, 4):
 #
 # ## How right is it?
 #
-# Hugging Face has published 794 runs, with and without a pipeline. A forecast is good for some **classes** of them and
-# useless for others, so each class has an interval of its own, which holds nine of ten of its runs. The constants were
-# fitted to other runs, except those of the network.
+# Hugging Face has published 794 runs. A forecast is good for some **classes** of them and useless for others, so each
+# class has an interval of its own, which holds nine of ten of its runs. The constants were fitted to other runs, except
+# those of the network.
 
 # %%
 by_class = defaultdict(list)
@@ -184,8 +184,6 @@ scatter(panels, title="Forecast and measured", about="all published runs",
 # Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89
 # s in another. But not all of it is chance: with `tp` inside a node, up to 16 nodes and microbatches of 16, 13 of 14
 # runs took longer. We do not know why nanotron's pipelines were slow; Megatron's, on other networks, are near the line.
-# If your run is slower than its forecast, suspect a slow network, memory that is nearly full, or a **straggler**, one
-# slow GPU for which all others wait.
 #
 # ## Search
 #

@@ -98,8 +98,6 @@ CLAIMS = (
             else False
         ),
     ),
-    Given("If your run is slower than its forecast"),
-    Given("a slow network, memory that is nearly full, or a straggler, one slow GPU for which all others wait"),
     Claim(
         "has an MFU of about 70%, because kernels do not reach the peak",
         lambda: [100 * best(NDR, 32, 256).mfu],
