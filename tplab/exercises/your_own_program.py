@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.same_model import STEPPED
-from tplab.exercises.verdict import Verdict, beside, check, differs, hint, refuse, right, run_on
+from tplab.exercises.verdict import Verdict, beside, check, differs, hint, listed, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -53,9 +53,8 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
     if damage := next((damage for _, damage in per_rank if damage), ""):
         refuse(f": the gradients are right, but {damage}")
     size = sum(grad.numel() * 8 for grad in want)
-    made, _ = _accumulated(
-        lambda net, loss_of, batches: None, num_ranks, num_parts
-    )  # DDP sends the model when it is made
+    # DDP sends the model when it is made.
+    made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks, num_parts)
     sent = max(after - before for after, before in zip(num_bytes, made))
     once = 2 * (num_ranks - 1) * size // num_ranks
     if sent > 1.2 * once:
@@ -98,7 +97,7 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
     for some in (*([place] for place in places), *(places[start:] for start in places[1:-1])):
         alone = _expected(counts[0], some)
         if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
-            said = " and ".join(f"batches[{place}]" for place in some)
+            said = listed(f"batches[{place}]" for place in some)
             return f"the gradients are not right {{on}}.\nThey are those of {said} alone, or a multiple of them."
     return "the gradients are not those of the mean loss over all batches {on}."
 
