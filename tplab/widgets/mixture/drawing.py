@@ -22,7 +22,7 @@ from tplab.widgets.paper.scene import Rows, Scene
 WAITS = mix(DIM, 0.5)
 LEGEND = (
     Key("rows, in the colour of the rank whose tokens they are", mix(hue(0), 0.55)),
-    Key("stay on their rank", mix(hue(0), 0.13), mix(hue(0), 0.55)),
+    Key("rows that stay where they are", mix(hue(0), 0.13), mix(hue(0), 0.55)),
     Key("an equal share", edge=INK, sign="dashes"),
     Key("sending", mix(WORK, 0.42)),
     Key("computing", WORK),
@@ -188,7 +188,8 @@ class _Drawing:
         what = "slot" if level.is_padded else "row"
         leave = int(level.pairs[source].sum() - level.pairs[source, source])
         if source == target:
-            return [("", f"{_many(rows, what)} of rank {layer.ranks[source]} stay here"), ("sent", "nothing")]
+            stay = f"{_many(rows, what)} stay{'s' * (rows == 1)} on rank {layer.ranks[source]}, along {level.axis}"
+            return [("", stay), ("sent", "nothing")]
         each = level.there[source].bytes // leave
         said = [
             ("", f"rank {layer.ranks[source]} to rank {layer.ranks[target]}, along {level.axis}"),
