@@ -97,7 +97,7 @@ def _bars(score: Score) -> dict[str, np.ndarray]:
     names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
     rows = score.bars["row"]
     named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
-    named["phase"] = score.passes[1]
+    named |= {"phase": score.passes[1], "action": score.actions}
     named |= {"type": score.trace.codes("types")[1][rows]} if _has_types(score) else {}
     return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
 

@@ -82,6 +82,13 @@ class Score:
         return [name_of(op) for op in self.ops]
 
     @cached_property
+    def actions(self) -> np.ndarray:
+        """The kind, as F, of each bar that is an action of a schedule; -1 for other bars."""
+        kinds = np.array([pipeline.kind_of(op) for op in self.ops] or [-1])[self.bars["op"]]
+        is_action = self.is_pipeline & (self.bars["kind"] == COMPUTE) & (self.bars["item"] >= 0)
+        return np.where(is_action, kinds, -1)
+
+    @cached_property
     def groups(self) -> list[tuple[int, ...]]:
         return self.trace.codes("group")[0]
 

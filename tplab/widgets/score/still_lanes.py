@@ -67,9 +67,8 @@ class Lanes:
                 continue
             y = self.top + rank * self.lane + (0 if kind == COMPUTE else work)
             height = work if kind == COMPUTE else talk
-            action = "FBIW".find(score.ops[bars["op"][row]][:1]) if kind == COMPUTE and score.is_pipeline else -1
-            if action >= 0 and item >= 0:
-                draw_action(pen, action, score.ops[bars["op"][row]], x, right, y, height)
+            if score.actions[row] >= 0:
+                draw_action(pen, int(score.actions[row]), score.ops[bars["op"][row]], x, right, y, height)
                 continue
             work_kind = score.work_kinds[row] or (score.talk_kinds[row] if self.by_kind else "")
             colour = OPS[work_kind] if work_kind else score.bar_colour(row)

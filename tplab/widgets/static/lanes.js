@@ -40,8 +40,6 @@ export class Lanes {
     this.canvas.style.height = `${this.height}px`;
     host.append(this.box);
     this.listen();
-    this.resizer = new ResizeObserver(() => this.draw());
-    this.resizer.observe(this.box);
   }
 
   // Which bars lie in which lane and track, and how high a lane is.
@@ -181,9 +179,8 @@ export class Lanes {
       if (right - last[track] < 0.7) continue; // nothing of it would be seen
       last[track] = right;
       pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
-      const letter = score.pipeline && kind === COMPUTE ? "FBIW".indexOf(score.ops[score.op[row]][0]) : -1;
-      if (letter >= 0 && score.item[row] >= 0) {
-        const action = { kind: letter, microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
+      if (score.action[row] >= 0) {
+        const action = { kind: score.action[row], microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
@@ -351,9 +348,5 @@ export class Lanes {
     const right = Math.min(this.x(this.score.end[row]) - this.left, this.width);
     Object.assign(this.mark.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(right - left, 2)}px`, height: `${height}px` });
     this.hint?.show(event, describeBar(this.score, row));
-  }
-
-  destroy() {
-    this.resizer.disconnect();
   }
 }
