@@ -62,7 +62,7 @@ async function render({ model, el: host }) {
     : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
   const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const about = (key) => describe(score, now, what(key), (hold) => numbersOf(score, hold));
-  const paintLegend = drawLegend(root, score);
+  drawLegend(root, score);
   const two = el("div.tpl-two");
   root.append(two);
   const scenes = Array.from({ length: score.scenes }, (_, number) => {
@@ -71,10 +71,7 @@ async function render({ model, el: host }) {
     two.append(box);
     return new Scene(root, box, score, number, { over, about, largest, reads: (key) => number || key >= cells }); // the table has the cells
   });
-  const draw = () => {
-    paintLegend();
-    scenes.forEach((scene) => scene.draw(now.time));
-  };
+  const draw = () => scenes.forEach((scene) => scene.draw(now.time));
   let player = null;
   const lanes = new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(score, time)) });
   player = new Player(root, model, {
@@ -93,8 +90,7 @@ async function render({ model, el: host }) {
     lanes.draw();
     draw();
   };
-  lanes.draw();
-  return live(root, model, redraw, {}, () => lanes.destroy(), () => player.destroy());
+  return live(root, model, redraw, {}, () => player.destroy());
 }
 
 export default { render };

@@ -39,8 +39,6 @@ export class GanttChart {
     host.append(this.box);
     this.chosen = null;
     this.listen();
-    this.resizer = new ResizeObserver(() => this.draw());
-    this.resizer.observe(this.box);
   }
 
   set(board) {
@@ -352,9 +350,5 @@ export class GanttChart {
     }
     const few = (texts) => (texts.length > 3 ? `${texts.slice(0, 3).join(", ")}, …` : texts.join(", "));
     return [few(busy) || "all ranks are done", few(waiting)].filter(Boolean).join("; ");
-  }
-
-  destroy() {
-    this.resizer.disconnect();
   }
 }

@@ -31,7 +31,7 @@ async function render({ model, el: host }) {
     el("span", { style: `left:${(100 * place) / Math.max(options.length - 1, 1)}%`, onclick: () => turn(place) }, options[place].name)));
   const track = el("div.tpl-track", { style: "max-width:420px" }, slider, marks, ends);
   root.append(el("div.tpl-controls", { style: "gap:10px;margin:2px 0 22px" }, el("span.tpl-about", {}, control), value, track));
-  const paintLegend = drawLegend(root, data);
+  drawLegend(root, data);
   const bars = el("div"), words = el("p.tpl-say", { "aria-live": "polite" });
   root.append(bars, words);
   const tip = hint(root);
@@ -64,7 +64,6 @@ async function render({ model, el: host }) {
     every.forEach((place, at) => ends.children[at].classList.toggle("tpl-on", place === model.get("index")));
     words.textContent = sentence;
     scene.canvas.setAttribute("aria-label", label);
-    paintLegend();
     scene.draw(model.get("index"));
   }
 

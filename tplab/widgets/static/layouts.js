@@ -50,7 +50,7 @@ async function render({ model, el: host }) {
   const gpus = new NodesView(mesh, tip);
   const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
-  let scenes = [], paintLegend = () => {};
+  let scenes = [];
 
   // Whether what is shown of a plan is there, without asking Python.
   const hasAll = (index) => isKnown(index) && (model.get("view") !== "pipeline" || board.pipeline?.plan === index || board.axes[index][0] === 1);
@@ -133,7 +133,6 @@ async function render({ model, el: host }) {
   function draw() {
     const chosen = chosenOf();
     tip.hide();
-    paintLegend();
     scenes[0].draw(chosen);
     right.classList.toggle("tpl-waits", !isKnown(chosen));
     if (!isKnown(chosen)) {
@@ -162,7 +161,7 @@ async function render({ model, el: host }) {
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
     legend.replaceChildren();
-    if (run) paintLegend = drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
+    if (run) drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
     if (run) chart.set({ ...run, tall: VIEW_TALL });
   }
   function see(view) {
@@ -185,8 +184,7 @@ async function render({ model, el: host }) {
     root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
     aboutView.textContent = "";
     legend.replaceChildren();
-    if (model.get("view") === "plans") paintLegend = drawLegend(root, board, board.note, legend);
-    else paintLegend = () => {};
+    if (model.get("view") === "plans") drawLegend(root, board, board.note, legend);
     if (!isOwn(model.get("settings").model)) own.set(board.own);
     board.place = new Map(board.known.map((index, place) => [index, place]));
     left.replaceChildren();
@@ -202,7 +200,7 @@ async function render({ model, el: host }) {
   };
   onView();
   const events = { "change:board": onBoard, "change:view": onView, "change:chosen": draw, "change:settings": tell, "change:notice": tell, "change:is_stale": tell, "change:verdict": tell, "msg:custom": onAnswer };
-  return live(root, model, draw, events, () => clearTimeout(silence), () => chart.destroy());
+  return live(root, model, draw, events, () => clearTimeout(silence));
 }
 
 export default { render };

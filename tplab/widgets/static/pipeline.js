@@ -211,10 +211,9 @@ async function render({ model, el: host }) {
   });
   const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
   const legend = el("div");
-  let paintLegend = () => {};
   const showLegend = () => {
     legend.replaceChildren();
-    paintLegend = drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
+    drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
   };
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
     ...COLOURS.map((by) => button(by, `colour by ${by}`, () => {
@@ -301,11 +300,7 @@ async function render({ model, el: host }) {
     showEdits();
     Object.assign(events, { "change:num_edits": showEdits, "change:is_stale": onNotice, "change:settings": onSettings, "change:verdict": onSettings, "change:notice": onNotice, "msg:custom": onAnswer });
   }
-  const redraw = () => {
-    paintLegend();
-    chart.draw();
-  };
-  return live(root, model, redraw, events, () => clearTimeout(silence), () => chart.destroy(), () => player.destroy());
+  return live(root, model, () => chart.draw(), events, () => clearTimeout(silence), () => player.destroy());
 }
 
 export default { render };

@@ -66,12 +66,16 @@ export function followTheme(root, changed) {
   };
 }
 
-// Draws again when the theme or the width of the card changes, and does what the model's events ask for. Returns what ends
-// it, and `ends` with it.
+// Draws again, the legend too, when the theme or the width of the card changes, and does what the model's events ask for.
+// Returns what ends it, and `ends` with it.
 export function live(root, model, draw, events, ...ends) {
   let width = null;
-  const unfollow = followTheme(root, draw), resizer = new ResizeObserver(() => {
-    if (root.clientWidth !== width) draw();
+  const redraw = () => {
+    root.paintLegend?.();
+    draw();
+  };
+  const unfollow = followTheme(root, redraw), resizer = new ResizeObserver(() => {
+    if (root.clientWidth !== width) redraw();
     width = root.clientWidth;
   });
   resizer.observe(root);

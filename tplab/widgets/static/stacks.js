@@ -8,7 +8,7 @@ async function render({ model, el: host }) {
   const root = card(host, { title: data.title, about: data.about, label: data.title });
   const choice = el("select.tpl-select", { "aria-label": "rank", onchange: () => choose(Number(choice.value)) },
     ...ranks.map((text, rank) => el("option", { value: rank }, text)));
-  const paintLegend = drawLegend(root, data, choice);
+  drawLegend(root, data, choice);
   const figure = el("div.tpl-curves.tpl-stacks", { tabindex: "0", role: "group",
     "aria-label": "memory over time: left and right arrow keys go through moments, up and down through ranks" });
   const says = el("p.tpl-say", { "aria-live": "polite" });
@@ -28,7 +28,6 @@ async function render({ model, el: host }) {
     says.textContent = data.says[rank].replace(/^r/, "R");
     scene.canvas.setAttribute("aria-label", data.says[rank]);
     tip.hide();
-    paintLegend();
     scene.draw(rank);
   }
 

@@ -20,7 +20,7 @@ async function render({ model, el: host }) {
     lanes.showCritical(on);
   });
   let player = null;
-  const paintLegend = drawLegend(root, score, el("span.tpl-tools", {}, score.critical?.length ? critical : null,
+  drawLegend(root, score, el("span.tpl-tools", {}, score.critical?.length ? critical : null,
     tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
     tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9))));
   let resting = null, isTelling = false;
@@ -61,14 +61,9 @@ async function render({ model, el: host }) {
     event.stopPropagation();
     act();
   });
-  const draw = () => {
-    paintLegend();
-    lanes.draw();
-  };
-  draw();
   onView();
-  const ends = [() => clearTimeout(resting), () => lanes.destroy(), () => player.destroy()];
-  return live(root, model, draw, { "change:begin": onView, "change:end": onView }, ...ends);
+  const events = { "change:begin": onView, "change:end": onView };
+  return live(root, model, () => lanes.draw(), events, () => clearTimeout(resting), () => player.destroy());
 }
 
 export default { render };
