@@ -1,5 +1,5 @@
 // One control, and bars that change with it.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend } from "./scene.js";
 
@@ -35,7 +35,7 @@ async function render({ model, el: host }) {
   const bars = el("div"), words = el("p.tpl-say", { "aria-live": "polite" });
   root.append(bars, words);
   const tip = hint(root);
-  const scene = new Scene(root, bars, data, 0, { over: (event, rows) => (rows ? tip.show(event, rows) : tip.hide()) });
+  const scene = new Scene(root, bars, data, 0, { over: tip.show });
 
   function turn(index) {
     model.set("index", Math.min(Math.max(index, 0), options.length - 1));
@@ -44,15 +44,8 @@ async function render({ model, el: host }) {
   }
 
   // JupyterLab keeps the arrow keys from the slider, so they are read here.
-  root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
-    const at = model.get("index");
-    const to = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: options.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    turn(to);
-  });
+  const [on, back] = [1, -1].map((by) => () => turn(model.get("index") + by));
+  onKeys(root, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turn(0), End: () => turn(options.length - 1) }));
 
   function draw() {
     const { name, sentence, label } = options[model.get("index")];

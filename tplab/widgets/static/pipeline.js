@@ -1,5 +1,5 @@
 // A pipeline schedule and its figures; in the pipeline lab with controls over it.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys, toggle, tool } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
@@ -34,14 +34,8 @@ function slider(name, { least, most, by, turned }) {
   };
   input.addEventListener("input", () => turned(Number(input.value)));
   // JupyterLab keeps the arrow keys from the slider, so they are read here.
-  input.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
-    if (!step && event.key !== "Home" && event.key !== "End") return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next = step ? Number(input.value) + step * by : event.key === "Home" ? least : most;
-    turned(Math.min(Math.max(Math.round(next / by) * by, least), most));
-  });
+  const [on, back] = [by, -by].map((step) => () => turned(Math.min(Math.max(Math.round((Number(input.value) + step) / by) * by, least), most)));
+  onKeys(input, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turned(least), End: () => turned(most) }));
   return { node, draw, off: (off) => { input.disabled = off; node.classList.toggle("tpl-off", off); } };
 }
 
@@ -155,25 +149,15 @@ async function render({ model, el: host }) {
     tasks?.show(settings);
   };
 
-  const button = (text, label, act, more = {}) =>
-    el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
-  const toggle = (text, label, act) => {
-    const node = button(text, label, () => {
-      const on = node.getAttribute("aria-pressed") !== "true";
-      node.setAttribute("aria-pressed", on);
-      act(on);
-    }, { "aria-pressed": "false" });
-    return node;
-  };
   const shift = (by) => {
     if (chart.chosen === null) return;
     const index = chart.index(chart.chosen);
     send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
   };
-  const earlier = button("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
-  const later = button("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
-  const undo = button("undo", "take back the last move (Ctrl+Z)", () => send({ undo: true }), { hidden: "" });
-  const reset = button("reset", "take back all moves", () => send({ reset: true }), { hidden: "" });
+  const earlier = tool("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
+  const later = tool("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
+  const undo = tool("undo", "take back the last move (Ctrl+Z)", () => send({ undo: true }), { hidden: "" });
+  const reset = tool("reset", "take back all moves", () => send({ reset: true }), { hidden: "" });
   const edit = toggle("edit", "move actions by hand", (on) => {
     chart.editing = on;
     earlier.hidden = later.hidden = !on;
@@ -203,20 +187,20 @@ async function render({ model, el: host }) {
   root.addEventListener("keydown", onEditKey, true);
   const pasted = el("textarea.tpl-text", { rows: 5, spellcheck: "false", "aria-label": "CSV to show", placeholder: CSV });
   const paste = el("form.tpl-paste", { hidden: "", onsubmit: (event) => { event.preventDefault(); send({ paste: pasted.value }); } }, pasted,
-    el("div", {}, "One line per rank, in either of torch's forms. ", button("show it", "show what is pasted", () => {}, { type: "submit" })));
+    el("div", {}, "One line per rank, in either of torch's forms. ", tool("show it", "show what is pasted", () => {}, { type: "submit" })));
   paste.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
   const toPaste = toggle("paste CSV", "paste CSV of your own", (on) => {
     paste.hidden = !on;
     if (on) pasted.focus();
   });
-  const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
+  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
   const legend = el("div");
   const showLegend = () => {
     legend.replaceChildren();
     drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
   };
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
-    ...COLOURS.map((by) => button(by, `colour by ${by}`, () => {
+    ...COLOURS.map((by) => tool(by, `colour by ${by}`, () => {
       colourBy(by);
       model.set("colour", by);
       model.save_changes();

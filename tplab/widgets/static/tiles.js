@@ -17,9 +17,8 @@ async function render({ model, el: host }) {
   root.append(row);
   const tip = hint(root), passOf = (position) => Math.floor(Math.max(Math.ceil(position - 1e-9) - 1, 0) / data.period);
   let player = null;
-  const over = (event, rows) => (event && rows ? tip.show(event, rows) : tip.hide());
   const press = (step) => player.seek(step + passOf(player.position) * data.period);
-  const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over, press }));
+  const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over: tip.show, press }));
   const lanes = score && new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(data, time)) });
   const draw = (position) => {
     for (const panel of panels) panel.draw(position - passOf(position) * data.period);
