@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import textwrap
 
 import numpy as np
 from PIL import Image
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.frame import MARGIN, Warned, draw_edge, draw_facts, draw_head
+from tplab.widgets.paper.frame import MARGIN, Warned, draw_edge, draw_facts, draw_head, draw_said
 from tplab.widgets.paper.legend import draw_legend, legend_height
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import DIM
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.score import ranks, table, words
@@ -66,20 +64,11 @@ class Picture:
         for scene, x, y in self.scenes:
             scene.paint(pen, time, x, y)
         self.lanes.draw_playhead(pen, time)
-        self._say(pen, min(math.ceil(position), self.score.num_steps), words.sent_text(self.score, time))
-        return pen.image()
-
-    def _say(self, pen: Pen, step: int, sent: str) -> None:
+        step = min(math.ceil(position), self.score.num_steps)
         head = f"step {step} of {self.score.num_steps}" if step else "before the first step"
-        length = int((self.width - 2 * MARGIN) / 6.8)
-        lines = textwrap.wrap(f"{head}  —  {self.sentences[step]}", length, max_lines=2, placeholder=" …")
-        y = self.saying + 8
-        width = pen.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
-        pen.text(MARGIN + width, y, lines[0][len(head) :], size=11.5, anchor="lm")
-        for line in lines[1:]:
-            y += 17
-            pen.text(MARGIN, y, line, size=11.5, anchor="lm")
-        pen.text(MARGIN, y + 18, sent, size=11, fill=DIM, anchor="lm")
+        sent = words.sent_text(self.score, time)
+        draw_said(pen, self.width, self.saying + 8, head, self.sentences[step], sent)
+        return pen.image()
 
 
 def still(score: Score, position: float) -> bytes:

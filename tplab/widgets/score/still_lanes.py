@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
+from tplab.widgets.paper.frame import draw_axis, draw_playhead
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations, draw_diamond
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, PAPER, SOFT, mix
+from tplab.widgets.paper.palette import DIM, HATCH, INK, OPS, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
@@ -92,12 +92,8 @@ class Lanes:
                 pen.text(x - 12, y, text, size=10.5, anchor="rm")
             else:
                 pen.text(x + 10, y, text, size=10.5, anchor="lm")
-        y = self.bottom + 9
-        for time in ticks(0.0, self.end - self.start, 6, score.trace.unit):
-            text = time_text(time, score.trace.unit, self.end - self.start)
-            pen.text(min(self.x(self.start + time), self.left + self.width - 12), y, text, size=10, fill=DIM)
+        right, unit = self.left + self.width - 12, score.trace.unit
+        draw_axis(pen, lambda time: self.x(self.start + time), self.end - self.start, unit, 6, right, self.bottom + 9)
 
     def draw_playhead(self, pen: Pen, time: float) -> None:
-        x, bottom = self.x(time), self.top + self.score.trace.mesh.size * self.lane
-        pen.line([(x, self.top - 4), (x, bottom)], ACCENT, 1.6)
-        pen.disc(x, self.top - 5, 3.2, fill=ACCENT)
+        draw_playhead(pen, self.x(time), self.top - 4, self.top + self.score.trace.mesh.size * self.lane)
