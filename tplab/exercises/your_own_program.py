@@ -10,6 +10,7 @@ from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.same_model import STEPPED
 from tplab.exercises.verdict import Verdict, beside, check, differs, hint, listed, refuse, right, run_on
 from tplab.mesh import Mesh
+from tplab.units import counted
 from tplab.widgets.matrices import Panel
 
 if TYPE_CHECKING:
@@ -31,19 +32,15 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
     """
     panels = [_look(accumulate, *counts) for counts in SIZES]
     text = "The gradients are those of the mean loss over all parts of all ranks, and they are sent once."
-    tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in SIZES)
+    tried = ", ".join(f"{num_parts} parts on {counted(num_ranks, 'rank')}" for num_ranks, num_parts in SIZES)
     return right(f" is right.\n{text} Tried: {tried}.", panels[0])
-
-
-def _ranks(num_ranks: int) -> str:
-    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
 
 
 def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]:
     """A picture of the gradient, if nothing is wrong on this many ranks with so many parts."""
     num_bytes, per_rank = _accumulated(accumulate, num_ranks, num_parts)
     want = _expected(num_ranks, range(num_parts))
-    on = f"on {_ranks(num_ranks)} with {num_parts} parts each"
+    on = f"on {counted(num_ranks, 'rank')} with {num_parts} parts each"
     found = [grads for grads, _ in per_rank]
     if any(grad is None for grads in found for grad in grads):
         refuse(": some parameters have no gradient. Call loss.backward() for each batch.")

@@ -11,7 +11,7 @@ import traitlets
 from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
-from tplab.units import count_text
+from tplab.units import count_text, counted
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.still import still
@@ -63,7 +63,7 @@ def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
     return {
         "title": f"{of.name} {list(of.shape)}" if one else f"{of.x.name} @ {of.w.name} = {of.y.name}",
         "about": about,
-        "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
+        "badge": counted(mesh.size, "rank"),
         "drawings": drawings,
         "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
         "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],

@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from tplab.units import bytes_text, count_text, time_text
+from tplab.units import bytes_text, count_text, counted, time_text
 from tplab.widgets.mixture.reading import Layer, Level
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, WORK, hue, mix
@@ -188,12 +188,12 @@ class _Drawing:
         what = "slot" if level.is_padded else "row"
         leave = int(level.pairs[source].sum() - level.pairs[source, source])
         if source == target:
-            stay = f"{_many(rows, what)} stay{'s' * (rows == 1)} on rank {layer.ranks[source]}, along {level.axis}"
+            stay = f"{counted(rows, what)} stay{'s' * (rows == 1)} on rank {layer.ranks[source]}, along {level.axis}"
             return [("", stay), ("sent", "nothing")]
         each = level.there[source].bytes // leave
         said = [
             ("", f"rank {layer.ranks[source]} to rank {layer.ranks[target]}, along {level.axis}"),
-            ("sent", f"{_many(rows, what)} of {each:,} B: {rows * each:,} B"),
+            ("sent", f"{counted(rows, what)} of {each:,} B: {rows * each:,} B"),
             ("back", "as many"),
         ]
         return [*said, ("room", "in a slot there may be a row")] if level.is_padded else said
@@ -235,7 +235,7 @@ class _Drawing:
         total, whole = sum(loads), int(layer.loads.sum())
         said = [
             ("", f"expert {expert}, on rank {layer.ranks[expert // layer.here]}"),
-            ("computes", f"{_many(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
+            ("computes", f"{counted(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
         ]
         for source, rows in enumerate(loads):
             if rows:
@@ -245,7 +245,7 @@ class _Drawing:
                     if of
                     else ""
                 )
-                said.append(("from", f"rank {layer.ranks[source]}, {_many(rows, 'row')}{tokens}"))
+                said.append(("from", f"rank {layer.ranks[source]}, {counted(rows, 'row')}{tokens}"))
         return said
 
     def _times(self, slowest: float) -> None:
@@ -290,7 +290,7 @@ class _Drawing:
             ("", f"rank {layer.ranks[number]}"),
             ("dispatch", f"{self._time(spent.arrived - spent.begin)}: sends {bytes_text(sent)} of rows,"
                          f" and {bytes_text(beside)} that say what they are for"),
-            ("computes", f"{_many(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
+            ("computes", f"{counted(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
                          f" {self._time(spent.computing)}"),
             ("waits", self._time(spent.waits)),
             ("combine", f"{self._time(spent.end - spent.met)}: sends {bytes_text(back)}"),
@@ -298,7 +298,3 @@ class _Drawing:
 
     def _time(self, time: float) -> str:
         return time_text(time, self.unit)
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.units import bytes_text, time_text
+from tplab.units import bytes_text, counted, time_text
 from tplab.widgets.mixture.reading import Layer
 
 
@@ -45,7 +45,7 @@ def _computing(layer: Layer, unit: str) -> str:
     idle = int((layer.loads.sum(0) == 0).sum())
     text += f"; {idle} of {layer.loads.shape[1]} experts {'has' if idle == 1 else 'have'} none" if idle else ""
     lost = sum(layer.dropped)
-    text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
+    text += f"; {counted(lost, 'choice')} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:
         why = ", since so few rows all take about the same time"
         if min(layer.flops) == max(layer.flops):
