@@ -16,8 +16,10 @@ from tplab import Mesh, Trace
 from tplab.cost import find
 from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
-from tplab.widgets import animate
+from tplab.widgets import animate, timeline
 from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, token
+from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score import words
 from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.legends import of_animation, of_timeline
@@ -100,6 +102,14 @@ def test_legends_name_the_actions_that_ran(name: str):
     ran = {op[0] for op in piece.ops if re.match(r"[FBIW]\d", op)}
     for keys, there in ((of_timeline(piece, Durations()), ran), (of_animation(piece), ran - {"F"})):
         assert {key.sign for key in keys if key.sign in {*"FBIW"}} == there
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_page_a_message_has_the_colour_of_its_legend(name: str):
+    piece = score(RUNS[name]())
+    header, columns = unpack(timeline(piece.trace).score)
+    for row in np.flatnonzero(piece.bars["kind"] == SEND).tolist():
+        assert header["tints"][columns["tint"][row]] == token((WORK, KINDS["F"], GRADIENT)[piece.bars["flow"][row]])
 
 
 def test_the_same_microbatch_of_several_pipelines_is_one_column():

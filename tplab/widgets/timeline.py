@@ -41,7 +41,7 @@ class Timeline(Card):
             super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
-            super().__init__(score=payload.lanes(of, self.measured), step=step)
+            super().__init__(score=payload.lanes(of, self.measured, by_kind=True), step=step)
 
     @property
     def num_steps(self) -> int:

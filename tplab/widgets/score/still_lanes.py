@@ -8,7 +8,7 @@ from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.frame import draw_axis, draw_playhead
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations, draw_diamond
-from tplab.widgets.paper.palette import DIM, HATCH, INK, OPS, PAPER, SOFT, mix
+from tplab.widgets.paper.palette import DIM, HATCH, INK, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
@@ -32,7 +32,7 @@ class Lanes:
         measured: Durations | None = None,
     ):
         self.measured = measured = measured or Durations()
-        self.score, self.top, self.by_kind = score, top, by_kind and not score.is_pipeline
+        self.score, self.top, self.by_kind = score, top, by_kind
         ranks = score.trace.mesh.size
         self.lane = 19.0 if ranks <= 4 else 15.0 if ranks <= 16 else max(2.5, 160 / ranks)
         if score.computes and ranks <= 16:
@@ -60,6 +60,7 @@ class Lanes:
                 pen.hatch(self.left, y, width, work, HATCH)
             if ranks <= 16 or rank % 8 == 0:
                 pen.text(self.left - 10, y + self.lane / 2 - 1, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
+        colours = score.colours(self.by_kind)
         for row in np.argsort(bars["kind"], kind="stable").tolist():
             kind, item, rank = int(bars["kind"][row]), int(bars["item"][row]), int(bars["rank"][row])
             x, right = self.x(float(bars["start"][row])), self.x(float(bars["end"][row]))
@@ -70,8 +71,7 @@ class Lanes:
             if score.actions[row] >= 0:
                 draw_action(pen, int(score.actions[row]), score.ops[bars["op"][row]], x, right, y, height)
                 continue
-            work_kind = score.work_kinds[row] or (score.talk_kinds[row] if self.by_kind else "")
-            colour = OPS[work_kind] if work_kind else score.bar_colour(row)
+            colour = colours[row]
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)

@@ -1,7 +1,7 @@
 // The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
-import { COLLECTIVE, COMPUTE, SEND, WAIT, barColour, talkKind, workKind } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, WAIT } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar } from "./action.js";
 import { drawPath, hatch, shape } from "./canvas.js";
@@ -168,7 +168,7 @@ export class Lanes {
 
   drawLane(pen, paint, rows) {
     const { score, view: [from, to] } = this;
-    const last = [-9, -9, -9, -9];
+    const last = [-9, -9, -9, -9], tints = score.tints.map(paint.read);
     for (const row of rows) {
       if (score.start[row] > to) break;
       const kind = score.kind[row];
@@ -184,7 +184,7 @@ export class Lanes {
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = kind === COMPUTE ? paint.ops[workKind(score, row)] : this.byKind(row) ? paint.ops[talkKind(score, row)] : barColour(score, paint, row);
+      const colour = tints[score.tint[row]];
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching

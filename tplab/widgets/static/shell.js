@@ -94,7 +94,6 @@ export function colours(root) {
   for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
   found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
-  found.ops = Object.fromEntries(["product", "backward", "norm", "elementwise", "copy", "computing", "combines", "moves"].map((kind) => [kind, read(`o${kind}`)]));
   found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
   found.mix = (colour, share) => mix(colour, found.paper, share);
   found.lighter = (colour, share) => mix(colour, "#ffffff", share);
