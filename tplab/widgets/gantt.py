@@ -15,14 +15,12 @@ from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
 
-SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
-
 
 class Gantt(Card):
     """The card that `gantt` makes. `step` is where the playhead is: step k is the k-th distinct moment at which some
     action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
-    _esm = script(*SCRIPTS)
+    _esm = script("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
     _css = style()
     kept = ("step", "colour")
     board = traitlets.Bytes().tag(sync=True)
