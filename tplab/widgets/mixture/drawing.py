@@ -140,18 +140,10 @@ class _Drawing:
                 self._band(origin, rows * per_row, (left, right), (y, to), (there, back), stays)
                 y, to = y + rows * per_row, to + rows * per_row
         with sheet.during(begin, end):
+            name = f"{'along ' * self.place.is_wide}{level.axis}"
             if len(self.layer.levels) == 1:
-                sheet.text(
-                    (left + right) / 2 + 4,
-                    12,
-                    f"dispatch{f' along {level.axis}' * self.place.is_wide}",
-                    size=10.5,
-                    fill=DIM,
-                )
-            else:
-                sheet.text(
-                    (left + right) / 2 + 4, 12, f"{'along ' * self.place.is_wide}{level.axis}", size=10.5, fill=DIM
-                )
+                name = f"dispatch{f' along {level.axis}' * self.place.is_wide}"
+            sheet.text((left + right) / 2 + 4, 12, name, size=10.5, fill=DIM)
             for rank in self.layer.ranks if number and self.place.is_wide else ():  # who passes rows on
                 top = self.place.top(self.layer.ranks.index(rank))
                 sheet.text(left + 4, top - 6, f"rank {rank}", size=8.5, fill=DIM)
@@ -239,12 +231,8 @@ class _Drawing:
         ]
         for source, rows in enumerate(loads):
             if rows:
-                of = layer.tokens[source][expert][:6] if layer.tokens else ()
-                tokens = (
-                    f": its token{'s' * (rows > 1)} {', '.join(map(str, of))}{', ...' if rows > 6 else ''}"
-                    if of
-                    else ""
-                )
+                of = ", ".join(map(str, layer.tokens[source][expert][:6])) if layer.tokens else ""
+                tokens = f": its token{'s' * (rows > 1)} {of}{', ...' * (rows > 6)}" if of else ""
                 said.append(("from", f"rank {layer.ranks[source]}, {counted(rows, 'row')}{tokens}"))
         return said
 
@@ -271,15 +259,14 @@ class _Drawing:
                         sheet.hatch(x, y, size, height, WAITS)
                     else:
                         sheet.box(x, y, size, height, fill=WORK if kind == "work" else mix(WORK, 0.42))
-            with sheet.during(begin, end):
-                with sheet.about(self._about_times(number)):
-                    sheet.box(left, y, place.width - left, height)
+            with sheet.during(begin, end), sheet.about(self._about_times(number)):
+                sheet.box(left, y, place.width - left, height)
         with sheet.during(begin, end):
             bottom, all_of_it = place.height - _BOTTOM + 2, max(spent.end - spent.begin for spent in layer.spent)
             sheet.line([(place.times, bottom), (place.width - 4, bottom)], LINE, 1)
             sheet.text(place.times, bottom + 11, "0", size=9.5, fill=DIM, anchor="lm")
-            text = f"{time_text(all_of_it, self.unit)}"
-            sheet.text(place.times + per_time * all_of_it, bottom + 11, text, size=9.5, fill=DIM, anchor="rm")
+            at = place.times + per_time * all_of_it
+            sheet.text(at, bottom + 11, self._time(all_of_it), size=9.5, fill=DIM, anchor="rm")
 
     def _about_times(self, number: int) -> Rows:
         layer, spent = self.layer, self.layer.spent[number]

@@ -11,7 +11,7 @@ from tplab.schedules import Simulation
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
-from tplab.widgets.schedule.facts import facts, meanings
+from tplab.widgets.schedule.facts import Fact, facts, meanings
 from tplab.widgets.schedule.papers import paper_name
 
 MAX_STEPS = 400
@@ -32,15 +32,27 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """The data that the browser draws from; static/gantt.js reads it."""
     figures = [facts(run, limit) for run in runs]
-    legends, drawn = legends_of(runs, limit)
-    header = {
-        **legends,
+    header, columns = charts(runs, limit, figures)
+    said = meanings(fact for found in figures for fact in found)
+    header |= {"about": still.about(runs[0]), "badge": still.badge(runs[0]), "meanings": said}
+    return pack(header, {"moments": moments(runs), **columns})
+
+
+def charts(
+    runs: Sequence[Simulation],
+    limit: float | None,
+    figures: Sequence[Sequence[Fact]],
+    colours: Sequence[str] = ("kind", "microbatch", "stage"),
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Runs with their figures, and the legends for all that colours can mean, as a header and its columns."""
+    keys = {by: still.legend(runs, limit, by) for by in colours}
+    header, columns = packed([], [key for of in keys.values() for key in of])
+    rest = iter(header.pop("legend"))
+    header |= {
+        "legends": {by: [next(rest) for _ in of] for by, of in keys.items()},
         "title": paper_name(runs[0].schedule.name),
-        "about": still.about(runs[0]),
-        "badge": still.badge(runs[0]),
         "unit": runs[0].costs.unit,
         "limit": limit,
-        "meanings": meanings(fact for found in figures for fact in found),
         "runs": [
             {
                 "name": paper_name(run.schedule.name),
@@ -53,20 +65,9 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
             for run, found in zip(runs, figures)
         ],
     }
-    columns: dict[str, np.ndarray] = {"moments": moments(runs), **drawn}
     for index, run in enumerate(runs):
         columns |= {f"{name}.{index}": column for name, column in columns_of(run).items()}
-    return pack(header, columns)
-
-
-def legends_of(
-    runs: Sequence[Simulation], limit: float | None, colours: Sequence[str] = ("kind", "microbatch", "stage")
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The legends for all that colours can mean, `legends`, as a header and its columns."""
-    keys = {by: still.legend(runs, limit, by) for by in colours}
-    header, columns = packed([], [key for of in keys.values() for key in of])
-    rest = iter(header.pop("legend"))
-    return {**header, "legends": {by: [next(rest) for _ in of] for by, of in keys.items()}}, columns
+    return header, columns
 
 
 def columns_of(run: Simulation) -> dict[str, np.ndarray]:
