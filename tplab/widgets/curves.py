@@ -12,7 +12,7 @@ import traitlets
 from PIL import Image
 
 from tplab.units import bytes_text, time_text
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge, draw_head
 from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
@@ -34,7 +34,6 @@ class Curves(Card):
     """
 
     _esm = script("shell", "curves")
-    _css = style()
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, title: str, about: str, sentence: str, figure: Any, x_text: Callable[[float], str]):

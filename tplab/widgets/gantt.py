@@ -8,7 +8,7 @@ import traitlets
 
 from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.step import Step
@@ -21,7 +21,6 @@ class Gantt(Card):
     action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
     _esm = script("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
-    _css = style()
     kept = ("step", "colour")
     board = traitlets.Bytes().tag(sync=True)
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)

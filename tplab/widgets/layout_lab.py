@@ -14,7 +14,7 @@ from tplab.widgets.layouts import drawing, still_views
 from tplab.widgets.layouts.board import Board
 from tplab.widgets.layouts.words import badge
 from tplab.widgets.layouts.workbench import Measured, Workbench
-from tplab.widgets.paper.card import Card, in_turn, script, style
+from tplab.widgets.paper.card import Card, in_turn, script
 from tplab.widgets.paper.still import still
 
 
@@ -33,7 +33,6 @@ class LayoutLab(Card):
     _esm = script(
         "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "tasks", "layouts"
     )
-    _css = style()
     kept = ("settings", "chosen", "view")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)

@@ -11,7 +11,7 @@ import numpy as np
 import traitlets
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
 from tplab.widgets.paper.pen import Pen, text_width
@@ -53,7 +53,6 @@ class Matrices(Card):
     """The card that `matrices` makes: a title, a text, and panels."""
 
     _esm = script("shell", "matrices")
-    _css = style()
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, panels: Sequence[Panel], title: str = "", text: str = ""):

@@ -12,7 +12,7 @@ from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
 from tplab.units import count_text, counted
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
@@ -26,7 +26,6 @@ class Shards(Card):
     """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
 
     _esm = script("wire", "shell", "canvas", "scene", "shards")
-    _css = style()
     kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)

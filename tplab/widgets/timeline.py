@@ -10,7 +10,7 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import overlay, still_overlay
@@ -27,7 +27,6 @@ class Timeline(Card):
     _esm = script(
         "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "overlay", "timeline"
     )
-    _css = style()
     kept = ("step", "begin", "end")
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

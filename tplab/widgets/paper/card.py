@@ -57,6 +57,7 @@ def in_turn(method: Method) -> Method:
 class Card(anywidget.AnyWidget):
     """A widget that is also a picture and a sentence. Its repr is the sentence."""
 
+    _css = style()
     sentence: str
     kept: ClassVar[tuple[str, ...]] = ()
     """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""

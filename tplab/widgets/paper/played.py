@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import traitlets
 
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.step import Step
@@ -21,7 +21,6 @@ class Played(Card):
     """
 
     _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
-    _css = style()
     kept = ("step",)
     scene = traitlets.Bytes().tag(sync=True)
     score = traitlets.Bytes().tag(sync=True)
