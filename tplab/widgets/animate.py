@@ -17,7 +17,7 @@ class Animation(Card):
     The playhead moves in the browser. Python is notified when a step is over and when it rests, and can set it.
     """
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "animate")
+    _esm = script("animate")
     kept = ("step",)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

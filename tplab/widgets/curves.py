@@ -33,7 +33,7 @@ class Curves(Card):
     theme, and shows the values of the lines under the pointer.
     """
 
-    _esm = script("shell", "curves")
+    _esm = script("curves")
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, title: str, about: str, sentence: str, figure: Any, x_text: Callable[[float], str]):

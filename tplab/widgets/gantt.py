@@ -20,7 +20,7 @@ class Gantt(Card):
     """The card that `gantt` makes. `step` is where the playhead is: step k is the k-th distinct moment at which some
     action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
-    _esm = script("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
+    _esm = script("pipeline")
     kept = ("step", "colour")
     board = traitlets.Bytes().tag(sync=True)
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)

@@ -64,7 +64,7 @@ class Bars:
 class Knob(Card):
     """The card that `knob` makes. `index` says which option is chosen; `option` is that option."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "knob")
+    _esm = script("knob")
     kept = ("index",)
     content = traitlets.Dict().tag(sync=True)
     scene = traitlets.Bytes().tag(sync=True)

@@ -30,9 +30,7 @@ class LayoutLab(Card):
     verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
     """
 
-    _esm = script(
-        "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "tasks", "layouts"
-    )
+    _esm = script("layouts")
     kept = ("settings", "chosen", "view")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)

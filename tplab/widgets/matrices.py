@@ -52,7 +52,7 @@ class _Grid:
 class Matrices(Card):
     """The card that `matrices` makes: a title, a text, and panels."""
 
-    _esm = script("shell", "matrices")
+    _esm = script("matrices")
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, panels: Sequence[Panel], title: str = "", text: str = ""):

@@ -23,7 +23,7 @@ Predicted = layout.Predicted | Sequence[layout.Predicted]
 class MemoryTimeline(Card):
     """The card that `memory_timeline` makes. `rank` is the rank that is shown."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "stacks")
+    _esm = script("stacks")
     kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(0).tag(sync=True)

@@ -25,7 +25,7 @@ MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
 class Shards(Card):
     """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "shards")
+    _esm = script("shards")
     kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)

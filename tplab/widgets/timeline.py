@@ -24,9 +24,7 @@ class Timeline(Card):
     `Gantt`. `comparison` is what the trace is compared with, or None. `begin` and `end` say which part of the trace is
     shown, from 0 to 1."""
 
-    _esm = script(
-        "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "overlay", "timeline"
-    )
+    _esm = script("timeline")
     kept = ("step", "begin", "end")
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

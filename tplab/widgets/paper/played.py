@@ -20,7 +20,7 @@ class Played(Card):
     times   when the steps begin, and `lanes` what is drawn below them, if there is a run
     """
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
+    _esm = script("tiles")
     kept = ("step",)
     scene = traitlets.Bytes().tag(sync=True)
     score = traitlets.Bytes().tag(sync=True)
