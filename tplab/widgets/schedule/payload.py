@@ -35,7 +35,7 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     header, columns = charts(runs, limit, figures)
     said = meanings(fact for found in figures for fact in found)
     header |= {"about": still.about(runs[0]), "badge": still.badge(runs[0]), "meanings": said}
-    return pack(header, {"moments": moments(runs), **columns})
+    return pack(header, {"times": moments(runs), **columns})
 
 
 def charts(

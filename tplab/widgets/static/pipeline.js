@@ -5,6 +5,7 @@ import { unpack } from "./wire.js";
 import { Player } from "./player.js";
 import { GanttChart, inWords } from "./gantt.js";
 import { drawLegend } from "./scene.js";
+import { numSteps, positionAt, timeAt } from "./score.js";
 import { Tasks } from "./tasks.js";
 
 const PATIENCE = 3000; // milliseconds
@@ -220,7 +221,7 @@ async function render({ model, el: host }) {
   let player = null;
   const chart = new GanttChart(root, root, {
     hint: tip,
-    seek: (time) => player.seek(positionAt(time)),
+    seek: (time) => player.seek(positionAt(board, time)),
     pick: (row) => { if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`; },
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
@@ -228,16 +229,6 @@ async function render({ model, el: host }) {
   const meanings = el("dl"), explained = el("details.tpl-meanings", {}, el("summary", {}, "what the figures mean"), meanings);
   for (const event of ["keydown", "keyup"]) explained.addEventListener(event, (pressed) => pressed.stopPropagation()); // its keys are no keys of the player
   root.append(note, bar, figures, explained);
-
-  const timeAt = (position) => {
-    const { moments } = board, whole = Math.min(Math.floor(position), moments.length - 1), next = Math.min(whole + 1, moments.length - 1);
-    return moments[whole] + (position - whole) * (moments[next] - moments[whole]);
-  };
-  const positionAt = (time) => {
-    const { moments } = board, next = moments.findIndex((moment) => moment > time);
-    if (next <= 0) return next < 0 ? moments.length - 1 : 0;
-    return next - 1 + (time - moments[next - 1]) / (moments[next] - moments[next - 1]);
-  };
 
   function draw() {
     root.querySelector("header b").textContent = board.title;
@@ -252,7 +243,7 @@ async function render({ model, el: host }) {
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
       ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));
     meanings.replaceChildren(...board.meanings.flatMap(([name, words]) => [el("dt", {}, name), el("dd", {}, words)]));
-    player?.restart(board.moments.length - 1);
+    player?.restart(numSteps(board));
   }
   const tellNotice = (progress) => {
     root.dataset.stale = Boolean(model.get("is_stale"));
@@ -265,9 +256,9 @@ async function render({ model, el: host }) {
   const onNotice = () => tellNotice();
   draw();
   player = new Player(root, model, {
-    steps: board.moments.length - 1,
-    show: (position) => chart.moveTo(timeAt(position)),
-    say: (position) => [`t = ${timeText(timeAt(position), board.unit, chart.end)}`, chart.say(timeAt(position)), ""],
+    steps: numSteps(board),
+    show: (position) => chart.moveTo(timeAt(board, position)),
+    say: (position) => [`t = ${timeText(timeAt(board, position), board.unit, chart.end)}`, chart.say(timeAt(board, position)), ""],
   });
   if (isLab) root.append(tasks.box);
   const onBoard = async () => {
