@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.schedules import Simulation
+from tplab.schedules import Schedule, Simulation
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
@@ -70,18 +70,18 @@ def charts(
     return header, columns
 
 
+def actions_of(schedule: Schedule) -> dict[str, np.ndarray]:
+    columns = {name: getattr(schedule, name) for name in ("rank", "kind", "stage", "slot", "microbatch")}
+    return columns | {"joined": schedule.joined.astype(np.int8)}
+
+
 def columns_of(run: Simulation) -> dict[str, np.ndarray]:
     """A run as arrays that a chart draws: its actions, and what each rank holds."""
     schedule, begin = run.schedule, float(run.start.min(initial=0.0))
     stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
     start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one span of time
     return {
-        "rank": schedule.rank,
-        "kind": schedule.kind,
-        "stage": schedule.stage,
-        "slot": schedule.slot,
-        "microbatch": schedule.microbatch,
-        "joined": schedule.joined.astype(np.int8),
+        **actions_of(schedule),
         "start": start - begin,
         "end": run.end - begin,
         "waits": run.waits_for,
