@@ -29,7 +29,6 @@ from tplab.jax.data.pieces import (
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.ranks.specs import check, spread
 from tplab.mesh import Axis
-from tplab.sharding import P
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +134,7 @@ class ShardedOptimizer:
         leaves, structure = jax.tree.flatten(params)
         mesh, replicated = this_mesh(), self.replicate_axis
         check(self.specs, "specs", mesh)
-        lie = spread(P() if self.specs is None else self.specs, params, "specs")
+        lie = spread(self.specs, params, "specs")
         copies = [tuple(a for a in mesh.names(self.axis) if a not in spec.axis_names) for spec in lie]
         for axis, spec in zip(copies, lie, strict=True):
             is_cut = replicated is not None and not {*spec.axis_names}.isdisjoint(mesh.names(replicated))
