@@ -148,6 +148,7 @@ export function onKeys(node, acts, shifted = false) {
   });
 }
 
+// A button with words.
 export const tool = (text, label, act, more = {}) =>
   el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
 
