@@ -99,7 +99,7 @@ def test_it_is_a_picture_too(name: str):
 @pytest.mark.parametrize("name", RUNS)
 def test_legends_name_the_actions_that_ran(name: str):
     piece = score(RUNS[name]())
-    ran = {op[0] for op in piece.ops if re.match(r"[FBIW]\d", op)}
+    ran = {event.op[0] for event in piece.trace.select(kind="compute").events if re.match(r"[FBIW]\d", event.op)}
     for keys, there in ((of_timeline(piece, Durations()), ran), (of_animation(piece), ran - {"F"})):
         assert {key.sign for key in keys if key.sign in {*"FBIW"}} == there
 
