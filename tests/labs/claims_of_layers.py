@@ -288,7 +288,7 @@ CLAIMS = (
         lambda: [100 * (1 - 24 * (18.522 + 18.086 + 9.337) / on_profile(RULES["ZB-H2"]).makespan)],
     ),
     Given(
-        SCHEDULES, "is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in more"
+        SCHEDULES, "is up to 23% more throughput than 1F1B in about the same memory, and up to 31% with more memory"
     ),  # abstract
     *((SCHEDULES, entry) for entry in WHICH),
     # ------------------------------------------------------------------------------------------------------------------
