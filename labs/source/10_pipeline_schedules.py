@@ -262,9 +262,9 @@ for name, schedule in rules.items():
           f" keeps {kept:4.1f} microbatches")
 
 # %% [markdown]
-# ZB-H2 still idles for 10.8% of the makespan. Here stages are equal, and splitting them or the backward costs nothing.
-# What Qi et al. *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% with more
-# memory. A search found these schedules for each model.
+# ZB-H2 still idles for 10.8% of the makespan, which here is also its span. Stages are equal in this simulation, and
+# splitting them or the backward costs nothing. What Qi et al. *measured* is up to 23% more throughput than 1F1B in about
+# the same memory, and up to 31% with more memory. A search found these schedules for each model.
 
 # %% [markdown]
 # ## Which schedule?
@@ -282,7 +282,7 @@ for name, schedule in rules.items():
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
 # The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-# GPipe's last rank also keeps what the loss needs, and a split backward keeps gradients until W.
+# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
 #
 # So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
 # much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,

@@ -159,7 +159,7 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
-# 512, only the outlier's own block pays, and the other seven bars shrink to about a sixteenth. With blocks of 32, the
+# 512, only the outlier's own block pays, and the other seven bars shrink to about a fifteenth. With blocks of 32, the
 # scales already add an eighth to the bytes.
 #
 # </details>

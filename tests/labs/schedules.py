@@ -53,7 +53,7 @@ costs and 24 microbatches, if every action runs as soon as it can:
 {chr(10).join(f"| {name} | {row} |" for name, row in ROWS.items())}
 
 The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-GPipe's last rank also keeps what the loss needs, and a split backward keeps gradients until W.
+GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
 
 So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
 much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
