@@ -79,10 +79,6 @@ OTHERS = (
         "sum_that_sums_backward", 2, ("gradient",), "functional.all_reduce(h)", "a sum over ranks twice",
         (("dist.nn.functional.all_reduce(h)", "Sum.apply(h)"),),
     ),
-    Other(
-        "z_loss_of_every_microbatch", 2, ("loss",), "0.1 * balance", "in each of 4 microbatches (8 in the reference)",
-        ((" / number + 0.1 * balance", " / number + 0.1 * balance / number"),),
-    ),
 )  # fmt: skip
 
 
