@@ -46,7 +46,7 @@ class NumbersMade(TorchFunctionMode):
                 metadata: Any = found.grad_fn.metadata
                 metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
         else:
-            self._others(func, args, found)
+            self._others(func, (*args, *(kwargs or {}).values()), found)
         return found
 
 
