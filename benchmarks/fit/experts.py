@@ -3,7 +3,7 @@
     python -m benchmarks.fit.experts            fit, and print errors of rows that a fit has not seen
     python -m benchmarks.fit.experts --write    and write constants and errors to tplab/forecast/measured/experts.json
 
-Errors are of thirds of the rows, each by constants that were fitted to the other two.
+Errors are of thirds of the models (hidden features, experts, choices), each by constants fitted to the other two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.fit.least import Array, least, rounded, summary, third
+from benchmarks.fit.least import Array, least, rounded, summary
 from benchmarks.fit.tables import ROWS
 from tplab.cost import find
 from tplab.cost.measured import read, source_of
@@ -89,6 +89,14 @@ def off(kind: type[Any], constants: Any, rows: Sequence[Row]) -> Array:
     return _seconds(kind, rows)(constants) / np.array([row.seconds for row in rows]) - 1
 
 
+def parts(rows: Sequence[Row]) -> Array:
+    """Which third each row is in: all rows of one model are in the same one."""
+    models = [row.given[1:2] + row.given[3:4] if len(row.given) > 4 else row.given[1:] for row in rows]
+    known = list(dict.fromkeys(models))
+    shuffled = np.random.default_rng(33).permutation(len(known)) % 3
+    return np.array([shuffled[known.index(model)] for model in models])
+
+
 def by_matmuls(row: Row) -> float:
     """What the clock's matmuls take, as in a training step: with equal loads, the weights of every expert."""
     tokens, hidden, ffn, routing, ep, _ = row.given
@@ -110,10 +118,10 @@ def fit_all() -> dict[str, Any]:
             rows = [row for row in every if (row.chip, row.kind, row.name) == key]
             chip, of, name = key
             found[what].setdefault(chip, {}).setdefault(of, {})[name] = list(fit(kind, rows))
-            errors = list[float]()
+            errors, third = list[float](), parts(rows)
             for part in range(3):
-                made = fit(kind, [row for place, row in enumerate(rows) if third(place, 33) != part])
-                errors += off(kind, made, [row for place, row in enumerate(rows) if third(place, 33) == part]).tolist()
+                made = fit(kind, [row for row, where in zip(rows, third) if where != part])
+                errors += off(kind, made, [row for row, where in zip(rows, third) if where == part]).tolist()
             found["errors"].append([what, *key, len(rows), *summary(errors)])
             of_chips.setdefault(chip, []).extend(errors)
         found["errors"] += [[what, chip, "all", "", len(all), *summary(all)] for chip, all in of_chips.items()]

@@ -30,7 +30,7 @@ from tests.sharded import close, double, numbers
 from tplab import Mesh, P
 from tplab.data.pieces import Pieces
 from tplab.data.zero import StateBytes, state_bytes
-from tplab.errors import RankError
+from tplab.errors import MeshError, RankError
 from tplab.pipeline import LayerSpec
 from tplab.schedules import one_f_one_b
 
@@ -396,6 +396,33 @@ def test_jax_adds_up_gradients_by_itself():
     if gathers_alike(FRAMEWORKS["jax"]())[0] == "all_gather":
         assert out.trace.bytes_sent(0, op="all_gather") == 8 * 2 * Pieces(ALL, 3).width
     assert out.trace.bytes_sent(0, op="reduce_scatter") == 0
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("axis", "copies", "options", "message"),
+    [
+        (("ep", "dp"), (), {}, r"cut along all of axis=\('ep', 'dp'\) have no copies"),
+        ("dp", "dp", {"replicate_axis": "ep"}, "added up along replicate_axis='ep'"),
+        (("ep", "dp"), "tp", {}, r"'tp' is a part of axis=\('ep', 'dp'\)"),
+    ],
+)
+def test_experts_have_copies_along_some_axes(name, axis, copies, options, message):
+    """`copies` are the axes along which ranks hold copies of them; in JAX, a spec names the others."""
+    if name == "jax" and copies == "tp":
+        return  # a spec cannot say that
+    fw = FRAMEWORKS[name]()
+    cut = tuple(name for name in ("ep", "dp") if name not in copies)
+
+    def of_torch():
+        groups = [{"params": [torch.nn.Parameter(torch.ones(4))], "axis": copies}]
+        fw.lab.shard_optimizer(torch_adamw, groups, axis, **options)
+
+    def of_jax():
+        return fw.lab.shard_optimizer(jax_adamw(), axis, specs=P(cut), **options).init(fw.array(np.ones(4)))
+
+    with pytest.raises((MeshError, RankError), match=message):
+        fw.lab.run(of_torch if name == "torch" else of_jax, Mesh(dp=2, ep=2, tp=2))
 
 
 def test_jax_types_and_is_reduced_must_agree():

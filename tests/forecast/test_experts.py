@@ -89,3 +89,23 @@ def test_what_was_not_measured_is_said():
         experts_seconds("h100-measured", 8, 2048, 768, QWEN, ep=3)
     with pytest.raises(ShapeError, match="there are 0 tokens"):
         experts_seconds("h100-measured", 0, 2048, 768, QWEN)
+    with pytest.raises(ShapeError, match="there are 0 tokens"):
+        message_seconds("h100-measured", 0, 2048, QWEN)
+    with pytest.raises(ValueError, match="skew is -1"):
+        experts_seconds("h100-measured", 8, 2048, 768, QWEN, skew=-1.0)
+    with pytest.raises(ValueError, match="multiprocessors"):
+        message_seconds("h100", 8, 2048, QWEN, "low_latency")
+
+
+def test_a_skew_of_one_lies_between_its_neighbours():
+    below, at, above = (work_of(4000, 1, 1, QWEN, 4, skew).rows for skew in (0.99, 1.0, 1.01))
+    assert below <= at <= above
+
+
+def test_a_model_is_in_one_third():
+    for rows in (fit.fused(), fit.messages()):
+        some = [row for row in rows if (row.chip, row.kind, row.name) == (rows[0].chip, rows[0].kind, rows[0].name)]
+        third, of = fit.parts(some), dict[tuple, set[int]]()
+        for row, part in zip(some, third):
+            of.setdefault((row.given[1], str(row.given[3])), set()).add(int(part))
+        assert {*third} == {0, 1, 2} and all(len(parts) == 1 for parts in of.values())

@@ -65,8 +65,8 @@ def trained(
 
 @cache
 def by_hand(steps: int, config: GPTConfig = CONFIG, microbatches: int = 1) -> Any:
-    """The same training on one device, with torch's optimizer and clipping: losses, norms and the last weights. Of
-    routers' biases neither knows anything: they move by what was chosen."""
+    """The same training on one device, with torch's optimizer and clipping: losses, norms and the last weights.
+    Routers' biases are left to neither: they move by what was chosen."""
 
     def program():
         recipe, model = Recipe(steps, warmup=2), tplab.torch.GPT(config)

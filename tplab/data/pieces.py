@@ -107,6 +107,27 @@ def data_axes(
     return names + copies
 
 
+def check_copies(mesh: Mesh, axis: Axis, copies: Axis, replicate_axis: Axis | None) -> None:
+    """Raise MeshError unless parameters of which only some ranks hold copies, such as experts, can be cut.
+
+    copies           along which ranks hold copies of them: `axis`, or a part of it
+    replicate_axis   where others have copies, if these have none there
+    """
+    way = 'as in axis=("dp", "ep") for experts that are cut along "ep", which have copies along "dp"'
+    if not copies:
+        raise MeshError(
+            f"parameters that are cut along all of axis={axis!r} have no copies, so there is nothing to divide: step "
+            "them with an optimizer of their own, or add an axis to the mesh, of size 1 if need be, " + way
+        )
+    if not set(mesh.names(copies)) <= set(mesh.names(axis)):
+        raise MeshError(f"copies along {copies!r} are divided only if {copies!r} is a part of axis={axis!r}, {way}")
+    if replicate_axis is not None:
+        raise MeshError(
+            f"gradients are added up along replicate_axis={replicate_axis!r}, and parameters with an axis of their own "
+            f"may be different ones there. Name all axes in axis, {way}"
+        )
+
+
 # --- two levels -------------------------------------------------------------------------------------------------------
 
 

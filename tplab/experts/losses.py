@@ -5,12 +5,12 @@ With p [T, E] the scores of T tokens as probabilities, and f_e the fraction of t
     balance   E * sum_e f_e mean_t(p_te)        1 if all are chosen equally; no gradient goes through f
     z         mean_t (log sum_e exp z_te)^2     of the logits z
 
-Balance: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906). The tokens over
-which f is counted decide what has to be balanced:
+Balance: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906). What has to be
+balanced depends on which tokens f counts:
 
-    "microbatch"   the tokens of this rank, or of the ranks that share its sequences: every batch shall use all experts
+    "microbatch"   the tokens of this rank, or of the ranks that share its sequences: each microbatch by itself
     "sequence"     each sequence by itself, and the mean of that
-    "global"       the tokens of all ranks: only together they shall (Qiu et al. 2025, arXiv:2501.11873). f needs an
+    "global"       the tokens of all ranks together (Qiu et al. 2025, arXiv:2501.11873). f needs an
                    all_reduce of E numbers, and the mean of the ranks' losses is then the loss of the whole batch
 """
 

@@ -94,11 +94,13 @@ def experts_seconds(
     tokens   of all ranks that share the experts      hidden, ffn   H, and F, the features of each expert here
     ep       how many ranks share the experts; it is the one with the most rows that counts
     skew     0: tokens choose all experts equally often; otherwise how often they do is drawn from a power law with this
-             exponent (1.01 and 1.2 were measured)
+             exponent, above 0 (1.01 and 1.2 were measured)
     dtype    "bfloat16", "fp8", "fp8_block" or "nvfp4"
     kernel   None: the first that was measured on the chip in this dtype
-    Raises ValueError for what was not measured, ShapeError where the ranks cannot share the experts.
+    Raises ValueError for what was not measured, ShapeError for no tokens and for experts that ranks cannot share.
     """
+    if skew < 0:
+        raise ValueError(f"skew is {skew}; it is 0, where all experts are chosen equally often, or more")
     found = _measured("fused", cluster, dtype)
     name = kernel or next(iter(found))
     one_of("kernel", name, tuple(found))
@@ -111,8 +113,9 @@ def message_seconds(
     """Seconds of DeepEP's dispatch and of its combine between the 8 ranks of a node, each with so many tokens.
 
     kernel   "normal", or "low_latency" for few tokens
-    Raises ValueError for what was not measured.
+    Raises ValueError for what was not measured, ShapeError where there are no tokens.
     """
+    _check_tokens(tokens)
     ways, given = _measured("messages", cluster, kernel), (tokens, hidden, *sent(cluster, routing, kernel))
     dispatch, combine = (float(Messages(*ways[way]).seconds(*given)) for way in ("dispatch", "combine"))
     return dispatch, combine
@@ -122,20 +125,25 @@ def sent(cluster: str | Cluster, routing: Routing, kernel: str) -> tuple[float, 
     """How often a token is sent to other ranks of a node; and how many multiprocessors send."""
     if kernel == "normal":
         return expected_copies(routing, 8) * 7 / 8, 20
-    kernels = find(cluster).chip.kernels
-    assert kernels is not None
+    kernels = (found := find(cluster)).chip.kernels
+    if kernels is None:
+        raise ValueError(f"{found.name} does not say how many multiprocessors a chip has; take a measured cluster")
     return routing.top_k * 7 / 8, -(-routing.experts // -(-routing.experts // kernels.multiprocessors))
 
 
 @lru_cache(maxsize=1 << 14)
 def work_of(tokens: int, hidden: int, ffn: int, routing: Routing, ep: int, skew: float) -> Work:
     """What the fullest of `ep` ranks has to do, on average over some draws."""
-    if tokens < 1:
-        raise ShapeError(f"there are {tokens} tokens; there must be one or more")
+    _check_tokens(tokens)
     each = [(np.count_nonzero(x), x.sum(), (-(-x // TILE) * TILE).sum()) for x in _loads(tokens, routing, ep, skew)]
     chosen, rows, padded = np.mean(each, axis=0)
     weights = 3 * hidden * ffn
     return Work(chosen * weights, 2 * padded * weights, rows * (2 * hidden + 3 * ffn), tokens * hidden, chosen)
+
+
+def _check_tokens(tokens: int) -> None:
+    if tokens < 1:
+        raise ShapeError(f"there are {tokens} tokens; there must be one or more")
 
 
 def _loads(tokens: int, routing: Routing, ep: int, skew: float) -> list[np.ndarray]:
@@ -145,7 +153,7 @@ def _loads(tokens: int, routing: Routing, ep: int, skew: float) -> list[np.ndarr
     if not skew:
         loads = total // experts + (np.arange(experts) * (total % experts) % experts < total % experts)
         return [max(loads.reshape(ep, here), key=np.sum)]
-    found, power = list[np.ndarray](), 1 - skew
+    found, power = list[np.ndarray](), (1 - skew) or 1e-6
     low, high = (1.0, 0.8 * tokens) if total > experts else (0.01, 2.0)
     for draw in range(DRAWS):
         u = np.random.default_rng([draw, experts]).random(experts)

@@ -49,7 +49,9 @@ class Plan:
                       of a layer is, from its input. With fused attention, "selective" changes nothing
     attention         its kernel: "flash2" or "flash3" (FlashAttention 2 of 2023, 3 of 2024), which keep no scores, or
                       "unfused", which keeps them; None: fused, by the kernel that the stack uses
-    compiled          whether torch.compile fuses the small kernels of a layer; None: as the stack does it
+    compiled          whether torch.compile fuses the small kernels of a layer; None: as the stack does it. Memory of
+                      compiled FSDP is as KempnerForge runs it, which keeps whole gradients until the last microbatch;
+                      messages and time are those of FSDP's default, which reduce-scatters them after each one
     dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
     state_dtype       of the optimizer's moments and its own copy of the parameters: "float32" or "bfloat16"; None: as
                       the stack has them

@@ -17,7 +17,7 @@ class Other(NamedTuple):
     """What a report of a script must say.
 
     what    is wrong first
-    line    text of the line that it names; "" where it names another than the fault's own
+    line    text of the line that it names
     cause   words of the cause that a run with its repair has proven; "" where nothing may be stated as the cause
     repair  texts of the script, one after the other, and what has to be there instead; then all is right
     """
@@ -71,7 +71,7 @@ OTHERS = (
         "its group is not that of the ranks", (('group = mesh.get_group("tp")\n', 'group = mesh.get_group("dp")\n'),),
     ),
     Other(
-        "masters_before_broadcast", 2, ("parameters",), "", "the script itself writes it",
+        "masters_before_broadcast", 2, ("parameters",), "p.copy_(master)", "the script itself writes it",
         (("model = DistributedDataParallel(net)\n", ""),
          ("nn.Linear(16, 3))\n", "nn.Linear(16, 3))\nmodel = DistributedDataParallel(net)\n")),
     ),

@@ -14,7 +14,6 @@ from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.ranks.context import this_mesh, varying_axes
 from tplab.jax.ranks.specs import spread
 from tplab.mesh import Axis
-from tplab.sharding import P
 
 
 def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None = None) -> Any:
@@ -57,7 +56,7 @@ def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
 def check_reduced(gradients: Any, axis: Axis, specs: Any = None) -> None:
     """Raises ValueError where a gradient differs along `axis` by JAX's types, and specs do not say that it is cut."""
     names, leaves = this_mesh().names(axis), jax.tree_util.tree_flatten_with_path(gradients)[0]
-    for (path, gradient), spec in zip(leaves, spread(specs or P(), gradients, "specs"), strict=True):
+    for (path, gradient), spec in zip(leaves, spread(specs, gradients, "specs"), strict=True):
         differs = [name for name in names if name in varying_axes(gradient) and name not in spec.axis_names]
         if differs:
             raise ValueError(

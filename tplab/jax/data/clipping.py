@@ -76,7 +76,7 @@ def _pieces(gradients: Any, specs: Any) -> list[tuple[Array, P]]:
     else:
         leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
         check(specs, "specs", this_mesh())
-        lie = spread(P() if specs is None else specs, gradients, "specs")
+        lie = spread(specs, gradients, "specs")
         each = [(f" {jax.tree_util.keystr(path)}", x, spec) for (path, x), spec in zip(leaves, lie)]
     for name, x, spec in each:
         _check_types(name, x, spec)

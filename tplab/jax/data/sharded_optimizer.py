@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.pieces import Pieces, data_axes
+from tplab.data.pieces import Pieces, check_copies, data_axes
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import check_own, check_reduced
@@ -29,7 +29,6 @@ from tplab.jax.data.pieces import (
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.ranks.specs import check, spread
 from tplab.mesh import Axis
-from tplab.sharding import P
 
 
 @jax.tree_util.register_dataclass
@@ -133,9 +132,13 @@ class ShardedOptimizer:
     def _cuttings(self, params: Any) -> Any:
         """How each parameter is cut. Of one that is cut along some of the axes anyway, pieces are among the others."""
         leaves, structure = jax.tree.flatten(params)
-        check(self.specs, "specs", this_mesh())
-        lie = spread(P() if self.specs is None else self.specs, params, "specs")
-        copies = [tuple(a for a in this_mesh().names(self.axis) if a not in spec.axis_names) for spec in lie]
+        mesh, replicated = this_mesh(), self.replicate_axis
+        check(self.specs, "specs", mesh)
+        lie = spread(self.specs, params, "specs")
+        copies = [tuple(a for a in mesh.names(self.axis) if a not in spec.axis_names) for spec in lie]
+        for axis, spec in zip(copies, lie, strict=True):
+            is_cut = replicated is not None and not {*spec.axis_names}.isdisjoint(mesh.names(replicated))
+            check_copies(mesh, self.axis, axis, replicated if is_cut else None)
         return structure.unflatten(
             Cutting(pieces_of([leaf], axis), axis, self) for leaf, axis in zip(leaves, copies, strict=True)
         )

@@ -42,8 +42,8 @@ def folded(
     visit: Callable[[Any, list[Any], Callable[[Any], Any]], Iterable[Any]],
     given: Callable[[Any, Any], Any] = lambda value, aval: value,
 ) -> list[Any]:
-    """What a jaxpr, open or closed, makes of its inputs, whatever stands for an array: `visit` says what an equation
-    makes of its operands, and gets what reads any other atom. `given` makes it of a constant or a literal."""
+    """The outputs of a jaxpr, open or closed, with anything in place of arrays. `visit` gets an equation, its operands
+    and a function that reads other atoms, and returns its results; `given` makes a value of a constant or literal."""
     jaxpr, consts = opened(inner)
     here = {variable: given(value, variable.aval) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
     here.update(zip(jaxpr.invars, inputs, strict=True))

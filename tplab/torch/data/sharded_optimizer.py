@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
-from tplab.data.pieces import data_axes
+from tplab.data.pieces import check_copies, data_axes
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, axis_size
 from tplab.torch.data.parameters import note_owner
@@ -55,7 +55,9 @@ class ShardedOptimizer(Optimizer):
             group["params"] = [p for p in dict.fromkeys(group["params"]) if p.requires_grad and p not in seen]
             seen.update(group["params"])
             made: dict[Tensor, nn.Parameter] = {}
-            for bucket in _buckets(group["params"], about, group.pop("axis", about.axis)):
+            if (axis := group.pop("axis", None)) is not None:
+                check_copies(this_rank().mesh, about.axis, axis, about.replicate_axis)
+            for bucket in _buckets(group["params"], about, axis or about.axis):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
             group["params"] = [made[p] for p in group["params"]]

@@ -20,7 +20,7 @@ from tplab.mesh import Mesh
 from tplab.torch.distributed.attention import Kernels
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
-from tplab.torch.distributed.identity import Settings
+from tplab.torch.distributed.settings import Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (

@@ -133,11 +133,10 @@ class BlockExperts(nn.Module):
         self.sequence_axis = spread.axis if spread.sequence_parallel else None
         self.counted_over = spread.counted_over(experts.over)
         self.router = Router(config.width, experts.routing, sequence_axis=self.sequence_axis)
-        bias = self.router.bias
-        self.router.register_buffer("bias", bias, persistent=False)
         if experts.bias_rate:
-            del self.router.bias
-            self.router.bias = nn.Parameter(bias)
+            self.router.bias = nn.Parameter(self.router.bias)
+        else:
+            self.router.register_buffer("bias", self.router.bias, persistent=False)
         self.shared = spread.mlp(replace(config, hidden=experts.shared, bias=False)) if experts.shared else None
         self.experts = ParallelExperts(
             config.width,

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import tplab
 from tplab.errors import RankError, TplabError
 from tplab.torch.processes import parcels
+from tplab.torch.processes.failure import death, error_of
 from tplab.torch.processes.launcher import LAST_WORDS, Launcher, scratch_file, text_of
-from tplab.torch.processes.program import Outcome, Program, death, error_of
+from tplab.torch.processes.program import Outcome, Program
 from tplab.torch.processes.waits import unmet
 
 SECONDS_FOR_OTHERS = 0.1

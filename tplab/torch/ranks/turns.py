@@ -96,7 +96,7 @@ class Turns:
         self.failure: BaseException | None = None
         self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
-        self._place: Ticket = Ticket() if around is None else around.turns._place
+        self._ticket: Ticket = Ticket() if around is None else around.turns._ticket
         self.core = OneCore([])
         self._now: Seat | None = None  # who has the turn
         self._began, self._silent_for = time.perf_counter(), LONG
@@ -155,7 +155,7 @@ class Turns:
 
     def _enter(self) -> None:
         if self._around is None:
-            self._place.enter()
+            self._ticket.enter()
         else:
             self._around.gate.close()
             self._check_around()
@@ -165,11 +165,11 @@ class Turns:
     def _leave(self) -> None:
         self.core.leave()
         around = self._around
-        has_state = self._place.has_floor if around is None else around.turns.failure is None
+        has_state = self._ticket.has_floor if around is None else around.turns.failure is None
         if has_state and self._kernels is not None:
             self._state.put(self._kernels)
         if around is None:
-            self._place.leave()
+            self._ticket.leave()
         else:
             around.gate.open()
 
@@ -201,7 +201,7 @@ class Turns:
         self._state.put(self._kernels)
         if self._around is None:
             self._kernels = None
-            self._place.pause()
+            self._ticket.pause()
         else:
             turns = self._around.turns
             turns.ready.appendleft(self._around)
@@ -325,7 +325,7 @@ class Turns:
 
     def _give_turn(self) -> None:
         """Let the first ready seat go on, or other runs if they are waiting."""
-        if self._place.is_wanted:
+        if self._ticket.is_wanted:
             self._is_paused = True
             self._called.release()
             return
