@@ -129,9 +129,10 @@ def test_an_index_is_as_long_as_an_address():
     for file in pyodide.needed(*pyodide.STARTS_WITH):
         text = (pyodide.ROOT / file).read_text(encoding="utf8")
         found |= {file.as_posix() for _ in re.findall(r"\bint64\b", text)}
-    sizes = {  # of memory, which may be larger than addresses, and times in whole nanoseconds
+    sizes = {  # of memory, which may be larger than addresses, times in whole nanoseconds, and what is only sent
         "tplab/schedules/as_trace.py", "tplab/trace/columns.py", "tplab/trace/critical_path.py",
         "tplab/trace/memory.py", "tplab/trace/perfetto.py", "tplab/trace/recorder.py", "tplab/trace/trace.py",
+        "tplab/widgets/paper/scene.py", "tplab/widgets/paper/wire.py",
     }  # fmt: skip
     assert found <= sizes
 
