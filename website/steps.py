@@ -212,7 +212,7 @@ that were fitted to the other two. `python -m benchmarks.fit.experts` does it ag
 
 {table(["kernel", "rows", "half within", "nine of ten within"], lines)}
 A training step does not take these times, since its kernels are others. It takes the clock's matmuls. On the rows with
-equal loads in 16 and 8 bit, {len(equal)} of them, these are off by {100 * float(np.median(plain)):.0f} % at the median.
+equal loads in 16 and 8 bit, {len(equal):,} of them, these are off by {100 * float(np.median(plain)):.0f} % at the median.
 Among other things, they count neither the kernel that sorts tokens nor the rows that are moved, and they read the
 weights of every expert.
 """
