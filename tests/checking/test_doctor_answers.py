@@ -367,7 +367,7 @@ optimizer.step()
 def test_parameters_on_no_rank_are_named(tmp_path: Path):
     first = report_of(STAGES, tmp_path).first
     assert first is not None and (first.what, first.name, first.others) == ("weights", "b.weight", ("b.bias",))
-    assert first.text_of_factor == "on no rank; the 4 others of the reference are"
+    assert first.text_of_factor == "held by no rank; the reference's other 4 parameters are"
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,14 @@ for step in range(3):
 """
 OF_EACH_STAGE = "optimizers = [torch.optim.Adam(stage.parameters(), lr=0.1) for stage in stages]"
 OF_ALL = "optimizer = torch.optim.Adam(model.parameters(), lr=0.1)"
+LOOKS = """
+for p in model.parameters():
+    dist.broadcast(p.data, 0)
+    p.detach().norm(), p.norm()
+model.requires_grad_(False)
+sum(p.norm() for p in model.parameters())
+model.requires_grad_(True)
+"""
 DIVIDED = """
 class Divided(torch.optim.SGD):
     \"\"\"Each rank keeps the momentum of a part of all numbers, as ZeRO 1 does.\"\"\"
@@ -227,22 +235,14 @@ for step in range(3):
     optimizer.step()
 """
 FROZEN = """
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
 class Row(nn.Linear):
     \"\"\"Each rank has some of the rows. The bias is added after the sum, and every rank has a copy of it.\"\"\"
 
     def forward(self, x):
-        return Sum.apply(F.linear(x, self.weight)) + self.bias
+        y = F.linear(x, self.weight)
+        total = y.detach().clone()
+        dist.all_reduce(total)
+        return y + (total - y).detach() + self.bias
 
 torch.manual_seed(0)
 model, whole = Row(8 // world, 3), torch.randn(3, 8)
@@ -257,6 +257,42 @@ for step in range(1):
     (model(x.chunk(world, 1)[rank]) - y).square().mean().backward()
     optimizer.step()
 """
+FROZEN_LAYER = """
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+{freeze}
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+generator = torch.Generator().manual_seed(1)
+for step in range(1):
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    {cut}
+    optimizer.zero_grad()
+    ({out} - y).square().mean().backward()
+    for p in model[2].parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    optimizer.step()
+"""
+BY_HAND = "model[2](torch.tanh(F.linear(x, *model[0].parameters())))"
+UNUSED = """
+class Gathered(nn.Module):
+    \"\"\"Each rank has some of the rows, and takes those of other ranks, too. Rank 1 takes its own as a constant.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(4, 6).chunk(world)[rank].clone())
+
+    def forward(self, x):
+        return F.linear(x, torch.cat([self.weight, *parts[1:]] if rank == 0 else parts), self.bias)
+
+model = Gathered()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+x = torch.randn(8, 6)
+parts = [torch.empty(4 // world, 6) for _ in range(world)]
+dist.all_gather(parts, model.weight.data)
+model(x).square().mean().backward()
+optimizer.step()
+"""
 UNUSUAL = {
     "every rank has the whole model, and an optimizer of each stage": STAGES.format(
         optimizers=OF_EACH_STAGE, step="optimizers[rank].step()"
@@ -265,6 +301,12 @@ UNUSUAL = {
         optimizers=f"{OF_ALL}\n{OF_EACH_STAGE}", step="optimizers[rank].step()"
     ),
     "every rank has the whole model and an optimizer of it": STAGES.format(optimizers=OF_ALL, step="optimizer.step()"),
+    "the same, after a broadcast and a look at all weights": STAGES.format(
+        optimizers=f"{LOOKS}\n{OF_ALL}", step="optimizer.step()"
+    ),
+    "a first layer that every rank freezes": FROZEN_LAYER.format(
+        freeze="model[0].requires_grad_(False)", cut="x, y = x[rank::world], y[rank::world]", out="model(x)"
+    ),
     "an optimizer that adds up gradients itself": DIVIDED.format(by="world"),
     "rows padded to the longest of their microbatch": PADDED,
     "data of its own on each rank, and a loss that is a module": OWN_DATA.format(loss="nn.MSELoss()(model(x), y)"),
@@ -289,11 +331,17 @@ def test_what_is_unusual_and_right(name: str, tmp_path: Path):
         (STAGES.format(optimizers=OF_EACH_STAGE, step="optimizers[0].step()"), "2.weight"),
         (DIVIDED.format(by="1"), "0.weight"),
         (FROZEN, "bias"),
+        (FROZEN_LAYER.format(freeze="model[0].requires_grad_(rank == 0)", cut="", out="model(x)"), "0.weight"),
+        (FROZEN_LAYER.format(freeze="model[0].requires_grad_(rank == 0)", cut="", out=BY_HAND), "0.weight"),
+        (UNUSED, "weight"),
     ],
     ids=[
         "a stage that nothing updates",
         "an optimizer that adds up and does not divide",
         "a copy that one rank freezes",
+        "a first layer that one rank freezes",
+        "the same, with functions in place of the model",
+        "a part that its rank does not use",
     ],
 )
 def test_nor_is_what_is_wrong_there_overlooked(text: str, name: str, tmp_path: Path):

@@ -6,6 +6,9 @@ import importlib
 import inspect
 import pickle
 import random
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +19,12 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tplab.torch import same_model
+from tplab import Mesh
+from tplab.torch import run, same_model
 from tplab.torch.checking.groups import require_sync
+from tplab.torch.checking.names import Names
 from tplab.torch.checking.stand_ins import StandIns
+from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import CONTEXT_PARALLEL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,6 +122,33 @@ def by_keyword() -> None:
         schedule.step()
 
 
+def gathers_by_keyword() -> None:
+    model = DistributedDataParallel(start())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = samples(step)
+        h = model(x)
+        parts = [torch.empty_like(h) for _ in range(dist.get_world_size())]
+        dist.group.WORLD.allgather(outputs=[parts], inputs=[h], opts=SimpleNamespace(asyncOp=False))  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        F.mse_loss(h, y).backward()
+        assert all(torch.linalg.vector_norm(x=p.grad) > 0 for p in model.parameters())
+        optimizer.step()
+
+
+def squares_by_keyword() -> None:
+    """The loss is multiplied by the number of ranks."""
+    model = DistributedDataParallel(start())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = samples(step)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * dist.get_world_size()).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.square(input=x).any() for x in gradients)
+        optimizer.step()
+
+
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -163,10 +196,38 @@ def context_parallel() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("script", [resumed, on_a_gpu, gradient_of_each_sample, by_keyword, context_parallel])
+@pytest.mark.parametrize(
+    "script", [resumed, on_a_gpu, gradient_of_each_sample, by_keyword, gathers_by_keyword, context_parallel]
+)
 def test_right_scripts_run_and_are_not_blamed(script):
     report = same_model(script, ranks=2, device="cpu")
     assert report.verdict == "same", str(report)
+
+
+def test_squares_of_gradients_may_be_taken_by_keyword():
+    first = same_model(squares_by_keyword, ranks=2).first
+    assert first is not None and first.what == "loss" and first.proof, str(first)
+
+
+def test_an_operation_that_takes_another_value_runs_once():
+    """Otherwise what it writes in place is written twice, and what it draws is drawn again."""
+    ran, five = list[float](), torch.full((2,), 5.0)
+
+    def added(func: Callable[..., Tensor], args: tuple[Tensor, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        ran.append(float(args[1][0]))
+        return func(*args, **kwargs)
+
+    def program() -> None:
+        key, total = None, torch.zeros(2)
+        for _ in range(2):
+            recorder = Recorder(Names(), lambda: True, {(key, 1): five})
+            recorder.call(Tensor.add_, (total, torch.ones(2)), {}, added)
+            (op,) = recorder.trail.ops
+            key = op.key
+        assert total.tolist() == [6, 6]
+
+    run(program, Mesh(world=1))
+    assert ran == [1, 5]
 
 
 def test_stand_ins_take_the_arguments_of_what_they_stand_for_by_name():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from tplab.units import plain
 def loss_and_gradients(facts: Facts) -> Found:
     """Compare the loss where backward passes begin, and all gradients. A loss may be scaled on purpose, and what it is
     averaged over decides whether it is right: so gradients judge it."""
-    wrong, total = _wrong_gradients(facts)
+    wrong, total, line = _wrong_gradients(facts)
     yield from _loss(facts, is_right=not wrong)
     if not wrong:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
         noise = facts.reference.noise_of_gradients(facts.number) if facts.reference.again else 0.0
         rounding = f"; rounding changes them by {noise:.1g} of their largest element" * bool(noise)
-        added = f", once the optimizer has added them up over ranks at {line}" if (line := _sums_of_step(facts)) else ""
+        added = f", once the optimizer has added them up over ranks at {line}" if line else ""
         words = f"{total}{of} gradients are the reference's{added}{rounding}" if total else "no gradients were seen"
         yield facts.row("gradient", True if total else None, words, count=total)
         return
@@ -37,7 +38,7 @@ def loss_and_gradients(facts: Facts) -> Found:
     told = {one.name for group in groups for one in group}
     if rest := [one.name for one in wrong if one.name not in told]:
         facts.suspects.update(rest)
-        yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, and may follow from it")
+        yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, which may follow from this")
 
 
 def _finding(case: Case) -> Finding:
@@ -104,28 +105,34 @@ def _loss(facts: Facts, is_right: bool) -> Found:
     elif gap(sum(has), want) <= len(has) * slack and is_right:
         yield facts.row("loss", True, f"its parts on {len(has)} ranks add up to {want:.6g}, as in the reference")
     elif is_right:
-        words = f"{mean:.6g} on average, {want:.6g} in the reference; it is scaled, as the gradients are the same"
+        words = f"{mean:.6g} on average, {want:.6g} in the reference; it is scaled, because the gradients are the same"
         yield facts.row("loss", None, words)
 
 
-def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int]:
-    """Those that are wrong, in the order of the backward pass; and how many were judged. A script may take a norm
-    before it divides by what it has added up, so none is wrong if the optimizer gets what it should."""
+def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:
+    """Those that are wrong, in the order of the backward pass; how many were judged; and the line at which the
+    optimizer itself adds up some of them, or "". A script may take a norm before it divides by what it has added up,
+    so none is wrong if the optimizer gets what it should."""
     wrong, count = _judged(facts, facts.reference.gradients(facts.number), is_final=False)
     is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
     if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:
-        return [], count
-    if _sums_of_step(facts):
-        ways = [(way, how) for way in partitions(facts) for how in ("mean", "sum")]
-        slack = {one.name: facts.reference.slack_of_gradient(one.name, facts.number) for one in wrong}
-        wrong = [one for one in wrong if not any(adds_up(facts, one.name, *way, slack[one.name]) for way in ways)]
-    return wrong, count
+        return [], count, ""
+    added, line = _added_up_in_step(facts, [one.name for one in wrong])
+    return [one for one in wrong if one.name not in added], count, line
 
 
-def _sums_of_step(facts: Facts) -> str:
-    """The line at which the optimizer itself adds up over ranks what it is given, as one that divides its states does:
-    what it makes of that, the parameters after the step tell. "" if it does not."""
-    return next((one.where for one in facts.sent("step") if one.reduction in ("sum", "mean") and one.size > 1), "")
+def _added_up_in_step(facts: Facts, names: Sequence[str]) -> tuple[list[str], str]:
+    """The gradients that the optimizer itself adds up over ranks, as one that divides its states does, and where: it
+    reduces at least as many elements as they have. What it makes of them, the parameters after the step tell."""
+    sums = [one for one in facts.sent("step") if one.reduction in ("sum", "mean") and one.size > 1]
+    whole, added = facts.reference.gradients(facts.number), list[str]()
+    for name in names if sums else ():
+        slack = facts.reference.slack_of_gradient(name, facts.number) if name in whole else 0.0
+        ways = itertools.product(partitions(facts), ("mean", "sum"))
+        added += [name] * any(adds_up(facts, name, way, how, slack) for way, how in ways)
+    held = [facts.mine[rank].gradients.get(mine) for name in added for rank, mine, _ in facts.holders(name)]
+    size = sum(piece.values.size for piece in held if piece is not None)
+    return (added, sums[0].where) if added and sum(one.size for one in sums) >= size else ([], "")
 
 
 def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:

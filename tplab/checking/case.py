@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tplab.checking.facts import Facts
+from tplab.checking.gaps import near
 from tplab.checking.gradients import Wrong
 from tplab.checking.recording import Sent
 from tplab.checking.repairs import Groups, Repair
 from tplab.checking.sends import given_to, lines_of_reduction
-
-_CLOSE = 2e-3
 
 
 class Case:
@@ -86,15 +85,13 @@ class Case:
     @property
     def copies_of_one(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that hold the same part of the first of them."""
-        found: dict = {}
-        for rank, _, place in self.facts.holders(self.names[0]):
-            found.setdefault(place.index, []).append(rank)
-        return tuple(tuple(group) for group in found.values()) if any(len(g) > 1 for g in found.values()) else ()
+        found = tuple(map(tuple, self.facts.groups(self.names[0]).values()))
+        return found if any(len(group) > 1 for group in found) else ()
 
     @property
     def is_split(self) -> bool:
         """Whether ranks hold different parts of any of them."""
-        return any(self.facts.holds_differ(name, range(self.facts.num_ranks)) for name in self.names)
+        return any(len(self.facts.groups(name)) > 1 for name in self.names)
 
     @property
     def is_on_several_stages(self) -> bool:
@@ -134,5 +131,5 @@ class Makers:
 
     def scaling(self, factor: float) -> str:
         """The line that multiplies by this factor; "" if there is none."""
-        lines = [line for line, times in self.made if times is not None and abs(times / factor - 1) < _CLOSE]
+        lines = [line for line, times in self.made if times is not None and near(times, factor)]
         return next((line for line in lines if line != self.backward), lines[0] if lines else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from tplab.checking.gaps import near
 from tplab.units import plain
 
 GITHUB = "https://github.com/"
@@ -61,7 +62,7 @@ class Sizes:
             found = []
             for power in powers:
                 for count, words in self._counts.items():
-                    if abs(factor / count**power - 1) < 2e-3:
+                    if near(factor, count**power):
                         form, are = _FORMS[power].format(plain(count)), " or ".join(words)
                         found.append(f"{form} ({are})" if power == 1 else f"{form} ({plain(count)} is {are})")
             if found:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.gaps import farthest, gap
-from tplab.checking.recording import Piece, Seen, Step
+from tplab.checking.recording import Piece, Seen, Step, idle
 from tplab.checking.reference import FLOOR
-from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named
+from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named, of_idle
 from tplab.checking.samples import seeds_by_rank
 from tplab.units import ranks_text
 
@@ -29,35 +29,28 @@ def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         return cannot_tell(f"ranks make different numbers of steps ({listed})", about=about)
-    used = {name for one in seen for name in one.weights if one.computes_with(name)}
-    held = [{name: piece for name, piece in one.weights.items() if name not in used or one.computes_with(name)}
-            for one in seen]  # fmt: skip
-    copies, unknown = _copies(held)  # not the layers of other stages, with which a rank computes nothing
+    weights = {(rank, name): (name, *_values(x)) for rank, one in enumerate(seen) for name, x in one.weights.items()}
+    out = idle(seen, weights)
+    held = [{name: x for name, x in one.weights.items() if (rank, name) not in out} for rank, one in enumerate(seen)]
+    (copies, unknown), notes = _copies(held), of_idle(out)
     if not any(counts.values()) or not copies:
         has_steps = any(counts.values())
         return cannot_tell(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)
-    rows = [Row("weights", 0, True, _compared(copies, seen)), *_left_out(unknown)]
+    every = {name for one in seen for name, piece in one.weights.items() if piece.values.size}
+    words = f"{len(copies)} of {len(every)} parameters begin as the same on several ranks: only these are compared"
+    rows = [Row("weights", 0, True, words)]
+    rows += [Row("weights", 0, None, f"not compared: {_constant(unknown)}")] * bool(unknown)
     buffers, _ = _copies([one.buffers for one in seen])
     for step in range(counts[0]):
         if finding := _of_step(seen, copies, step):
             rows.append(Row(finding.what, step, False, finding.text_of_factor, finding.name))
-            return SameModel(rows, [finding], about=about, words=WORDS)
+            return SameModel(rows, [finding], notes=notes, about=about, words=WORDS)
         rows.append(Row("gradient", step, True, "copies step with the same gradients"))
         rows.append(Row("parameters", step, True, "and are the same after the step"))
         if apart := _apart([one.steps[step].buffers for one in seen], buffers):
             ranks = ranks_text(next(iter(apart.values()))[0])
             rows.append(Row("buffers", step, None, f"not judged: {named(list(apart))} differ on {ranks}"))
-    return SameModel(rows, about=about, words=WORDS)
-
-
-def _compared(copies: Copies, seen: Sequence[Seen]) -> str:
-    every = {name for one in seen for name, piece in one.weights.items() if piece.values.size}
-    return f"{len(copies)} of {len(every)} parameters begin as the same on several ranks: only these are compared"
-
-
-def _left_out(unknown: Sequence[str]) -> Iterator[Row]:
-    if unknown:
-        yield Row("weights", 0, None, f"not compared: {_constant(unknown)}")
+    return SameModel(rows, notes=notes, about=about, words=WORDS)
 
 
 def _constant(unknown: Sequence[str]) -> str:
@@ -75,13 +68,18 @@ def _copies(held: Sequence[Mapping[str, Piece]]) -> tuple[dict[str, list[list[in
         if all(_tells(piece) for piece in pieces.values()):
             groups: dict[tuple, list[int]] = {}
             for rank, piece in pieces.items():
-                groups.setdefault((id(piece.values), piece.start), []).append(rank)
+                groups.setdefault(_values(piece), []).append(rank)
             found[name] = [group for group in groups.values() if len(group) > 1]
         elif len(pieces) > 1:
             constant.append(name)
     near = {name.rpartition(".")[0]: groups for name, groups in reversed(found.items())}
     found |= {name: near.get(name.rpartition(".")[0], []) for name in constant}
     return {name: groups for name, groups in found.items() if groups}, [name for name in constant if not found[name]]
+
+
+def _values(piece: Piece) -> tuple:
+    """What is the same of pieces with the same values: equal arrays are kept once."""
+    return id(piece.values), piece.start
 
 
 def _tells(piece: Piece) -> bool:

@@ -16,7 +16,7 @@ from tplab.checking.logged import log
 from tplab.checking.norms import norm
 from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
-from tplab.checking.same_model import Finding, Row, SameModel, What, named
+from tplab.checking.same_model import Finding, Row, SameModel, What, named, of_idle
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
 from tplab.checking.starts import weights
@@ -68,9 +68,7 @@ class Diagnosis:
         if any(row is not None for one in ours for _, row in one.random):
             self.notes.append("what the model draws in its forward pass was made the same for every sample")
         self.facts = Facts(ours, Reference(theirs, again, kinds), trails)
-        if idle := self.facts.idle:
-            held, names = ranks_text(sorted({rank for rank, _ in idle})), [*{place.name: 0 for place in idle.values()}]
-            self.notes.append(f"copies of {named(names)} with which {held} compute nothing are not compared")
+        self.notes += of_idle((rank, place.name) for (rank, _), place in self.facts.idle.items())
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
 
@@ -179,8 +177,8 @@ class Diagnosis:
         text = f"{reference.dtype}{of}: gradients off by {far} count as equal"
         if reference.again:
             text += (
-                f", as are those off by up to {TIMES} times what another order of summation, and another last digit of "
-                "weights and samples, change in the reference itself (here "
+                f", and so do those off by up to {TIMES} times as much as the reference itself changes with another "
+                "order of summation and another last digit of weights and samples (here "
                 f"{max(map(reference.noise_of_gradients, range(self.facts.number + 1))):.2g})"
             )
         return text
@@ -199,20 +197,21 @@ def nothing_learnt(facts: Facts, num_steps: int) -> str:
         )
     if lost := facts.on_no_rank:
         return (
-            f"{named(lost)} of the reference was found on no rank, and it is not known to which of the reference's "
-            f"parameters {named(facts.unplaced)} belong: give them the reference's names, or its weights at the start"
+            f"no rank was found to hold the reference's {named(lost)}, and none of the reference's parameters is known "
+            f"to be {named(facts.unplaced)}: begin with the reference's names, or with its weights"
         )
     if twice := next(_twice(facts), ()):
         line = facts.line_of_data() or facts.line("forward")
+        where = f" (at {line})" if line else ""
         return (
-            f"{ranks_text(twice)} hold copies of the model and all see the same samples (at {line}), so together "
+            f"{ranks_text(twice)} hold copies of the model and all see the same samples{where}, so together "
             "they do only what one of them does alone: cut the batch by rank, give the loader a DistributedSampler, or "
             "draw from a different seed on each rank"
         )
     if not any(_has_changed(seen, number) for seen in facts.ours for number in range(num_steps)):
         freed = facts.line_of_script("freed")
         why = (
-            f"The optimizer made at {freed} holds parameters whose memory is freed, as is the case with those that "
+            f"The optimizer made at {freed} holds parameters whose memory was freed, such as those that "
             "FSDP has gathered: create it before the model is called"
             if freed
             else "Check that the optimizer holds the model's parameters, and that its learning rate is not 0"

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from tplab.checking.case import Case
 from tplab.checking.causes import thread
+from tplab.checking.gaps import near
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 from tplab.checking.sends import given_to, line_of_loss
 from tplab.units import plain
 
-_CLOSE = 2e-3
 _ORDINALS = ("first", "second", "third")
 
 
@@ -29,13 +29,13 @@ class _Factors:
         theirs = {at for step in facts.theirs for at in step.scaled}
         for line, by in facts.scaled:
             of_loss = case.made.scaling(factor) if case.is_all else ""
-            if _is(by, factor) and (not of_loss or ((line, by) not in theirs and case.made.is_of_both(of_loss))):
+            if near(by, factor) and (not of_loss or ((line, by) not in theirs and case.made.is_of_both(of_loss))):
                 cause = (
                     "the script itself multiplies the gradients by this number between the backward pass and the "
                     "step, and they were right before that"
                 )
                 yield self._factor(line, by, 1.0, cause, "loss")
-            if (line, by) in theirs and _is(by * factor, 1) and not _is(factor, self.case.batches):
+            if (line, by) in theirs and near(by * factor, 1) and not near(factor, self.case.batches):
                 cause = (
                     "the script divides the gradients by this number on one rank too, where there is nothing to "
                     "average, so the reference's are too small: divide by the number of ranks that are added up"
@@ -48,7 +48,7 @@ class _Factors:
             yield from self._scaled_loss(factor)
             return
         for line, by in case.made.numbers if case.is_all else ():
-            if _is(by, factor):
+            if near(by, factor):
                 yield self._factor(line, by, 1.0, *self._of_all(factor))
         yield from self._scaled_backward(factor)
         yield from self._scaled_sums(factor)
@@ -67,11 +67,11 @@ class _Factors:
             yield from self._scaled_some(factor)
 
     def _is_of_batches(self, factor: float) -> bool:
-        return self.case.batches > 1 and _is(factor * self.case.batches, 1)
+        return self.case.batches > 1 and near(factor * self.case.batches, 1)
 
     def _of_all(self, factor: float) -> tuple[str, str]:
         """The cause of a factor that all gradients have, and the key of its thread."""
-        may_be_of_ranks = bool(self.case.reductions) and _is(factor * self.facts.num_ranks, 1)
+        may_be_of_ranks = bool(self.case.reductions) and near(factor * self.facts.num_ranks, 1)
         if self._is_of_batches(factor) and not may_be_of_ranks:
             cause = f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by "
             return f"{cause}the script, and once more by what accumulates or scales the gradients", "microbatches"
@@ -87,17 +87,17 @@ class _Factors:
             )
             yield Hypothesis(Repair("mean", words, line, by=factor), cause, line, thread("loss"))
         batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
-        is_more = batches > theirs > 1 and _is(factor, batches / theirs)  # the reference's count in full, too
-        of_batches = is_more or (batches > 1 and any(_is(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
+        is_more = batches > theirs > 1 and near(factor, batches / theirs)  # the reference's count in full, too
+        of_batches = is_more or (batches > 1 and any(near(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
         is_divided = bool(case.made.scaling(1 / batches))
         causes = [*_causes_of_batches(factor, batches, theirs)] if of_batches else []
-        if not of_batches or (not is_more and _is(factor, facts.num_ranks) and is_divided):
+        if not of_batches or (not is_more and near(factor, facts.num_ranks) and is_divided):
             causes.append(self._of_ranks(factor))
-        elif _is(factor, 1 / facts.num_ranks) and not is_divided:
+        elif near(factor, 1 / facts.num_ranks) and not is_divided:
             causes = [self._of_ranks(factor)]
         cause = "; or ".join(causes)
         for line, by in case.made.numbers:
-            if _is(by, factor):
+            if near(by, factor):
                 yield self._factor(line, by, 1.0, cause, "loss")
         if of_batches and factor > 1:
             yield self._loss(1 / factor, cause, case.backward, "loss")
@@ -107,18 +107,15 @@ class _Factors:
 
     def _of_ranks(self, factor: float) -> str:
         """Only where ranks add up or average gradients may that be a part of the cause."""
-        return (
-            _OF_RANKS[factor > 1]
-            if self.case.reductions
-            else "the loss is multiplied by a number that is not the reference's"
-        )
+        other = "the loss is multiplied by a number that is not the reference's"
+        return _OF_RANKS[factor > 1] if self.case.reductions else other
 
     def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
         """A line divides by a number that is a part of the right one, such as a count of the targets of all ranks."""
         if not self.facts.sizes.named(factor):
             return
         for line, by in self.case.made.numbers:
-            if not any(_is(by, x) for x in (factor, 1.0, self.case.batches, 1 / self.case.batches)):
+            if not any(near(by, x) for x in (factor, 1.0, self.case.batches, 1 / self.case.batches)):
                 yield self._factor(line, by, by / factor, cause, "loss")
 
     def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
@@ -126,7 +123,7 @@ class _Factors:
         facts, case = self.facts, self.case
         others = {sent.reduction for sent in given_to(facts, case.others)}
         for sent in self.case.reductions:
-            if sent.reduction == "sum" and _is(factor, len(sent.ranks)):
+            if sent.reduction == "sum" and near(factor, len(sent.ranks)):
                 cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _SUMMED_TWICE
                 if not case.is_all and others == {"mean"}:
                     cause = (
@@ -136,7 +133,7 @@ class _Factors:
                 names = () if case.is_all or not sent.on else self.case.own_names
                 repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
                 yield Hypothesis(repair, cause, sent.where, thread("loss"))
-            if sent.reduction == "mean" and _is(factor * len(sent.ranks), 1):
+            if sent.reduction == "mean" and near(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
                 yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
 
@@ -146,7 +143,7 @@ class _Factors:
             return
         line = self.case.in_backward
         sent_back = [sent for sent in self.facts.sent("backward") if sent.reduction == "sum" and not sent.on]
-        sums = [sent for sent in sent_back if _is(factor, len(sent.ranks)) and sent.size > 1]
+        sums = [sent for sent in sent_back if near(factor, len(sent.ranks)) and sent.size > 1]
         lines = sorted(dict.fromkeys(sent.where for sent in sums), key=lambda at: at != line)
         for at in lines if factor > 1 else ():
             count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
@@ -172,11 +169,11 @@ class _Factors:
         repair = self.case.combined(
             "", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}"
         )
-        if _is(factor, 2) and shared.issuperset(self.names):
+        if near(factor, 2) and shared.issuperset(self.names):
             cause = "the parameter is used in two places, and its gradient is added up once for each of them"
             yield Hypothesis(repair, cause, case.where, thread("twice"))
         if case.is_added_up or (
-            _is(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
+            near(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
                                                                 if sent.reduction == "sum"} and not case.is_split
         ):  # fmt: skip
             cause = (
@@ -244,7 +241,3 @@ def _causes_of_batches(factor: float, batches: int, theirs: int) -> Iterator[str
     else:
         of = f" ({theirs} in the reference)" if theirs > 1 else ""
         yield f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"
-
-
-def _is(factor: float, other: float) -> bool:
-    return abs(factor / other - 1) < _CLOSE

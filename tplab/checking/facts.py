@@ -8,11 +8,12 @@ import numpy as np
 
 from tplab.checking.causes import Sizes
 from tplab.checking.gaps import gaps
-from tplab.checking.places import Place, find_places, is_number
-from tplab.checking.recording import Seen, Sent, Step
+from tplab.checking.places import Index, Place, find_places, is_number
+from tplab.checking.recording import Seen, Sent, Step, idle
 from tplab.checking.reference import Reference
-from tplab.checking.repairs import Hypothesis
+from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
+from tplab.checking.samples import seeds_by_rank
 from tplab.checking.source import Source
 from tplab.checking.trail import Trails
 
@@ -28,8 +29,7 @@ class Facts:
     """What was seen of the ranks and of their reference.
 
     ours      of each rank
-    places    which part of the reference's parameters each rank holds; idle: likewise, of copies with which a rank
-              computes nothing while others do, as with the layers of other stages: nothing depends on these
+    places    which part of the reference's parameters each rank holds; idle: likewise, of copies that are `idle`
     number    of the step that is compared
     copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
     suspects  names of gradients that are wrong, and may follow from others
@@ -40,9 +40,8 @@ class Facts:
         self.ours, self.reference, self.trails = ours, reference, trails
         self.wants_trails = False
         known = find_places(ours, reference.weights, reference.gradients(0))
-        used = {place.name for (rank, name), place in known.items() if ours[rank].computes_with(name)}
-        self.idle = {at: place for at, place in known.items()
-                     if place.name in used and not ours[at[0]].computes_with(at[1])}  # fmt: skip
+        parts = {at: (place.name, place.index) for at, place in known.items()}
+        self.idle = {at: known[at] for at in idle(ours, parts)}
         self.places = {at: place for at, place in known.items() if at not in self.idle}
         self.number = 0
         self.suspects = set[str]()
@@ -77,15 +76,20 @@ class Facts:
     @property
     def unplaced(self) -> list[str]:
         """What ranks hold, and nobody knows of what it is a part."""
-        held, known = (
-            [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights],
-            self.places | self.idle,
-        )
+        held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
+        known = self.places | self.idle
         return list(dict.fromkeys(name for rank, name in held if (rank, name) not in known and not is_number(name)))
+
+    def groups(self, name: str) -> dict[Index, list[int]]:
+        """The ranks that hold each part of a parameter of the reference."""
+        found: dict[Index, list[int]] = {}
+        for rank, _, place in self.holders(name):
+            found.setdefault(place.index, []).append(rank)
+        return found
 
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold different parts of a parameter."""
-        return len({place.index for rank, _, place in self.holders(name) if rank in ranks}) > 1
+        return sum(bool({*group} & {*ranks}) for group in self.groups(name).values()) > 1
 
     def line(self, key: str) -> str:
         """The line at which ranks do this in the step: the first that has a loss, or else the first; "" for none."""
@@ -126,8 +130,8 @@ class Facts:
     def line_of_norm(self) -> str:
         """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that
         of the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
-        held = [[place.index for _, _, place in self.holders(name)] for name in self.reference.weights]
-        counts = {len(places) / len(set(places)) for places in held if places}
+        parts = [list(self.groups(name).values()) for name in self.reference.weights]
+        counts = {sum(map(len, groups)) / len(groups) for groups in parts if groups}
         sums, own = self.sums_of_numbers(), self.line("norm")
         return (sums[0] if sums and ((len(counts) == 1 and counts != {1.0}) or not own) else own) or ""
 
@@ -144,6 +148,14 @@ class Facts:
         """The mean loss of the ranks, divided by the reference's; None if either was not seen."""
         has, want = self.losses(), self.reference.loss(self.number)
         return float(np.mean(has)) / want if has and want else None
+
+    @property
+    def of_one_seed(self) -> list[Repair]:
+        """What makes ranks that set different seeds set the same one."""
+        if (found := seeds_by_rank(self.ours)) is None:
+            return []
+        (seed, *_), line = found
+        return [Repair("seed", f"the seed {seed} on every rank at {line}", line, values={"seed": seed})]
 
     @property
     def sizes(self) -> Sizes:

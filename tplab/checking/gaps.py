@@ -20,6 +20,11 @@ def gap(a: Any, b: Any) -> float:
     return float(gaps(a, b).max(initial=0))
 
 
+def near(factor: float, other: float) -> bool:
+    """Whether two factors are one, up to what they are measured from."""
+    return abs(factor / other - 1) < 2e-3
+
+
 def farthest(a: Any, b: Any) -> tuple[float, float]:
     """The two values at the place where they are farthest apart."""
     place = int(gaps(a, b).argmax())

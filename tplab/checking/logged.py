@@ -11,7 +11,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, near
 from tplab.checking.recording import Step
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
@@ -33,29 +33,17 @@ def log(facts: Facts) -> Found:
     factor, values = got.value / want.value if want.value else None, (f"{got.value:g}", f"{want.value:g}")
     proof = _proof(facts, wrong[0])
     is_named, times = factor is not None and bool(facts.sizes.named(factor)), facts.times_loss()
-    if factor is not None and is_named and times is not None and abs(times / factor - 1) < 2e-3:
+    if factor is not None and is_named and times is not None and near(times, factor):
         backward = facts.line("backward")
         cause = (
             "the losses of all ranks are added up, and the backward pass of that sum adds nothing up: training is the "
             "same, but the loss where the backward pass begins, and the loss that is logged, are sums. Average it"
         )
         where = line_of_loss(facts) or backward
-        lines = [backward, got.where]
-        yield facts.fault(
-            "loss",
-            "",
-            facts.sizes.words(factor),
-            factor,
-            where,
-            "",
-            values=values,
-            lines=lines,
-            hypotheses=[
-                Hypothesis(
-                    Repair("mean", f"the mean in place of the sum at {where}", where), cause, where, thread("loss")
-                )
-            ],
-        )
+        repair = Repair("mean", f"the mean in place of the sum at {where}", where)
+        yield facts.fault("loss", "", facts.sizes.words(factor), factor, where, "", values=values,
+                          lines=[backward, got.where],
+                          hypotheses=[Hypothesis(repair, cause, where, thread("loss"))])  # fmt: skip
         return
     if _is_own(facts, wrong[0]) and not is_named:
         words, factor = f"rank {rank}'s own", None

@@ -66,9 +66,9 @@ def _scaled(facts: Facts) -> Found:
         yield from _wrong(facts, norms, want, line, list(scales), list(facts.theirs[0].gradients))
         return
     listed = ", ".join(dict.fromkeys(plain(x) for x in wrong.values()))
-    words = f"gradients are then scaled by {listed}, and by {plain(should)} in the reference"
-    hypotheses = [Hypothesis(repair, "gradients are not clipped by the reference's number", line, thread("norm"))
-                  for repair in _repairs(facts, line)]  # fmt: skip
+    words = f"gradients are then scaled by {listed}, but by {plain(should)} in the reference"
+    cause = "gradients are clipped by another number than in the reference"
+    hypotheses = [Hypothesis(repair, cause, line, thread("norm")) for repair in _repairs(facts, line)]
     yield facts.fault("norm", "", words, None, line, "", ranks=list(wrong), hypotheses=hypotheses,
                       lines=[*facts.sums_of_numbers(), facts.line("scale"), facts.line("step")])  # fmt: skip
 
@@ -120,57 +120,55 @@ class _Way(NamedTuple):
 
 
 def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tuple[str, str]:
-    """Which squares ranks have counted how often, judging by their norms, and the key of a thread. What most parameters
-    have in common, by which ranks hold which part of them, is counted in one way."""
+    """Which squares ranks have counted how often, judging by their norms, and the key of a thread. Parameters whose
+    parts are on the same ranks are counted alike. Only one mistake is looked for: two explain almost any norm."""
     alike: dict[Any, list[str]] = {}
     for name in names:
-        alike.setdefault(tuple(map(tuple, _groups(facts, name))), []).append(name)
+        alike.setdefault(tuple(map(tuple, facts.groups(name).values())), []).append(name)
     ways = [list(_ways(facts, groups, some, len(alike) == 1)) for groups, some in alike.items() if groups]
-    if len(ways) > 3:
-        return _NOT_THE_NORM, "norm"
-    right = [way[0].squares(0) for way in ways]
-    found = list[tuple[_Way, ...]]()
-    for chosen in sorted(product(*ways), key=lambda one: len({way.words for way in one if way.words})):
-        squares = {rank: sum(way.squares(rank) for way in chosen) for rank in got}
-        is_new = not found or len({w.words for w in chosen}) <= len({w.words for w in found[0]})
-        if is_new and all(abs(squares[rank] ** 0.5 - value) <= 1e-4 * value for rank, value in got.items()):
-            found.append(chosen)
-    causes = list(dict.fromkeys(("; ".join(dict.fromkeys(way.words for way in one if way.words)),
-                                 next((way.key for way in one if way.words), "norm")) for one in found))  # fmt: skip
+    causes = dict[str, str]()
+    for wrong in {way.words: way for several in ways for way in several}.values():
+        likewise = [[way for way in several if way.words in ("", wrong.words)] for several in ways]
+        for chosen in product(*likewise) if len(ways) <= _MOST_KINDS else [[several[-1] for several in likewise]]:
+            if _is_norm(got, lambda rank, chosen=chosen: sum(way.squares(rank) for way in chosen)):
+                causes[wrong.words] = wrong.key
     if not causes:
         own = {rank: sum(float(x.sum()) for x in _squares(facts, rank, names)) for rank in range(facts.num_ranks)}
-        norms = {ranks: sum(own[rank] for rank in ranks) ** 0.5 for ranks in _every_nth(facts.num_ranks)}
-        some = [ranks for ranks, x in norms.items() if all(abs(x - value) <= 1e-4 * value for value in got.values())]
-        rest = "are counted: count each part once, on one of the ranks that hold it"
-        causes = [(f"only the squares on {ranks_text(ranks)} {rest}", "norm") for ranks in some]
-    if len(causes) == 1 and causes[0][0]:
-        return causes[0]
-    return _NOT_THE_NORM, "copies in norm" if sum(v * v for v in got.values()) > len(got) * sum(right) else "norm"
+        for ranks in _every_nth(facts.num_ranks):
+            if _is_norm(got, lambda _, ranks=ranks: sum(own[rank] for rank in ranks)):
+                words = f"only the squares on {ranks_text(ranks)} are counted: count each part once, on one of the "
+                causes[f"{words}ranks that hold it"] = "norm"
+    if len(causes) == 1 and "" not in causes:
+        return next(iter(causes.items()))
+    right = sum(several[0].squares(0) for several in ways)
+    return _NOT_THE_NORM, "copies in norm" if sum(v * v for v in got.values()) > len(got) * right else "norm"
+
+
+_MOST_KINDS = 6
+"""Of parameters, by which ranks hold them: any of so many may be counted wrongly. Of more, all are that can be."""
+
+
+def _is_norm(got: Mapping[int, float], squares: Callable[[int], float]) -> bool:
+    """Whether these are the norms of what adds up to so much on each rank."""
+    return all(abs(squares(rank) ** 0.5 - value) <= 1e-4 * value for rank, value in got.items())
 
 
 _NOT_THE_NORM = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
-
-
-def _groups(facts: Facts, name: str) -> list[list[int]]:
-    """The ranks that hold each part of a parameter."""
-    found: dict[Any, list[int]] = {}
-    for rank, _, place in facts.holders(name):
-        found.setdefault(place.index, []).append(rank)
-    return list(found.values())
 
 
 def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], are_all: bool) -> Iterator[_Way]:
     """The right one first. are_all: whether they are all parameters"""
     held = {rank: list(_squares(facts, rank, names)) for rank in range(facts.num_ranks)}
     own = {rank: sum(float(x.sum()) for x in squares) for rank, squares in held.items()}
-    firsts, those = [group[0] for group in groups], "all" if are_all else named(names)
+    firsts, those = [group[0] for group in groups], "all gradients" if are_all else named(names)
     yield _Way(lambda _: sum(own[rank] for rank in firsts))
     if any(len(group) > 1 for group in groups):
         yield _Way(lambda _: sum(own.values()), *_ALL)
-    if len(groups) > 1:
+    if len(groups) > 1 or len(groups[0]) < facts.num_ranks:
         yield _Way(lambda rank: own[rank], *_OWN)
+    if len(groups) > 1:
         parts = f"add up the squares of {those} over the ranks that hold other parts"
-        for one in firsts if len(firsts) <= MOST_PARTS else ():
+        for one in firsts:
             yield _Way(lambda _, one=one: own[one], f"of {those}, only the part of rank {one} is counted: {parts}")
         halves = [[np.array_split(x, 2) for x in held[rank] if x.ndim and len(x) > 1] for rank in firsts]
         for at, which in enumerate(("first", "second")):
@@ -178,10 +176,7 @@ def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], a
             words = f"of {those}, only the {which} half of each rank's part is counted: the other half is missing"
             yield _Way(lambda _, half=half: half, words)
     if not are_all:
-        yield _Way(lambda _: 0.0, f"{those} are left out of the norm")
-
-
-MOST_PARTS = 16
+        yield _Way(lambda _: 0.0, f"the norm leaves out {those}")
 
 
 def _squares(facts: Facts, rank: int, names: Sequence[str]) -> Iterator[np.ndarray]:

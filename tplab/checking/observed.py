@@ -288,6 +288,23 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
     return first_fit(got, list(ways), 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
+def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[dict[int, np.ndarray]]:
+    """Each way to deal a tensor to ranks in contiguous parts of this shape, so that all of it is on some rank."""
+    counts = [1 if a == b else b // a if a and b % a == 0 else 0 for a, b in zip(mine, whole.shape)]
+    strides = [_strides(count, num_ranks) if count else [] for count in counts]
+    for chosen in product(*strides) if len(mine) == whole.ndim else ():
+        places = [tuple(rank // n % count for n, count in zip(chosen, counts)) for rank in range(num_ranks)]
+        if len({*places}) == prod(counts):
+            slices = [[slice(at * a, (at + 1) * a) for at, a in zip(place, mine)] for place in places]
+            yield {rank: whole[(*each, ...)] for rank, each in enumerate(slices)}
+
+
+def _strides(count: int, num_ranks: int) -> list[int]:
+    """How many ranks on the next one of `count` parts may be, as along each axis of a mesh."""
+    most = num_ranks // count if count > 1 else 1
+    return [n for n in range(1, most + 1) if num_ranks % (n * count) == 0]
+
+
 def _ways(mine: tuple[int, ...], want: np.ndarray, num_ranks: int, ranks: tuple[int, ...]) -> Iterator[Way]:
     """Each way to cut tensors of this shape out of the whole."""
     if len(mine) != want.ndim:
@@ -307,10 +324,10 @@ def _of_dim(mine: int, whole: int, num_ranks: int) -> Iterator:
     if mine == whole:
         yield lambda rank: np.arange(whole)
         return
-    if not mine or whole % mine or whole // mine > num_ranks:
+    if not mine or whole % mine:
         return
     count = whole // mine
-    for apart in (n for n in range(1, num_ranks // count + 1) if num_ranks % (n * count) == 0):
+    for apart in _strides(count, num_ranks):
         for order in _orders(whole, count):
             yield lambda rank, order=order, apart=apart: order[rank // apart % count]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -176,6 +176,13 @@ class Seen:
     def computes_with(self, name: str) -> bool:
         """Whether the rank has used this parameter in any step: an operation took it, or a backward pass reached it."""
         return name in self.used or any(name in part for step in self.steps for part in step.parts)
+
+
+def idle(seen: Sequence[Seen], held: Mapping[tuple[int, str], Any]) -> list[tuple[int, str]]:
+    """Copies that their rank does not use while another uses its own, such as layers of other stages: nothing depends
+    on these. held: by rank and name, what is equal for copies"""
+    used = {what for (rank, name), what in held.items() if seen[rank].computes_with(name)}
+    return [at for at, what in held.items() if what in used and not seen[at[0]].computes_with(at[1])]
 
 
 class Arrays:

@@ -282,6 +282,15 @@ def named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MOST_NAMES])} and {rest} other{'s' * (rest > 1)}"
 
 
+def of_idle(idle: Iterable[tuple[int, str]]) -> list[str]:
+    """A note about copies that ranks do not use, by rank and name; none if there are none."""
+    names: dict[int, list[str]] = {}
+    for rank, name in idle:
+        names.setdefault(rank, []).append(name)
+    listed = "; ".join(f"{named(some)} on rank {rank}" for rank, some in sorted(names.items()))
+    return [f"copies that a rank does not use are not compared: {listed}"] * bool(listed)
+
+
 def _many(what: What, count: int) -> str:
     """What is counted, in the singular or the plural."""
     one = {"log": "logged number", "evaluation": "evaluation", "norm": "norm"}.get(what, what.removesuffix("s"))

@@ -175,16 +175,10 @@ def dropout(facts: Facts) -> Found:
                         "from a generator that has the same seed and state on all of them"
                     )
                     words = f"not the same on rank {rank} as on rank {first}, for the same activations"
-                    seeds = seeds_by_rank(facts.ours)
-                    where = seeds[1] if seeds else a.where
-                    repairs = []
-                    if seeds:
-                        spoken = f"the seed {seeds[0][0]} on every rank at {where}"
-                        repairs.append(Repair("seed", spoken, where, values={"seed": seeds[0][0]}))
-                    yield facts.fault(
-                        "dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
-                        hypotheses=[Hypothesis(one, cause, where) for one in repairs],
-                    )  # fmt: skip
+                    hypotheses = [Hypothesis(one, cause, one.line) for one in facts.of_one_seed]
+                    where = hypotheses[0].where if hypotheses else a.where
+                    yield facts.fault("dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
+                                      hypotheses=hypotheses)  # fmt: skip
                     return
     if any(step.masks for step in facts.mine):
         yield facts.row("dropout", True, "masks were drawn but not used, because they would hide all other differences")

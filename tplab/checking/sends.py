@@ -64,20 +64,23 @@ def line_of_loss(facts: Facts) -> str:
 
 
 def adds_up(facts: Facts, name: str, way: Sequence[Sequence[int]], combine: str, slack: float) -> bool:
-    """Whether a gradient of the step is the reference's once it is combined ("sum", "mean") over these groups of ranks.
+    """Whether a gradient of the step is the reference's once it is combined ("sum", "mean") over these groups of ranks,
+    all of which hold the same part.
 
     slack   how far each rank's part may be off
     """
-    whole = facts.reference.gradients(facts.number)
-    held = {rank: (mine, place) for rank, mine, place in facts.holders(name)}
-    for rank, (_, place) in held.items():
+    if (whole := facts.reference.gradients(facts.number).get(name)) is None:
+        return False
+    held = {rank: (rank, mine, place) for rank, mine, place in facts.holders(name)}
+    for rank, _, place in held.values():
         group = next((group for group in way if rank in group), (rank,))
-        parts = [facts.mine[other].gradients.get(held[other][0]) for other in group if other in held]
-        there = [part.values.astype(np.float64) for part in parts if part is not None]
-        if not there or name not in whole or len({x.shape for x in there}) > 1:
+        those = [held[other] for other in group if other in held]
+        parts = [facts.mine[other].gradients.get(mine) for other, mine, _ in those]
+        there, want = [part.values.astype(np.float64) for part in parts if part is not None], place.take(whole)
+        if {x.shape for x in there} != {want.shape} or any(other.index != place.index for *_, other in those):
             return False
         count = len(group) if combine == "mean" else 1
-        if gap(np.sum(there, axis=0) / count, place.take(whole[name])) > slack * len(group) / count:
+        if gap(np.sum(there, axis=0) / count, want) > slack * len(group) / count:
             return False
     return True
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest
+from tplab.checking.observed import deals
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -53,10 +54,7 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         words = "not the same on ranks that hold copies"
         others = list(wrong)[1:]
         every = (tuple(range(facts.num_ranks)),)
-        repairs = [Repair("weights", "rank 0's weights on every rank", groups=every)]
-        if seeds := seeds_by_rank(facts.ours):
-            words_of_seed = f"the seed {seeds[0][0]} on every rank at {where}"
-            repairs.insert(0, Repair("seed", words_of_seed, where, values={"seed": seeds[0][0]}))
+        repairs = [*facts.of_one_seed, Repair("weights", "rank 0's weights on every rank", groups=every)]
         yield facts.fault(
             "weights", name, words, None, where, "", values=values, ranks=list(ranks), others=others, lines=[forward],
             hypotheses=[Hypothesis(one, cause, where) for one in repairs],
@@ -66,7 +64,7 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward],
                           hypotheses=_of_equal_shards(facts, equal, where))  # fmt: skip
     elif (lost := facts.on_no_rank) and not facts.unplaced:
-        words = f"on no rank; the {len(facts.reference.weights) - len(lost)} others of the reference are"
+        words = f"held by no rank; the reference's other {len(facts.reference.weights) - len(lost)} parameters are"
         yield facts.fault("weights", lost[0], words, None, forward, "", others=lost[1:])
     elif sizes := {name: ratio for name, x in whole.items() if (ratio := _ratio(x, facts.reference.weights[name]))}:
         name, *others = sizes
@@ -81,7 +79,7 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         raise NeedsWeights(facts.reference.weights | whole)
     else:
         count = len(facts.reference.weights) - len(lost)
-        unknown = f"; {named(lost)} of the reference was found on no rank and is not compared" if lost else ""
+        unknown = f"; not compared, as they were found on no rank: {named(lost)}" if lost else ""
         words = f"{count} of {len(facts.reference.weights)} parameters begin as the reference's{unknown}"
         yield facts.row("weights", True, words, count=count)
 
@@ -117,22 +115,17 @@ def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hyp
         yield Hypothesis(Repair("last", words, line, own, times=sys.maxsize), cause, line)
     cause = (
         "each rank begins with the same numbers where it should have a part of its own: draw the whole tensor and cut "
-        "it, or draw the parts from seeds that differ"
+        "it, or draw the parts from different seeds"
     )
-    for apart in (1, 2, 4):
-        values: dict[tuple[int, str], np.ndarray] = {}
-        for name, whole in facts.reference.weights.items():
-            for rank, mine, place in facts.holders(name):
-                local, part = facts.ours[rank].weights[mine].values.shape, place.take(whole)
-                if name in names:
-                    dims = [dim for dim, size in enumerate(local) if size != whole.shape[dim]]
-                    count = whole.shape[dims[0]] // local[dims[0]]
-                    part = np.split(whole, count, axis=dims[0])[rank // apart % count] if len(dims) == 1 else part
-                if part.shape == local:
-                    values[rank, mine] = part
-        words = f"the reference's weights, of which each rank has its own part of {named(names)}"
-        words += f" ({apart} ranks in a row have the same)" * (apart > 1)
-        yield Hypothesis(Repair("weights", words, values=values), cause, where)
+    held = {name: list(facts.holders(name)) for name in names}
+    dealt = [deals(facts.reference.weights[name], facts.ours[rank].weights[mine].values.shape, facts.num_ranks)
+             for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
+    theirs = {(rank, mine): place.take(x) for name, x in facts.reference.weights.items()
+              for rank, mine, place in facts.holders(name)}  # fmt: skip
+    for parts in zip(*dealt):
+        own = {(rank, mine): part[rank] for name, part in zip(names, parts) for rank, mine, _ in held[name]}
+        words = f"the reference's weights, with a part of {named(names)} for each rank"
+        yield Hypothesis(Repair("weights", words, values=theirs | own), cause, where)
 
 
 def _of_seeds(facts: Facts) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tplab.checking.observed import Observed, factor_between, find_spread
+from tplab.checking.observed import Observed, deals, factor_between, find_spread
 from tplab.units import plain
 
 Key = tuple[str, str, int]
@@ -52,6 +52,12 @@ class Op:
     def line(self) -> str:
         return self.key[0]
 
+    def at(self, place: int | None) -> np.ndarray | None:
+        """What it takes at a place; its first result for None."""
+        if place is None:
+            return self.values[0] if self.values else None
+        return self.given[place][0] if place in self.given else None
+
 
 @dataclass
 class Trail:
@@ -80,22 +86,15 @@ class Trails:
         own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
-            for found in self._cuts(
-                keys, lambda ops, key: ops[key].values[0] if key in ops and ops[key].values else None
-            ):
+            for found in self._cuts(keys, None):
                 yield difference(self._by_key[-1][keys[0]].values[0], found[keys[0]][len(self._ours) - 1]), found
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
         """Likewise, the places of what an operation takes, where it is another part of the reference's."""
         alike = [other for other in self._ours[0].ops if other.key[:2] == op.key[:2] and other.key in self._theirs]
         for place in op.given:
-            keys = [other.key for other in alike if place in other.given]
-
-            def given(ops: Mapping[Key, Op], key: Key, place: int = place) -> np.ndarray | None:
-                return ops[key].given[place][0] if key in ops and place in ops[key].given else None
-
-            for found in self._cuts(keys, given):
-                if any(self.mistaken(op.key, place, found[op.key])):
+            for found in self._cuts([other.key for other in alike if place in other.given], place):
+                if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
 
     def made_at(self, op: Op, place: int) -> str:
@@ -116,48 +115,22 @@ class Trails:
 
     def value(self, rank: int, key: Key) -> np.ndarray | None:
         """The result of an operation on a rank."""
-        op = self._by_key[rank].get(key)
-        return op.values[0] if op is not None and op.values else None
+        return self._by_key[rank][key].at(None) if key in self._by_key[rank] else None
 
     def values_of(self, key: Key) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The result of an operation on each rank that has it, and the reference's."""
         held = {rank: x for rank in range(len(self._ours)) if (x := self.value(rank, key)) is not None}
         return held if key in self._theirs else {}, self._theirs[key].values[0] if key in self._theirs else np.zeros(0)
 
-    def _cuts(
-        self, keys: Sequence[Key], value: Callable[[Mapping[Key, Op], Key], np.ndarray | None]
-    ) -> Iterator[dict[Key, dict[int, np.ndarray]]]:
-        """The reference's values of operations as each rank should have them: whole, or in contiguous parts, the next
-        of which the next rank has, or the one 2 or 4 ranks further on."""
-        for apart in (1, 2, 4):
-            found = {key: self._pieces([value(ops, key) for ops in self._by_key], value(self._theirs, key), apart)
-                     for key in keys}  # fmt: skip
-            if not keys or any(len(pieces) < len(self._ours) for pieces in found.values()):
-                return
-            if all(self._is_whole(pieces, value(self._theirs, key)) for key, pieces in found.items()):
-                yield found
-            wholes = {key: value(self._theirs, key) for key in keys}
-            if all(whole is not None and found[key][0].shape == whole.shape for key, whole in wholes.items()):
-                return
-
-    @staticmethod
-    def _is_whole(pieces: Mapping[int, np.ndarray], want: np.ndarray | None) -> bool:
-        """Whether every part is on some rank."""
-        count = len({piece.__array_interface__["data"][0] for piece in pieces.values()})
-        return want is not None and count * pieces[0].size == want.size
-
-    def _pieces(self, held: Sequence[np.ndarray | None], want: np.ndarray | None, apart: int) -> dict[int, np.ndarray]:
-        found = dict[int, np.ndarray]()
-        for rank, mine in enumerate(held):
-            if mine is None or want is None or mine.ndim != want.ndim:
-                continue
-            piece = want
-            for dim, (a, b) in enumerate(zip(mine.shape, want.shape)):
-                if a != b and a and b % a == 0:
-                    piece = np.split(piece, b // a, axis=dim)[rank // apart % (b // a)]
-            if piece.shape == mine.shape:
-                found[rank] = piece
-        return found
+    def _cuts(self, keys: Sequence[Key], place: int | None) -> Iterator[dict[Key, dict[int, np.ndarray]]]:
+        """The reference's values of operations (`Op.at`) as each rank should have them: whole, or in chunks."""
+        held = {key: [x.shape for ops in self._by_key if key in ops and (x := ops[key].at(place)) is not None]
+                for key in keys}  # fmt: skip
+        wholes = {key: x for key in keys if (x := self._theirs[key].at(place)) is not None}
+        if len(wholes) < len(held) or any(shapes != shapes[:1] * len(self._ours) for shapes in held.values()):
+            return
+        ways = [deals(whole, held[key][0], len(self._ours)) for key, whole in wholes.items()]
+        yield from (dict(zip(wholes, parts)) for parts in zip(*ways))
 
     def first_wrong(self) -> Op | None:
         """The first operation whose result is wrong, though all that it takes is right; None if none is seen."""
@@ -224,11 +197,8 @@ class Trails:
             op = trail.ops[number]
             arrived = [self._arrived(op, at) for at in op.arrived]
             if not arrived or not any(_is_like(spread, wrong) for spread in arrived):
-                return (
-                    self._line(trail, consumers, op, trail.ops[to] if to is not None else None, wrong)
-                    if arrived
-                    else ""
-                )
+                last = trail.ops[to] if to is not None else None
+                return self._line(trail, consumers, op, last, wrong) if arrived else ""
             above = [(at, self._passed_to(trail.ops[at], op)) for at in consumers.get(number, ())]
             if not above:
                 return ""

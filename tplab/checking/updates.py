@@ -136,13 +136,15 @@ def parameters(facts: Facts) -> Found:
                 moved, should = piece.values.astype(np.float64) - start, want - start
                 shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
-        words = f"{len(whole)} parameters are the reference's after the step"
+        where = ", on ranks that use them" * bool(facts.idle)
+        words = f"{len(whole)} parameters are the reference's after the step{where}"
         yield facts.row("parameters", True, words, count=len(whole))
         return
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]
     factor = shares[0] if np.ptp(shares) < 1e-2 * max(1, abs(shares[0])) else None
-    words, cause = "not the reference's", "gradients, settings and states are the reference's, but the update is not"
+    seen = "gradients, settings and states are the reference's, but the update is not"
+    words, cause = "not the reference's", seen
     if factor is not None and abs(factor) < 1e-3:
         words = "not updated"
         cause = (
@@ -154,7 +156,6 @@ def parameters(facts: Facts) -> Found:
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
     rank, got, want = first
-    seen = "gradients, settings and states are the reference's, but the update is not"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, and no optimizer updates it"
         seen = "no optimizer has it: the script itself writes it, as with a moving average"

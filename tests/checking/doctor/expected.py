@@ -1,6 +1,6 @@
 """What is wrong with each script of `wrong`, by which factor, at which line; and how it is repaired.
 
-A row is a claim about a script, not about the doctor: `test_scripts` holds it against the ranks' own gradients,
+A row is a claim about a script, not about the doctor: `test_scripts` compares it with the ranks' own gradients,
 weights and printed numbers.
 """
 

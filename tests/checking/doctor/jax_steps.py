@@ -1,6 +1,6 @@
 """Training steps in JAX, each wrong in one way: a mesh in, a step out; on one device each trains the right model.
 
-`WRONG_STEPS` says by which factor, and how to repair it; `test_jax_steps` holds that against what the steps return.
+`WRONG_STEPS` says by which factor, and how to repair it; `test_jax_steps` compares that with what the steps return.
 """
 
 from __future__ import annotations

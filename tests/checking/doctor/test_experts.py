@@ -13,20 +13,46 @@ RIGHT = (Path(__file__).parent / "experts.py").read_text(encoding="utf8")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+OF_MICROBATCHES = (
+    ("self.balance(scores, best.indices)", "self.router(x).logsumexp(-1).square().mean()"),
+    ("    logits, balance = model(x)\n",
+     "    number = 32 // world // 4\n"
+     "    optimizer.zero_grad()\n"
+     "    for x, y, mask in zip(x.chunk(number), y.chunk(number), mask.chunk(number)):\n"
+     "        logits, balance = model(x)\n"),
+    ("    each =", "        each ="),
+    ("    loss =", "        loss ="),
+    ("0.1 * balance\n    optimizer.zero_grad()\n", "0.1 * balance / number\n"),
+    ("    loss.backward()", "        loss.backward()"),
+)  # fmt: skip
+"""What makes microbatches in place of one batch, and the router's z-loss in place of the balance."""
+
+
+def replaced(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+ACCUMULATES = replaced(RIGHT, *OF_MICROBATCHES)
+
+
 class Fault(NamedTuple):
     """What is put in place of a text of the script, and what the report must say.
 
     what    is wrong first
-    line    text of the line that it names; "" where it names another than the fault's own
+    line    text of the line that it names
     cause   words of the cause that a run with its repair has proven; "" where nothing may be stated as the cause
     """
 
     old: str
     new: str
     what: str
-    line: str = ""
+    line: str
     cause: str = ""
     ranks: int = 2
+    script: str = RIGHT
 
 
 OWN = "if p is not model.experts.weight"
@@ -92,6 +118,10 @@ FAULTS = {
         "is_token.chunk(dp)[d].chunk(ep)[e]", "is_token.chunk(ep)[e].chunk(dp)[d]",
         "loss", "mask = ", "rank 1 has that of rank 2, rank 2 has that of rank 1", 4,
     ),
+    "an auxiliary loss that is not divided by the number of microbatches": Fault(
+        "0.1 * balance / number", "0.1 * balance",
+        "loss", "0.1 * balance", "in each of 4 microbatches (8 in the reference)", script=ACCUMULATES,
+    ),
 }  # fmt: skip
 
 
@@ -101,17 +131,17 @@ def report_of(text: str, ranks: int, folder: Path):
     return same_model(path, ranks=ranks)
 
 
+@pytest.mark.parametrize("script", [RIGHT, ACCUMULATES], ids=["one batch", "microbatches"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_script_is_right(ranks: int, tmp_path: Path):
-    report = report_of(RIGHT, ranks, tmp_path)
+def test_the_script_is_right(ranks: int, script: str, tmp_path: Path):
+    report = report_of(script, ranks, tmp_path)
     assert (report.exit_code, report.findings) == (0, ()), str(report)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_fault_is_seen_and_no_cause_is_guessed(name: str, tmp_path: Path):
     fault = FAULTS[name]
-    assert RIGHT.count(fault.old) == 1
-    text = RIGHT.replace(fault.old, fault.new)
+    text = replaced(fault.script, (fault.old, fault.new))
     report = report_of(text, fault.ranks, tmp_path)
     first = report.first
     assert report.exit_code == 1 and first is not None and first.what == fault.what, str(report)

@@ -31,8 +31,8 @@ def shown(row: WrongStep, *, alone: bool, repaired: bool) -> tuple[dict[str, Any
 
 
 def texts_of(row: WrongStep | RightStep) -> Iterator[str]:
-    yield str(row)
     yield from map(source_of, (jax_steps, mesh_of, shown))
+    yield str(row)
 
 
 @proven_of_each(WRONG_STEPS, str, texts_of)

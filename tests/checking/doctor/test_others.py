@@ -17,7 +17,7 @@ class Other(NamedTuple):
     """What a report of a script must say.
 
     what    is wrong first
-    line    text of the line that it names; "" where it names another than the fault's own
+    line    text of the line that it names
     cause   words of the cause that a run with its repair has proven; "" where nothing may be stated as the cause
     repair  texts of the script, one after the other, and what has to be there instead; then all is right
     """
@@ -71,17 +71,13 @@ OTHERS = (
         "its group is not that of the ranks", (('group = mesh.get_group("tp")\n', 'group = mesh.get_group("dp")\n'),),
     ),
     Other(
-        "masters_before_broadcast", 2, ("parameters",), "", "the script itself writes it",
+        "masters_before_broadcast", 2, ("parameters",), "p.copy_(master)", "the script itself writes it",
         (("model = DistributedDataParallel(net)\n", ""),
          ("nn.Linear(16, 3))\n", "nn.Linear(16, 3))\nmodel = DistributedDataParallel(net)\n")),
     ),
     Other(
         "sum_that_sums_backward", 2, ("gradient",), "functional.all_reduce(h)", "a sum over ranks twice",
         (("dist.nn.functional.all_reduce(h)", "Sum.apply(h)"),),
-    ),
-    Other(
-        "z_loss_of_every_microbatch", 2, ("loss",), "0.1 * balance", "in each of 4 microbatches (8 in the reference)",
-        ((" / number + 0.1 * balance", " / number + 0.1 * balance / number"),),
     ),
 )  # fmt: skip
 

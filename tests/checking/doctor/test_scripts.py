@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from inspect import isfunction
 from pathlib import Path
 
 import pytest
@@ -56,21 +55,20 @@ def somewhere(tmp_path: Path, monkeypatch):
 
 
 def texts_of_wrong(row: Wrong) -> Iterator[str]:
-    yield text_of(row)
-    yield claims()[row.script]
-    functions = [one for one in vars(expected).values() if isfunction(one) and one.__module__ == expected.__name__]
-    yield from map(source_of, (seen, both, repaired, wanted, *functions))
+    yield from (text_of(row), claims()[row.script], claims()[""])
+    yield from map(source_of, (seen, both, repaired, wanted))
 
 
 @cache
 def claims() -> dict[str, str]:
-    """The text of each script's row in `expected`."""
+    """The text of each script's row in `expected`; and under "", that of all else there."""
     text = source_of(expected)
     assigned = (one for one in ast.parse(text).body if isinstance(one, ast.Assign))
     (table,) = (one for one in assigned if ast.unparse(one.targets[0]) == "WRONG")
     assert isinstance(table.value, ast.Tuple)
     rows = [ast.get_source_segment(text, node) or "" for node in table.value.elts]
-    return {row.script: segment for row, segment in zip(WRONG, rows, strict=True)}
+    rest = text.replace(ast.get_source_segment(text, table.value) or "", "")
+    return {"": rest} | {row.script: segment for row, segment in zip(WRONG, rows, strict=True)}
 
 
 @proven_of_each(WRONG, lambda row: row.script, texts_of_wrong)
@@ -106,7 +104,7 @@ def numbers(run: Seen) -> torch.Tensor:
 
 
 def texts_of_right(row: Right) -> Iterator[str]:
-    yield from (repr(row), (GOOD / f"{row.script}.py").read_text(), (GOOD / "gpt.py").read_text(), PRINTED.pattern)
+    yield from ((GOOD / f"{row.script}.py").read_text(), repr(row), (GOOD / "gpt.py").read_text(), PRINTED.pattern)
     yield from map(source_of, (seen, both, numbers))
 
 

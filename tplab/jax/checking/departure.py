@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, near
 from tplab.checking.observed import Observed, axis_sets, every_way
 from tplab.checking.verdict import label
 from tplab.jax.checking.tape import Node, Source, entries
@@ -171,4 +171,4 @@ class Departure:
 
     @staticmethod
     def _is(count: float, size: int) -> bool:
-        return size > 1 and abs(count / size - 1) < 2e-3
+        return size > 1 and near(count, size)

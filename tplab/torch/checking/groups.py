@@ -31,7 +31,7 @@ def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: A
     if rank.is_looking:
         return original(group, call, put, opts, take)
     is_open = opts is None or opts.asyncOp
-    rank.send(call, put if isinstance(put, Tensor) else next(iter(put), None), is_open)
+    rank.send(call, put, is_open)
 
     def run(take: Any) -> Any:
         return original(group, call, put, opts, take)
@@ -49,7 +49,7 @@ def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tens
     def gather(rank: Watched, original: Any, group: Group, /, *args: Any, **kwargs: Any) -> Any:
         found, ranks = original(group, *args, **kwargs), group.place.group
         if isinstance(found, Taken):
-            rank.gather(op, ranks, lambda: parts(len(ranks), *args))
+            rank.gather(op, ranks, lambda: parts(len(ranks), *args, **kwargs))
         return found
 
     return gather
@@ -63,11 +63,12 @@ def _rows(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Ten
     return [x.narrow(0, start, size) for start, size in zip(starts, sizes)]
 
 
-_all_gather = _gathers("all_gather", lambda _, places, inputs, *more: (
-    several(inputs), places if isinstance(places[0], Tensor) else places[0]))  # fmt: skip
-_all_gather_single = _gathers("all_gather_into_tensor", lambda count, output, x, *_: ([x], _rows(output, count)))
-_all_to_all_single = _gathers("all_to_all_single", lambda count, output, x, gets=None, gives=None, *_: (
-    _rows(x, count, gives), _rows(output, count, gets)))  # fmt: skip
+_all_gather = _gathers("all_gather", lambda _, outputs, inputs, *a, **k: (
+    several(inputs), outputs if isinstance(outputs[0], Tensor) else outputs[0]))  # fmt: skip
+_all_gather_single = _gathers("all_gather_into_tensor", lambda count, output, x, *a, **k: ([x], _rows(output, count)))
+_all_to_all_single = _gathers("all_to_all_single", (
+    lambda count, output, x, output_splits=None, input_splits=None, *a, **k: (
+        _rows(x, count, input_splits), _rows(output, count, output_splits))))  # fmt: skip
 
 
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:

@@ -41,12 +41,12 @@ class NumbersMade(TorchFunctionMode):
         found = self._call(func, args, kwargs or {})
         if transform() is not None:
             return found  # inside a function that torch.func transforms, tensors have no values to look at
-        if isinstance(found, Tensor) and found.requires_grad:
-            if found.numel() == 1 and found.grad_fn is not None:
+        if isinstance(found, Tensor) and found.grad_fn is not None:
+            if found.numel() == 1:
                 metadata: Any = found.grad_fn.metadata
                 metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
         else:
-            self._others(func, args, found)
+            self._others(func, (*args, *(kwargs or {}).values()), found)
         return found
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
+from tplab.checking.gaps import near
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
 from tplab.torch.checking.made import MULTIPLIES, times
-from tplab.torch.checking.names import Names, address_of
+from tplab.torch.checking.names import Names, address_of, parameters_of
 from tplab.torch.checking.origins import CLAMPS
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import graph_task, local_of
@@ -157,7 +158,7 @@ class Mending:
         if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
-                if by is not None and abs(by / one.was - 1) < 2e-3:
+                if by is not None and near(by, one.was):
                     found = _times(found, one.by / one.was, name)
             for one in self._of("numbers", line=line):
                 if by and one.values.get(self._step):
@@ -353,7 +354,7 @@ class Mending:
         return next((torch.full_like(norm, one.values[at]) for one in self._of("norm") if at in one.values), norm)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of([optimizer])
         self.gradients(parameters, is_last=True)
         if any(self._of("parameters")):
             every = {id(p): p for p in [*parameters, *self._watched.names.parameters()]}.values()
@@ -384,7 +385,7 @@ class Mending:
         names, source = self._watched.names, one.values["from"]
         held = self._exchanged("states", {names.of(p): state for p, state in optimizer.state.items()})
         if self.rank != source:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in parameters_of([optimizer]):
                 state = held[source].get(names.of(p), {})
                 optimizer.state[p] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in state.items()}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from tplab.torch.private import local_of
 
@@ -143,6 +144,10 @@ class Names:
         alike = [other for other in self._roots if type(other) is type(root)]
         number = next(i for i, other in enumerate(alike) if other is root)
         return f"{type(root).__name__}{number if len(alike) > 1 else ''}."
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Any]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def address_of(x: Tensor) -> int:

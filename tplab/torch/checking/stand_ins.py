@@ -203,33 +203,21 @@ def _make(rank: Watched, original: Any, thing: Any, /, *args: Any, **kwargs: Any
         rank.origins.set(thing, rank.origins.of(thing))
 
 
-def _read(rank: Watched, original: Any, loader: Any, /) -> Any:
-    samples = original(loader)
-    rank.read(loader)
-    return samples
-
-
 def _set_rate(rank: Watched, original: Any, schedule: Any, /, *args: Any, **kwargs: Any) -> None:
     original(schedule, *args, **kwargs)
     if isinstance(optimizer := getattr(schedule, "optimizer", None), Optimizer):
         rank.origins.set(optimizer, rank.line())
 
 
-def _scaled_step(rank: Watched, original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
-    found = original(scaler, *args, **kwargs)
-    rank.skip()
-    return found
+def _then(tell: Callable[[Watched, Any, Any], Any]) -> Callable[..., Any]:
+    """Calls a method, and then tells the rank of the object that has it, and of what it has returned."""
 
+    def act(rank: Watched, original: Any, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        found = original(owner, *args, **kwargs)
+        tell(rank, owner, found)
+        return found
 
-def _load(rank: Watched, original: Any, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
-    original(optimizer, *args, **kwargs)
-    rank.origins.load(optimizer)
-
-
-def _to_empty(rank: Watched, original: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    found = original(module, *args, **kwargs)
-    rank.empty(module)
-    return found
+    return act
 
 
 def _load_weights(rank: Watched, original: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +235,6 @@ def _seed(rank: Watched, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _options(rank: Watched, original: Any, parser: argparse.ArgumentParser, /, *args: Any, **kwargs: Any) -> Any:
-    found = original(parser, *args, **kwargs)
-    rank.seen.options.update(vars(found))
-    return found
-
-
 _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
            "binary_cross_entropy_with_logits")  # fmt: skip
 TABLE: Sequence[StandIn] = (
@@ -264,15 +246,15 @@ TABLE: Sequence[StandIn] = (
     (torch, "compile", _compile),
     *((F, name, _loss) for name in _LOSSES),
     *((owner, name, _seed) for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed"))),
-    (argparse.ArgumentParser, "parse_args", _options),
+    (argparse.ArgumentParser, "parse_args", _then(lambda rank, _, found: rank.seen.options.update(vars(found)))),
     *((owner, "zero_grad", _zero_grad) for owner in (Optimizer, nn.Module)),
     (DistributedDataParallel, "__init__", _wrap),
     *((kind, "__init__", _make) for kind in (Optimizer, DataLoader, DistributedSampler, *OF_A_BATCH)),
-    (DataLoader, "__iter__", _read),
-    (torch.amp.GradScaler, "step", _scaled_step),
-    (Optimizer, "load_state_dict", _load),
+    (DataLoader, "__iter__", _then(lambda rank, loader, _: rank.read(loader))),
+    (torch.amp.GradScaler, "step", _then(lambda rank, *_: rank.skip())),
+    (Optimizer, "load_state_dict", _then(lambda rank, optimizer, _: rank.origins.load(optimizer))),
     (nn.Module, "load_state_dict", _load_weights),
-    (nn.Module, "to_empty", _to_empty),
+    (nn.Module, "to_empty", _then(lambda rank, module, _: rank.empty(module))),
 )
 
 

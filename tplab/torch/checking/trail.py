@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from tplab.checking.trail import Op, Trail
 from tplab.torch.checking.names import Names
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.private import graph_task, transform
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import this_rank
 
@@ -39,17 +40,16 @@ class Recorder:
         self._turns: Counter[tuple[str, str]] = Counter()
         self._inside: list[Op] = []
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Any) -> Any:
-        """A function of torch has returned this. Returns what it is to be."""
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
+        """A function of torch is called. `run(func, args, kwargs)` runs it."""
         name = getattr(func, "__name__", "")
         is_hidden = bool(self._inside) and not self._inside[-1].returned
-        if name not in _SILENT and not is_hidden and self._is_on() and graph_task() == -1 and transform() is None:
-            op = self._begin(name, args, kwargs)
-            if places := [place for place in range(len(args)) if (op.key, place) in self._put]:
-                args = tuple(self._put[op.key, at].to(x) if at in places else x for at, x in enumerate(args))
-                found = func(*args, **kwargs)
-            found = self._placed(op, found)
-            self._note(op, args[0] if name == "__setitem__" else found)
+        if name in _SILENT or is_hidden or not self._is_on() or graph_task() != -1 or transform() is not None:
+            return run(func, args, kwargs)
+        op = self._begin(name, args, kwargs)
+        args = tuple(self._put[op.key, at].to(x) if (op.key, at) in self._put else x for at, x in enumerate(args))
+        found = self._placed(op, run(func, args, kwargs))
+        self._note(op, args[0] if name == "__setitem__" else found)
         return found
 
     def _placed(self, op: Op, found: Any) -> Any:
@@ -74,7 +74,7 @@ class Recorder:
             found = call()
         finally:
             self._inside.pop()
-        made = (self._made.get(id(x), -1) for x in _tensors((found,)))
+        made = (self._made.get(id(x), -1) for x in tensors_in(found))
         op.inputs += [number for number in made if number >= 0 and number not in op.inputs]
         found = self._placed(op, found)
         self._note(op, found)
@@ -110,7 +110,7 @@ class Recorder:
         lines = [line for _, line in this_rank().lines.chain()] or [""]
         turn = self._turns[lines[0], name]
         self._turns[lines[0], name] += 1
-        given = [self._of(x) for x in _tensors((args, tuple(kwargs.values())))]
+        given = [self._of(x) for x in tensors_in((args, tuple(kwargs.values())))]
         op = Op((lines[0], name, turn), lines, [number for number in given if number >= 0], [])
         for place, x in enumerate(args):
             if isinstance(x, Tensor) and not x.requires_grad and x.dim():
@@ -120,7 +120,7 @@ class Recorder:
 
     def _note(self, op: Op, found: Any) -> None:
         """Its results are there."""
-        results = list(_tensors((found,)))
+        results = list(tensors_in(found))
         if not results:
             return
         number = len(self.trail.ops)
@@ -192,12 +192,3 @@ def line_of_return(function: Any) -> str:
     """The line at which the backward pass of an autograd function returns, if that is the program's."""
     backward = inspect.unwrap(function.backward).__code__
     return returned(backward.co_filename, backward.co_firstlineno) if is_program(backward.co_filename) else ""
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """Those in arguments or results, also in lists of them."""
-    for x in given:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from _tensors(x)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
 from tplab.torch.checking.made import made, terms
 from tplab.torch.checking.mending import Back, Mending, Through
-from tplab.torch.checking.names import OF_A_BATCH, Names, address_of
+from tplab.torch.checking.names import OF_A_BATCH, Names, address_of, parameters_of
 from tplab.torch.checking.origins import NORMS, SQUARES, ByHand, Origins
 from tplab.torch.checking.pending import Call, Draws, Pending
 from tplab.torch.checking.pieces import (
@@ -35,6 +35,7 @@ from tplab.torch.checking.pieces import (
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder, line_of_return
 from tplab.torch.private import graph_task, local_of, transform
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.values import dtype_name
 
@@ -102,24 +103,29 @@ class Watched:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A function of torch is called."""
-        if self.plan.repairs and self.moment == "reduction" and self._reads_gradients(func, args):
-            self.mending.gradients([p for group in self._groups() for p in group["params"]])
-        found = self.mending.function(func, args, kwargs)
-        if isinstance(found, Tensor) and found.requires_grad:
-            given = (*args, *kwargs.values())
-            self._used.update(id(x) for x in given if isinstance(x, nn.Parameter) and x is not found)
-        return found if self.plan.traced is None else self.recorder.call(func, args, kwargs, found)
+        given = [*tensors_in((args, tuple(kwargs.values())))]
+        if self.plan.repairs and self.moment == "reduction" and self._reads_gradients(func, given):
+            self.mending.gradients(parameters_of(self._made))
+        run = self.mending.function
+        found = run(func, args, kwargs) if self.plan.traced is None else self.recorder.call(func, args, kwargs, run)
+        used = [x for x in given if isinstance(x, nn.Parameter) and x is not found]
+        if used and next(tensors_in(found), None) is not None and self._is_of_forward(given):
+            self._used.update(map(id, used))
+        return found
 
-    def _reads_gradients(self, func: Any, args: tuple[Any, ...]) -> bool:
+    def _is_of_forward(self, given: Sequence[Tensor]) -> bool:
+        """Whether a function that takes parameters is of a forward pass, even if its result needs no gradient, as the
+        rank has frozen them. Outside of the model it takes other tensors too: a print or a broadcast does not."""
+        if self.is_looking or not torch.is_grad_enabled():
+            return False
+        has_data = not all(isinstance(x, nn.Parameter) for x in given)
+        return self.moment == "forward" or (has_data and self.moment == "between")
+
+    def _reads_gradients(self, func: Any, given: Sequence[Tensor]) -> bool:
         """Whether the function takes a norm, or a square of a gradient."""
         name = getattr(func, "__name__", "")
-        if name in NORMS:
-            return True
-        return name in SQUARES and isinstance(args[0], Tensor) and self.names.at(address_of(args[0]))[0] == "gradient"
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._made:
-            yield from optimizer.param_groups
+        of = self.names.at(address_of(given[0]))[0] if name in SQUARES and given else ""
+        return name in NORMS or of == "gradient"
 
     def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """An autograd function is applied."""
@@ -301,7 +307,7 @@ class Watched:
 
     def measure(self) -> None:
         """A norm of the gradients is taken: what changes them from now on, such as a clip, does so by their size."""
-        parameters = [p for optimizer in self._made for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self._made)
         if self.is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
             return
         with self.looks():
@@ -315,7 +321,7 @@ class Watched:
             self.settle()
         self._inside = optimizer
         self._optimizers[id(optimizer)] = optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of([optimizer])
         self.mending.before_step(optimizer)
         with self.looks():
             finals = self._gradients(parameters)
@@ -352,7 +358,7 @@ class Watched:
         step, line = self.step, self.line()
         self._pending.move(step)
         self.step = Step(prints=step.prints, skipped=step.skipped + 1, lines={"skipped": line})
-        self._num_backward, self._is_measured = 0, False
+        self._num_backward, self.is_measured = 0, False
         self.seen.lines["skipped"] = line
 
     def settle(self) -> None:
@@ -367,7 +373,7 @@ class Watched:
                 step.parameters = self._pieces((self.names.of(p), p) for p in self.names.parameters())
                 step.buffers = self._pieces(self.names.buffers())
             for optimizer in self._optimizers.values():
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                parameters = parameters_of([optimizer])
                 step.parameters |= self._pieces((self.names.of(p), p) for p in parameters)
                 for p in parameters:
                     states = {(self.names.of(p), key): x for key, x in optimizer.state.get(p, {}).items()}
@@ -401,8 +407,9 @@ class Watched:
             return "forward"
         return "after" if self.step.has_stepped else "reduction" if self._num_backward else "between"
 
-    def send(self, call: Any, x: Tensor | None, is_open: bool = False) -> None:
+    def send(self, call: Any, put: Tensor | Sequence[Tensor], is_open: bool = False) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
+        x, size = next(tensors_in(put), None), sum(x.numel() for x in tensors_in(put))
         if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
             if x.numel() == 1 and x.is_floating_point():
@@ -418,9 +425,7 @@ class Watched:
         self.recorder.send(self.line())
         self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
-        self.step.sent.append(
-            Sent(*sent, 0 if x is None else x.numel(), on, names, value, is_open and moment == "reduction")
-        )
+        self.step.sent.append(Sent(*sent, size, on, names, value, is_open and moment == "reduction"))
 
     def gather(self, op: str, ranks: Sequence[int], parts: Callable[[], Any]) -> None:
         """A collective is done that autograd does not see. parts: what it took, and what it gave of each rank"""
