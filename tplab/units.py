@@ -18,6 +18,11 @@ def plain(number: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "4,096 ranks", "2 batches"."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks by number: rank 1; ranks 0, 2."""
     numbers = [*map(str, ranks)]

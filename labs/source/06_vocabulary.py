@@ -102,8 +102,6 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
     print(f"{mesh}:", "equal" if (rows.numpy() == table[ids]).all() else "off")
 
 # %% [markdown]
-# tplab's layer for this is `VocabParallelEmbedding`.
-#
 # ## By hand: a loss without the logits
 #
 # At the other end, the model predicts the *next* token. It computes a **logit** $z_v$ for each entry $v$. If the
@@ -111,8 +109,7 @@ for mesh in (Mesh(tp=1), Mesh(tp=3), Mesh(tp=4), Mesh(tp=5)):
 #
 # $$-\log \frac{e^{z_t}}{\sum_v e^{z_v}} = \log \sum_v e^{z_v} - z_t$$
 #
-# A rank has the logits of its own entries. Here they are logarithms of small integers. The correct entry is number 3,
-# the first one of rank 1.
+# A rank has the logits of its own entries, here logarithms of small integers. The correct entry is 3, rank 1's first.
 
 # %%
 exps = [np.array(piece, float) for piece in ([1, 2, 1], [4, 1, 1], [2, 1, 2], [1])]
@@ -350,8 +347,8 @@ timeline(traced(in_place, 2048))
 # The long message is gone. But computing takes longer, although each rank now works on a quarter of the logits: torch's
 # loss is two operations, and ours is more than twenty.
 #
-# Now turn the knob. The vocabulary of **Llama 3 8B** has 128,256 entries. (GPT-2's has 50,257; here it is padded so that 4
-# divides it.) With fewer tokens, which way is faster, and why?
+# Now turn the knob. The vocabulary of **Llama 3 8B** has 128,256 entries. (GPT-2's 50,257 are padded, so that 4 divides
+# them.) With fewer tokens, which way is faster, and why?
 
 # %%
 from tplab.cost import find

@@ -139,7 +139,8 @@ for name, costs in [("equal stages, free messages", Costs()),
     print(f"{name:29} GPipe {steps[0]:g}, 1F1B {steps[1]:g}")
 
 # %% [markdown]
-# So only a change of the work itself can fill this bubble: smaller stages, or a split backward.
+# With equal stages and free messages, only a change of the work itself can fill the bubble: smaller stages, or a split
+# backward.
 #
 # ## Smaller stages: interleaving
 #
@@ -170,7 +171,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 #
 # **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end they fill bubbles.
 #
-# **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Its authors write that it has no bubble.
+# **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Qi et al. write that it has no bubble.
 #
 # **Predict.** With F = I = W, how much sooner does a step of ZB-H2 end than one of ZB-H1?
 #
@@ -216,10 +217,9 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With 8 microbatches 1F1B loses 16 steps, and 6 more for every 4 further microbatches. Rank 0 runs 4 forwards and then
-# waits for the gradient of the first, which crosses 3 cuts, down and up again: 6 messages for every 4 microbatches.
-# GPipe runs all forwards ahead, so it loses 6 with any number of microbatches. With such messages, it is faster than
-# 1F1B and ZB-H1.
+# With 8 microbatches 1F1B loses 16 steps. Every 4 further microbatches cost 6 more: rank 0 runs 4 forwards and then waits
+# for the gradient of the first, which crosses 3 cuts, down and up again, in 6 messages. GPipe runs all forwards ahead, so
+# it loses 6 with any number of microbatches. With such messages, it is faster than 1F1B and ZB-H1.
 #
 # </details>
 #
@@ -247,7 +247,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-H2, if $F = I = W$ | span: 0 | $2p - 1$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
-# Real costs are not equal. These steps are **simulated** with costs that were **measured** on A100s, in milliseconds:
+# Real costs are not equal. These steps are **simulated** with costs that were **measured**, in milliseconds:
 
 # %%
 profile = Costs(18.522, 18.086, 9.337, transfer=0.601)  # ms
@@ -262,13 +262,15 @@ for name, schedule in rules.items():
           f" keeps {kept:4.1f} microbatches")
 
 # %% [markdown]
-# The schedule with "no bubble" idles for 10.8%. Here stages are equal, and splitting them or the backward costs
-# nothing. What Qi et al. *measured* is up to 23% more throughput than 1F1B in about the same memory, and up to 31% in
-# more, with schedules that a search found for each model.
+# ZB-H2 still idles for 10.8% of the makespan, which here is also its span. Stages are equal in this simulation, and
+# splitting them or the backward costs nothing. What Qi et al. *measured* is up to 23% more throughput than 1F1B in about
+# the same memory, and up to 31% with more memory. A search found these schedules for each model.
 
 # %% [markdown]
-# **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
-# With these, 24 microbatches and one program per rank:
+# ## Which schedule?
+#
+# Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
+# costs and 24 microbatches, if every action runs as soon as it can:
 #
 # | | a step, simulated | bytes kept by the fullest rank, counted | messages |
 # |---|---|---|---|
@@ -279,10 +281,12 @@ for name, schedule in rules.items():
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
-# microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
-# ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages.
+# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
+# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+#
+# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
+# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
+# and send at least twice as many messages.
 #
 # [Lab 13](13_pipeline_memory.ipynb) explains why ZB-H1 keeps more bytes than 1F1B.
 
@@ -358,7 +362,7 @@ check_puzzle(5, puzzle_5)
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
 #
 # `Schedule.from_torch` reads torch's schedules, `to_csv` writes a file that torch loads, and `auto_schedule` searches for a
-# schedule that keeps to a memory limit. JAX has none: see [lab 12](12_pipeline_in_jax.ipynb).
+# schedule that keeps to a memory limit. JAX has no ready-made schedules: see [lab 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #

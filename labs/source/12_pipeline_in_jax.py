@@ -167,8 +167,8 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# In the trace of this program, each tick with an exchange takes one step more. The simulation counts ticks in the same
-# way, so their agreement only shows that the compiled loop does what the table says.
+# In the trace of this program, as in the simulation, each exchange counts as one step. So their agreement only shows that
+# the compiled loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
@@ -222,8 +222,8 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows how much a rank keeps at its peak, and how much room it has because the
-# fullest rank needs that much. Which schedule wastes the most?
+# The same is true of activations. Each bar shows how much a rank keeps at its peak. Every rank must reserve at least as
+# much as the fullest one keeps, and the rest of that stays empty. Which schedule wastes the most?
 
 # %%
 def bars(rule, every):
@@ -251,7 +251,8 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 #
 # 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. It keeps only the
 # input of a stage ([lab 15](15_recomputation.ipynb)). Ranks 1, 2 and 3 keep three, two and one of these, and all ranks
-# have room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway.
+# have room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway. Without
+# recomputation it keeps no inputs either, so under 1F1B rank 1 is the fullest.
 #
 # </details>
 #
@@ -276,8 +277,9 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
               f"{time:g} steps, {100 * idle:.0f}% idle")
 
 # %% [markdown]
-# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting. When
-# messages are free, 1F1B takes about a quarter longer than it would with one program per rank.
+# Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting: if
+# $B = 2F$ and messages are free, 1F1B takes about a quarter longer than with one program per rank. GPipe loses nothing,
+# so lock-step is worth it where GPipe's activations fit, or where all actions take equal time.
 #
 # With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: beat
 # GPipe, in less memory.
@@ -286,8 +288,10 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 pipeline_lab("gpipe", transfer=1, task="exchange")
 
 # %% [markdown]
-# **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
-# With these, 24 microbatches and one program per rank:
+# ## Which schedule?
+#
+# Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
+# costs and 24 microbatches, if every action runs as soon as it can:
 #
 # | | a step, simulated | bytes kept by the fullest rank, counted | messages |
 # |---|---|---|---|
@@ -298,18 +302,21 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
-# microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
-# ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages.
+# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
+# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
 #
-# In lock-step, with the same costs, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms.
+# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
+# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
+# and send at least twice as many messages.
 
 # %% [markdown]
+# In lock-step, with the same costs, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms. So GPipe is the fastest of
+# these three, if it fits. ZB-H1's ticks are unequal, because W takes half as long as F.
+#
 # ## A bug to repair
 #
 # This pipeline carries its outputs through the loop. In each tick a rank writes one row of `ys`. No error is raised,
-# but the result is wrong. Run the check, read what it says, and repair `my_pipeline`.
+# but the result is wrong. Run the check, and repair `my_pipeline`.
 
 # %%
 def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
@@ -336,9 +343,6 @@ check_pipeline(my_pipeline)
 #
 # The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. JAX cannot raise an error in a compiled program, so it leaves
 # out an update whose index is out of range.
-#
-# Negative indices count from the end. So with `ys.at[t - last]`, the last rank first puts rubbish into the last rows, and
-# the right outputs replace it later.
 #
 # </details>
 #

@@ -128,7 +128,8 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 # ## A model that is never whole
 #
 # If a rank builds the whole model and then keeps a part of it, it briefly needs room for all of it. `stages_of` cuts
-# the list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive:
+# the list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive. (Of eight
+# ranks, some have two of the twelve blocks.)
 
 # %%
 def built_whole():
@@ -151,8 +152,8 @@ for ranks in (1, 2, 4, 8):
 # ## Turn the knob: everything a rank holds
 #
 # A rank holds weights, their gradients, Adam's two averages per weight, and activations. Here are the bytes of real
-# tensors after a real step, for a model of eight blocks. Before you turn the knob, guess: which schedule gives its fullest
-# rank the least?
+# tensors for a model of eight blocks, activations at their peak. Before you turn the knob, guess: which schedule gives
+# its fullest rank the least?
 
 # %%
 def everything(schedule):  # a stage has two blocks, or one if each rank has two stages
@@ -198,8 +199,8 @@ pipeline_lab(task="even")
 # ## The mystery of the first stage
 #
 # Bruno Magalhães [trained "GPT-lite" with DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md):
-# 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. Its embedding was written as
-# a `lambda`. tplab's `partition` gives the table that DeepSpeed printed:
+# 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. Its embedding was a
+# `lambda`, and so was the last of its 16 layers. tplab's `partition` gives the table that DeepSpeed printed:
 
 # %%
 twelve, norm_and_head = [7_085_568] * 12, [1_536, 65 * 768]  # parameters
@@ -265,14 +266,15 @@ print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} 
 # ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
 #
 # The ends hold more. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
-# keeps the logits of its one microbatch, and their gradient is as large again. So at 16 ranks the last one holds about
-# 20 GB, and the one before it 9 GB.
+# keeps the logits of its one microbatch, and their gradient is as large again. So at 16 ranks the first one holds about
+# 32 GB, the last one 20 GB, and the one before it 9 GB.
 
 # %% [markdown]
 # Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two
-# stages on eight B200s, four copies of each stage. ZeRO's stage 1 divides Adam's 12 bytes by the four copies, so a
-# parameter takes $2 + 4 + 12/4 = 9$ bytes ([lab 17](17_zero.ipynb)). The formula leaves out workspaces of libraries,
-# and that a block of Llama keeps a little more than 16 times its input.
+# stages on eight B200s, four copies of each stage. There a weight takes 2 bytes, its float32 gradient 4, and Adam's
+# averages and the master weight 12, which ZeRO 1 divides by the four copies: $2 + 4 + 12/4 = 9$ bytes ([lab
+# 17](17_zero.ipynb)). The formula leaves out workspaces of libraries, and a block of Llama keeps a little more than 16
+# times its input.
 
 # %%
 from tplab.forecast.measured import ON_B200  # GiB that Megatron allocated
@@ -289,8 +291,10 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
 # %% [markdown]
 # The formula is within 5% of both.
 #
-# **Which schedule?** Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s.
-# With these, 24 microbatches and one program per rank:
+# ## Which schedule?
+#
+# Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
+# costs and 24 microbatches, if every action runs as soon as it can:
 #
 # | | a step, simulated | bytes kept by the fullest rank, counted | messages |
 # |---|---|---|---|
@@ -301,14 +305,16 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes are those of equal transformer blocks in tplab, relative to 1F1B. So begin with 1F1B, and as many
-# microbatches as the batch allows. GPipe is hardly faster, and keeps three times as much. If the bubble is still large,
-# ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more, and send at least twice as many
-# messages.
+# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
+# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+#
+# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
+# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
+# and send at least twice as many messages.
 
 # %% [markdown]
-# **In JAX**, all ranks run one program, and each has room for the fullest. [Lab 12](12_pipeline_in_jax.ipynb) counts
-# the bytes of such a program.
+# **In JAX**, all ranks run one program, and each needs as much room as the fullest. [Lab 12](12_pipeline_in_jax.ipynb)
+# counts the bytes of such a program.
 
 # %% [markdown]
 # ## A bug to repair

@@ -159,7 +159,8 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # <details><summary>What there is to find</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
-# 512, only the outlier's own block pays. With blocks of 32, the scales already add an eighth to the bytes.
+# 512, only the outlier's own block pays, and the other seven bars shrink to about a fifteenth. With blocks of 32, the
+# scales already add an eighth to the bytes.
 #
 # </details>
 #
@@ -169,8 +170,8 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 # 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So
 # each hop would turn codes into numbers, add, and round again.
 #
-# **Predict.** Around such a ring, the sum of two ranks' gradients is off by 9%, relative to its size. By how much is that of
-# sixteen ranks off: about 9%, twice as much, or four times?
+# **Predict.** Around such a ring, the sum of two ranks' gradients is off by 9%, relative to its size. How far off is the
+# sum of sixteen: about 9%, twice as much, or four times?
 #
 # <details><summary>Answer</summary>
 #
@@ -221,7 +222,7 @@ for reduce in (one_level, two_levels):
 
 # %% [markdown]
 # On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels 528 do, a quarter, because
-# a node has four GPUs. The price is a second rounding: 18% off instead of 13%.
+# a node has four GPUs. The price is a second rounding, 18% off instead of 13%, and twice as many bytes inside the node.
 #
 # ## The whole training step
 #
@@ -232,8 +233,8 @@ for reduce in (one_level, two_levels):
 #   second gather stays inside.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + \frac14 M$. The formula gives the same bytes as
-# the trace:
+# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + \frac14 M$. (tplab's ZeRO-3 already adds up on two
+# levels, so here qgZ saves by its 4 bits only.) The formula gives the same bytes as the trace:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
@@ -301,9 +302,9 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
        sentence="ZeRO++ follows ZeRO-3. With too few bits, learning is slower.")
 
 # %% [markdown]
-# ZeRO++ stays within 0.02 of ZeRO-3, while seeds differ by up to 0.07. The owner of a piece updates its parameters in
-# full precision, so the rounded weights of one step are not the start of the next. Sixty steps of a tiny model do not
-# show that a large model reaches the same loss.
+# Seed by seed, the loss of ZeRO++ is 0.01 to 0.02 above that of ZeRO-3, and with too little precision it is 0.05 to 0.09
+# above. The owner of a piece updates its parameters in full precision, so the rounded weights of one step are not the
+# start of the next. Sixty steps of a tiny model do not show that a large model reaches the same loss.
 #
 # **The twin.** In JAX the numbers that come back are the same, bit for bit. XLA has one collective for codes and one
 # for scales:
@@ -368,7 +369,7 @@ for where, cluster in CLUSTERS.items():
 # ZeRO++ stops paying off where ZeRO-3 hides its messages as well: from about 2,200 tokens per rank by the forecast with
 # InfiniBand NDR, and 19,600 on Ethernet by the data sheet. It gains most where both wait. A step is then 1.6 times as
 # fast on the first, and 3.5 times on the second. It is not four times, because the messages *inside* a node remain: the
-# slower the network between nodes, the less they count. Its authors measured up to 2.16 times on 384 GPUs.
+# slower the network between nodes, the less they count. ZeRO++'s authors measured up to 2.16 times on 384 GPUs.
 #
 # The model leaves out the time that quantising takes, which makes the gain smaller, and the limits of overlap. And hpZ
 # needs memory: with $g$ GPUs per node, $2M/g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.

@@ -94,7 +94,7 @@ print(summary(ddp.trace))
 # NVLink, and assumes that operations are launched one by one, as they are without `torch.compile`.
 #
 # You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
-# parameters, and rank 0 sends its parameters to all others.
+# parameters, and rank 0 sends its parameters to all others. Before the second forward pass, it also sends its new buckets.
 #
 # ## Where the time goes
 #
@@ -160,8 +160,8 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The larger the buckets, the less is hidden. With 25 MiB nothing is, because one bucket holds the whole model, and it is
-# complete only when the backward pass has ended.
+# The larger the buckets, the less is hidden: 16.7% with 2 MiB, and 16.5% with 3. With 25 MiB nothing is, because one
+# bucket holds the whole model, and it is complete only when the backward pass has ended.
 #
 # </details>
 #
@@ -169,7 +169,7 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 #
 # DDP keeps the whole model on every rank. FSDP keeps only a quarter of each layer on each of our four ranks, and
 # gathers a layer when it is needed. `device_mesh()` is the mesh of this run as PyTorch's `DeviceMesh`. The table has
-# what rank 0 sends in two steps, and what DDP sends before them:
+# everything that rank 0 sends in each of the two runs:
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -215,8 +215,9 @@ for nodes, cluster, rows in cases:
           f"FSDP {both[1]:.0f} µs per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
-# By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because its gathers cross the
-# network between nodes as well. This model fits on one GPU, so that is a bad bargain. With more rows per rank, there is
+# By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because it sends 3/2 as much over
+# the network between them. It also hides nothing here, whereas on GPUs it gathers the next layer while one computes. This
+# model fits on one GPU, so that is a bad bargain. With more rows per rank, there is
 # more to compute for the same traffic, and FSDP loses a smaller share of a step. A model that does not fit has to pay
 # that share.
 #
@@ -274,7 +275,7 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# Some ranks average one number, while the others are already averaging gradients. tplab compares every call with those of the other
+# Some ranks average one number, while the others are already adding up gradients. tplab compares every call with those of the other
 # ranks before it computes anything. NCCL does not: its [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html)
 # calls the outcome undefined, which includes hangs and corrupted data. With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, PyTorch compares the
 # calls on real GPUs too.
@@ -282,7 +283,7 @@ except Exception as error:
 # ## The twin: `jit` in JAX
 #
 # In JAX you say how the arrays are sharded, and XLA inserts the collectives that it needs. `trace` compiles the function
-# and shows what it would send. Nothing is executed, so shapes are enough:
+# and shows what it would send. Nothing is executed, so shapes are enough. (`tj.prepare(4)` gives JAX four CPU devices.)
 
 # %%
 import jax
@@ -325,7 +326,7 @@ print(tj.explain(jitted, params, x))
 # ## On real processes
 #
 # `tplab.record` writes down what real ranks send and when, even if the run hangs or is killed, and `merge` makes one
-# trace of their files. Here `torchrun` starts two processes of this machine, which talk over gloo. On GPUs the command
+# trace of their files. Here `torchrun` starts two processes on this machine, which talk over gloo. On GPUs the command
 # is the same:
 
 # %%
@@ -387,7 +388,7 @@ check_accumulate(accumulate)
 # |---|---|
 # | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
 # | the same, on real GPUs | `torchrun --nproc-per-node 8 -m tplab.record train.py`, then `python -m tplab.merge tplab_trace --html run.html` |
-# | the same, and a page that plays the run in any browser | `... --html run.html train.py` |
+# | the first, and a page that plays the run in any browser | `... --html run.html train.py` |
 # | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
 # | a script that you start from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
 # | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |

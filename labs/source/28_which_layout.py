@@ -52,7 +52,7 @@ knob(title, "GPUs", {n: bars("playbook-8b", n) for n in GPUS}, start=128, about=
      unit="s", by=by)  # fmt: skip
 
 # %% [markdown]
-# Only time that nothing hides is drawn: ranks wait for messages in `tp` and `dp`, and for Python in `host`.
+# Only time that nothing hides is drawn: in `tp` and `dp`, ranks wait for messages, and `host` is time waiting for Python.
 #
 # ## By hand: how fast could it be?
 #
@@ -99,10 +99,10 @@ check_guess(**my_guess, model="playbook-3b", gpus=16)
 #
 # A forecast adds up the parts of a step, which earlier labs explain: matmuls and collectives on a measured clock ([lab
 # 03](03_network_levels.ipynb)), the bubble of the schedule ([lab 10](10_pipeline_schedules.ipynb)), gradients that hide
-# behind the backward pass ([lab 16](16_data_parallel.ipynb)). Two numbers are fitted to measured runs of nanotron, the
-# library that was used here: one factor for all computing, and the time that the host needs per layer. **The playbook's
-# network** is fitted to collectives that the same people measured, and to such runs. The best run is left out, so that
-# you can still guess.
+# behind the backward pass ([lab 16](16_data_parallel.ipynb)). Two numbers are fitted to 118 runs of nanotron, the library
+# that was used here, without a pipeline, with `tp` inside a node and on at most 16 nodes: one factor for all computing,
+# and the time that the host needs per layer. **The playbook's network** is fitted to collectives that the same people
+# measured, and to 195 runs without a pipeline. The best run is not shown, so that you can still guess.
 
 # %%
 ranked = measured_runs("playbook-3b", 16)
@@ -143,8 +143,8 @@ for microbatch in (1, 4):
 # ## How right is it?
 #
 # Hugging Face has published 794 runs. A forecast is good for some **classes** of them and useless for others, so each
-# class has an interval of its own, which holds nine of ten of its runs. The constants were fitted to other runs, except
-# those of the network.
+# class has an interval of its own, which holds nine of ten of its runs. For each run's error, the two numbers
+# were fitted without that run, but the network was not fitted again. Errors are relative to the measured time.
 
 # %%
 by_class = defaultdict(list)
@@ -157,8 +157,8 @@ for known in sorted(by_class, key=lambda known: known.median):
           f"{known.low:.2f} to {known.high:.2f} times the forecast")  # fmt: skip
 
 # %% [markdown]
-# In the first three classes, half of the runs are within 3% or 7%. With a pipeline over several nodes, the forecast
-# says nothing: the intervals reach 39 times the forecast, and on more than 32 nodes 106 times. Here every run is a dot,
+# In the first three classes, nine of ten runs are within about 10%. With a pipeline over several nodes, the forecast says
+# nothing: the intervals reach 39 times the forecast, and on more than 32 nodes 106 times. Here every run is a dot,
 # beside published runs of Megatron, torch FSDP and DeepSpeed.
 
 # %%
@@ -181,14 +181,15 @@ scatter(panels, title="Forecast and measured", about="all published runs",
         sentence="Below the line, a run took longer than was forecast.")  # fmt: skip
 
 # %% [markdown]
-# Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89
-# s in another. But not all of it is chance: with `tp` inside a node, up to 16 nodes and microbatches of 16, 13 of 14
-# runs took longer. We do not know why nanotron's pipelines were slow; Megatron's, on other networks, are near the line.
+# Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89 s
+# in another (both are at the top, on 16 GPUs). But not all of it is chance: of the 118 fitted runs, 14 have
+# microbatches of 16, and 13 of these took longer than forecast. We do not know why nanotron's pipelines were slow;
+# Megatron's, on other networks, are near the line.
 #
 # ## Search
 #
-# `plans` forecasts every possible plan, best first, and counts why the others lost. From here on it is for Megatron on
-# nodes of eight H100s with **InfiniBand NDR** between them, the network of all Megatron's measured runs on H100s:
+# `plans` forecasts every possible plan, best first, and counts why the others lost. From here on, forecasts are for Megatron
+# on nodes of eight H100s with **InfiniBand NDR** between them, the network of all Megatron's measured runs on H100s:
 
 # %%
 CLUSTER = find("h100-measured", fabric="infiniband-ndr")
@@ -205,9 +206,10 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
     print(f"   interval: {one.measured.name} ({one.measured.rows} runs)")
 
 # %% [markdown]
-# The best plan has a schedule that your library may not offer, so the best plan without it is listed too. They differ
-# by less than either interval is wide: few such steps were published. A plan of a kind that nobody has measured has no
-# interval. It is **outside what was measured**, and `plans` does not propose it.
+# In the list, `cp` is context parallelism ([lab 20](20_long_sequence.ipynb)), `v_half` is lab 10's V-Half, and `v_min`
+# keeps even fewer microbatches. The best plan has a schedule that your library may not offer, so the best plan without it
+# is shown too. They differ by less than either interval is wide: only 7 and 10 such runs were published. A plan of a kind
+# that nobody has measured has no interval. It is **outside what was measured**, and `plans` does not propose it.
 
 # %% [markdown]
 # Here are plans for Llama 3 8B on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare it
@@ -253,7 +255,7 @@ knob("The best plan's step", "network, sequences in a batch", options,
 # %% [markdown]
 # `other` is the host, the optimizer, and messages of pipeline and context parallelism. Even a bar that is all
 # `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to do,
-# and reaches less of it. So MFU falls by more than these parts take.
+# and reaches less of it. So MFU falls by more than the other parts take.
 #
 # <details><summary>What there is to discover</summary>
 #
@@ -263,8 +265,8 @@ knob("The best plan's step", "network, sequences in a batch", options,
 # sequence, and the MFU falls with every doubling. A batch four times as large has the same problem with four times as
 # many GPUs.
 #
-# On the playbook's network, the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128. There,
-# ZeRO 3 alone is best up to 64 GPUs only. A rule about ZeRO 3 needs the name of a network.
+# On the playbook's network, lab 17's threshold is about 6,500 tokens per rank on 64 GPUs, and 13,200 on 256. There, ZeRO 3
+# alone is best up to 64 GPUs only. A rule about ZeRO 3 needs the name of a network.
 #
 # </details>
 #
@@ -288,8 +290,7 @@ for axis in mesh.axis_names:
     print(f"{axis}: forecast {int(said[0][axis]):,} B, rank 0 sent {counted:,} B")
 
 # %% [markdown]
-# This lab runs no JAX, because a forecast is only as good as the steps that it was tried on, and none of the published ones
-# that it knows ran in JAX.
+# This lab runs no JAX, because none of the published steps that the forecast was tried on ran in JAX.
 #
 # ## A bug to repair
 #
@@ -342,9 +343,9 @@ check_choose(choose)
 # | question | answer |
 # |---|---|
 # | Does one sequence fit on one GPU, with ZeRO 3? | data parallelism alone, if a microbatch has the tokens that your network asks for ([lab 17](17_zero.ipynb)) |
-# | If not? | tensor parallelism inside the node, 2 or 4, with sequence parallelism and ZeRO 1 |
+# | If not? | tensor parallelism inside the node, 2 or 4, with sequence parallelism; ZeRO 3 if the network hides its messages, else ZeRO 1 |
 # | Still not? | pipeline stages across nodes, and enough microbatches: four per stage or more |
-# | Fewer sequences than GPUs? | these axes share them; context parallelism, if they are long |
+# | Fewer sequences than GPUs? | let tensor or pipeline ranks share one; context parallelism, if they are long |
 # | The microbatch | several sequences if they fit, before you recompute anything |
 #
 # [Which layout? A guide](../docs/choosing.md) has the reasons, and [All formulas on one sheet](../docs/formulas.md) the
@@ -353,8 +354,7 @@ check_choose(choose)
 # ## To take away
 #
 # - Most layouts are far from the best: in the search above, half of those that fit take 2.1 times as long, or longer.
-#   Most lose by sending gradients and parameters, by the pipeline's bubble, or by recomputation.
-# - A forecast is as good as the class of runs that it was tried on, and is of one network. Believe the order of two
+# - A forecast is as good as the class of runs that it was tried on, and holds for one network. Believe the order of two
 #   plans only if they differ by more than their intervals.
 # - Count useful FLOPs only: a plan that computes more is not better.
 #

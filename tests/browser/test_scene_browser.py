@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import traitlets
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.browser.plain_page import draw
+from tests.browser.plain_page import check_live_theme, draw
 from tests.hand_traces import ALL, ring_all_reduce
 from tplab import Mesh
-from tplab.widgets import Bars, Row, animate, knob
+from tplab.schedules import one_f_one_b, simulate
+from tplab.widgets import Bars, Row, animate, gantt, knob, timeline
 from tplab.widgets.paper.card import Card, script, style
 from tplab.widgets.paper.legend import dashes
 from tplab.widgets.paper.palette import ACCENT, HUES, INK, PAPER, SOFT, hue, mix
@@ -119,6 +121,39 @@ def test_a_screen_reader_is_told_what_the_picture_shows(page: Page):
     assert cells.inner_text() != before
     draw(page, knob("A title", "ranks", {1: Bars([Row("one", {"sent": 3})], "")}, unit="B"))
     expect(page.locator(".tpl-read li")).to_have_text(["one; sent 3 B; in total 3 B"])
+
+
+def test_a_screen_reader_is_told_how_many_things_there_are_where_a_list_would_be_too_long(page: Page):
+    sheet = Scene(310, 20)
+    for number in range(301):
+        with sheet.about([("", f"box {number}")]):
+            sheet.box(number, 5, 1, 10, fill=INK)
+    draw(page, Shown(sheet))
+    said = page.locator(".tpl-read li")
+    expect(said).to_have_count(301)
+    assert said.all_inner_texts() == ["the first 300 of 301", *(f"box {number}" for number in range(300))]
+
+
+_COUNT = """
+const drawOnce = Scene.prototype.draw;
+window.drawn = 0;
+Scene.prototype.draw = function (at) { window.drawn++; drawOnce.call(this, at); };
+"""
+
+
+@pytest.mark.parametrize("show", [animate, timeline, lambda trace: gantt(simulate(one_f_one_b(2, 3)))])
+def test_a_legend_is_painted_with_its_card_and_not_with_each_frame(page: Page, show: Callable[[Any], Card]):
+    """And what has no playhead of its own is as wide as the card again after its width has changed."""
+    draw(page, show(ring_all_reduce(Mesh(tp=4), "tp")), more=_COUNT)
+    check_live_theme(page, ".tpl-legend canvas, .tpl-lanes canvas")
+    before = page.evaluate("() => window.drawn")
+    page.evaluate("() => { window.model.set('step', 0.5); window.model.tell('change:step'); }")
+    assert page.evaluate("() => window.drawn") - before == page.locator(".tpl-two canvas").count()
+    page.set_viewport_size({"width": 600, "height": 900})
+    page.wait_for_function(
+        "() => { const lanes = document.querySelector('.tpl-lanes canvas'); return lanes.width === lanes.clientWidth; }"
+    )
+    assert page.evaluate("() => window.drawn") > before + page.locator(".tpl-two canvas").count()
 
 
 class WithoutLetters(Pen):

@@ -17,6 +17,7 @@ from tests.exercises.test_exercises import backward, expect, gated, largest, row
 from tplab.exercises.axes_and_nodes import check_average, check_best_mesh
 from tplab.exercises.calls import library_call
 from tplab.exercises.collectives import check_sum_up
+from tplab.exercises.damage import Untouched
 from tplab.exercises.first_look import check_largest
 from tplab.exercises.overlap import check_gather_product
 from tplab.exercises.pipeline_in_jax import check_pipeline
@@ -143,6 +144,15 @@ def test_harm_is_undone_after_an_error_too():
     before = kernels_draws()
     expect(check_best_mesh(best_mesh), False, "KeyError")
     assert kernels_draws() == before and torch.get_default_dtype() == torch.float32
+
+
+def test_harm_is_undone_after_an_argument_has_changed_too():
+    given = torch.ones(2)
+    before = Untouched({"given": given})
+    given.zero_()
+    torch.set_default_dtype(torch.float64)
+    assert "it changes its argument given in place" in before.damage()
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("seed", [random.seed, torch.manual_seed, np.random.seed])

@@ -377,6 +377,11 @@ def reseeds(net, x, y):
     return solution(net, x, y)
 
 
+def in_double(net, x, y):
+    torch.set_default_dtype(torch.float64)
+    return solution(net, x, y)
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -403,6 +408,7 @@ def reseeds(net, x, y):
         (changes_x, "it changes its argument x in place"),
         (steps_too, "it changes the weights"),
         (reseeds, "it leaves torch's global generator in another state"),
+        (in_double, "it leaves torch's default dtype changed"),
     ],
 )
 def test_wrong_steps_get_their_hint(wrong, said: str):

@@ -216,6 +216,13 @@ def drops_some(net, loss_of, batches):
     (loss_of(net, batches[-1]) / len(batches)).backward()
 
 
+def drops_one_of_four(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches[len(batches) == 4 : -1]:
+            (loss_of(net, batch) / len(batches)).backward()
+    (loss_of(net, batches[-1]) / len(batches)).backward()
+
+
 def clips(net, loss_of, batches):
     solution(net, loss_of, batches)
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -261,6 +268,7 @@ def sends_no_more(net, batches):
         (divides_by(lambda batches: {1: 2, 2: 3, 3: 4}[dist.get_world_size()]), "on 2 ranks with 2 parts each"),
         (clips, "does anything scale the gradients later?"),
         (drops_some, "They are those of batches[1] and batches[2] alone"),
+        (drops_one_of_four, "They are those of batches[1], batches[2] and batches[3] alone"),
         (leaves(hooks_parameters), "it leaves a hook on a parameter"),
         (leaves(hooks_communication), "it leaves a hook on `net`"),
         (leaves(lambda net, batches: net.register_forward_hook(print)), "it leaves a hook on `net`"),

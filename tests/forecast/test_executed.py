@@ -44,12 +44,10 @@ def check_memory(case: Case, out: Any) -> None:
         assert counted.at(row)["parameters"] == said["parameters"], f"parameters of rank {rank}"
         most = min(2, case.mesh.axis_size("dp")) if stages_on(case.model, case.plan, 0)[0].share == 1 else 1
         if recipe.zero < most:  # they are whole then, a microbatch's beside their sums; copies of stages need more
-            # A rank with both ends gets two terms of the tied embedding in each microbatch.
-            stages = stages_on(case.model, case.plan, case.plan.pipeline_rank(rank))
-            has_both = any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
+            # From the third microbatch on, a sum is beside the one that it replaces: at most that of the embedding.
             table = 4 * case.config.vocab_size * case.config.width // case.mesh.axis_size("tp")
-            more = table if case.model.tied and has_both else 0
-            assert counted.of("gradients").max() == said["gradients"] + more, f"gradients of rank {rank}"
+            more = table if recipe.microbatches > 2 else 0
+            assert 0 <= counted.of("gradients").max() - said["gradients"] <= more, f"gradients of rank {rank}"
         num_counters, left = divmod(int(counted.of("optimizer").max()) - said["optimizer"], COUNTER)
         assert left == 0 and 0 < num_counters < 100, f"optimizer of rank {rank}"
         activations = int(counted.of("activations").max())

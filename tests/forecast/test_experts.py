@@ -102,10 +102,9 @@ def test_a_skew_of_one_lies_between_its_neighbours():
     assert below <= at <= above
 
 
-def test_a_model_is_in_one_third():
-    for rows in (fit.fused(), fit.messages()):
-        some = [row for row in rows if (row.chip, row.kind, row.name) == (rows[0].chip, rows[0].kind, rows[0].name)]
-        third, of = fit.parts(some), dict[tuple, set[int]]()
-        for row, part in zip(some, third):
-            of.setdefault((row.given[1], str(row.given[3])), set()).add(int(part))
-        assert {*third} == {0, 1, 2} and all(len(parts) == 1 for parts in of.values())
+@pytest.mark.parametrize(("rows", "model"), [(fit.fused(), (1, 3)), (fit.messages(), (1, 2, 3))])
+def test_a_model_is_in_one_third(rows, model):
+    """A model: hidden features and the routing, or what follows from it."""
+    some = [row for row in rows if (row.chip, row.kind, row.name) == (rows[0].chip, rows[0].kind, rows[0].name)]
+    pairs = {(tuple(row.given[n] for n in model), part) for row, part in zip(some, fit.parts(some).tolist())}
+    assert len(pairs) == len({of for of, _ in pairs}) and {part for _, part in pairs} == {0, 1, 2}

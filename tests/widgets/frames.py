@@ -1,4 +1,4 @@
-"""What the picture of a score shows at one moment, read from its columns alone; static/score.js says the same."""
+"""What the picture of a score shows at one moment, as its scenes are drawn; static/score.js says the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tplab.trace.trace import Trace
-from tplab.widgets.score.holds import GONE
+from tplab.widgets.paper.scene import When
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score, score
+from tplab.widgets.score.stretches import coming, held
 
 
 @dataclass(frozen=True)
@@ -39,33 +40,20 @@ def frame(of: Trace | Score, position: float) -> Frame:
     """The picture at `position`, in rounds of communication: 0 is the start, 2 is when the second round is over."""
     piece = of if isinstance(of, Score) else score(of)
     position = min(max(float(position), 0.0), float(piece.num_steps))
-    time, bars, holds = piece.time(position), piece.bars, piece.holds
-    running = (bars["start"] < time) & (time < bars["end"])
+    time, bars = piece.time(position), piece.bars
 
     def under_way(kind: int) -> list[tuple[int, float]]:
-        rows = np.flatnonzero(running & (bars["kind"] == kind)).tolist()
-        return [(row, float((time - bars["start"][row]) / (bars["end"][row] - bars["start"][row]))) for row in rows]
+        rows = np.flatnonzero((bars["kind"] == kind) & (bars["start"] < time) & (time < bars["end"])).tolist()
+        return [(row, When(float(bars["start"][row]), float(bars["end"][row])).share(time)) for row in rows]
 
-    flights = under_way(SEND)
-    num = int(np.searchsorted(holds["time"], time, side="right"))
-    cells = {
-        (rank, item): place
-        for place, (rank, item) in enumerate(zip(holds["rank"][:num].tolist(), holds["item"][:num].tolist()))
-    }
-    cells = {cell: place for cell, place in cells.items() if holds["state"][place] != GONE}
-    together = under_way(COLLECTIVE)
-    coming = [("peer", row) for row, _ in flights] + [("rank", row) for row, _ in together]
-    arriving = {(int(bars[to][row]), int(bars["item"][row])) for to, row in coming if bars["item"][row] >= 0}
-    weights = np.where(bars["end"] <= time, bars["bytes"], 0)
-    sent = np.bincount(bars["rank"], weights=weights, minlength=piece.trace.mesh.size)
     return Frame(
         position=position,
         time=time,
         round=min(-int(-position // 1), piece.num_steps),
-        flights=flights,
-        together=together,
+        flights=under_way(SEND),
+        together=under_way(COLLECTIVE),
         computing=under_way(COMPUTE),
-        cells=cells,
-        arriving=arriving,
-        sent=sent.tolist(),
+        cells={cell: hold for cell, holds in held(piece).items() for hold, a, b in holds if a < time <= b},
+        arriving={cell for cell, spans in coming(piece).items() if any(a < time <= b for a, b in spans)},
+        sent=np.bincount(bars["rank"], np.where(bars["end"] <= time, bars["bytes"], 0), piece.trace.mesh.size).tolist(),
     )

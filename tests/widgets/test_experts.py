@@ -113,7 +113,10 @@ def test_in_jax_slots_travel_and_dropped_choices_are_told(dispatch: str):
     (seen,), (given,) = layers_of(trace), layers_of(trace, choices)
     assert (seen.loads == counted(choices)).all() and (given.loads == seen.loads).all()
     assert sum(given.dropped) == (choices < 0).sum() > 0
-    assert f"{(choices < 0).sum()} choices found no room" in experts(trace, choices).sentence
+    card = experts(trace, choices)
+    assert f"{(choices < 0).sum()} choices found no room" in card.sentence
+    assert "no rank waits for long, since each rank computes all its slots, also empty ones" in card.sentence
+    assert not any("cop" in text for _, text in card.says)  # more slots are no copies
     assert [level.is_padded for level in seen.levels] == [dispatch != "gather"] * len(seen.levels)
     check_bytes(seen, trace, 4 * WIDTH)
 
@@ -128,6 +131,7 @@ def test_what_the_hints_say_adds_up_to_the_bytes_of_the_trace(dispatch: str):
     card = experts(trace, choices)
     total = 0
     for (_, head), (_, sent), *_ in [rows for rows in said(card) if rows[1][0] == "sent"]:
+        assert re.match(r"rank \d to rank \d|\d+ rows? stays? on rank \d, along (node|ep|node,ep)$", head), head
         if " to rank " in head:
             total += int(re.search(r": ([\d,]+) B", sent)[1].replace(",", ""))  # type: ignore[index]
     rows = [e.bytes for level in card.layers[0].levels for e in level.there]

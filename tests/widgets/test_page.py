@@ -172,7 +172,7 @@ def test_several_schedules_are_compared_on_one_time_axis(tmp_path: Path, names: 
         "2 ranks · 3 microbatches · F : I : W = 2 : 1 : 1",
         "2 ranks · 4 stages · 4 microbatches · F : I : W = 1 : 1 : 1",
     ]
-    assert columns["moments"].max() == max(run["makespan"] for run in header["runs"])
+    assert columns["times"].max() == max(run["makespan"] for run in header["runs"])
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path):

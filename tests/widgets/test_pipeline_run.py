@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -14,9 +16,13 @@ from tplab import Mesh, Trace
 from tplab.cost import find
 from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
-from tplab.widgets import animate
+from tplab.widgets import animate, timeline
+from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, token
+from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score import words
 from tplab.widgets.score.layout import columns, layout
+from tplab.widgets.score.legends import of_animation, of_timeline
 from tplab.widgets.score.score import SEND, score
 
 
@@ -88,6 +94,22 @@ def test_a_step_is_told_by_what_runs_and_what_travels():
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_a_picture_too(name: str):
     assert animate(RUNS[name]()).picture().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_legends_name_the_actions_that_ran(name: str):
+    piece = score(RUNS[name]())
+    ran = {event.op[0] for event in piece.trace.select(kind="compute").events if re.match(r"[FBIW]\d", event.op)}
+    for keys, there in ((of_timeline(piece, Durations()), ran), (of_animation(piece), ran - {"F"})):
+        assert {key.sign for key in keys if key.sign in {*"FBIW"}} == there
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_page_a_message_has_the_colour_of_its_legend(name: str):
+    piece = score(RUNS[name]())
+    header, columns = unpack(timeline(piece.trace).score)
+    for row in np.flatnonzero(piece.bars["kind"] == SEND).tolist():
+        assert header["tints"][columns["tint"][row]] == token((WORK, KINDS["F"], GRADIENT)[piece.bars["flow"][row]])
 
 
 def test_the_same_microbatch_of_several_pipelines_is_one_column():

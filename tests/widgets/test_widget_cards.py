@@ -232,10 +232,17 @@ def test_names_at_the_top_level_of_the_modules_differ_for_they_are_put_together(
 
 
 def test_a_script_keeps_every_line_of_code():
-    whole = "".join(re.sub(r"^\s*//.*$", "", line) for line in (_STATIC / "score.js").read_text().splitlines())
+    files = "\n".join((_STATIC / f"{name}.js").read_text() for name in ("units", "score"))  # it imports the other
+    whole = "".join(re.sub(r"^\s*//.*$", "", line) for line in files.splitlines())
     short = "".join(script("score").split())
-    kept = re.sub(r"^import .*?;", "", whole).replace("export ", "")
+    kept = re.sub(r"import \{.*?;", "", whole).replace("export ", "")
     assert short == "".join(kept.split())
+
+
+def test_a_script_begins_with_what_it_imports_each_once():
+    code = script("timeline")
+    assert code.index("class Lanes ") < code.index("class OverlayLanes ") and code.count("class Lanes ") == 1
+    assert code == script("shell", "timeline") and code.count("export") == 1
 
 
 # --- the look -----------------------------------------------------------------------------------------------------

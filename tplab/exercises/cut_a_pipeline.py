@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from tplab.errors import ShapeError
-from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
 from tplab.exercises.verdict import Refused, Verdict, check, on, refuse, right, run_on
 from tplab.mesh import Mesh
@@ -154,22 +153,18 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     for trial in (*SMALL, *_real(layers, ids)):
         lists = list(trial.costs), list(trial.weights), list(trial.kept)
         with on(f"with {trial.name}"):
-            before = Untouched({})
             try:
                 given = cut(*lists, trial.ranks, trial.limit)
             except Exception as error:
                 if trial.limit < math.inf:
                     error.args = (f"{error}\n{NONE_FITS}",)
                 raise
-            harm = before.damage()
             if given is None and trial.limit < math.inf:
                 refuse(f", {trial.name}: it returned None.\n{NONE_FITS}")
             if wrong := _form(trial, given):
                 refuse(f", {trial.name}: {wrong}.")
         if lists != (list(trial.costs), list(trial.weights), list(trial.kept)):
             refuse(f", {trial.name}: it changes the lists that it is given.")
-        if harm:
-            refuse(f", {trial.name}: {harm}")
         bounds = [int(bound) for bound in given]  # pyright: ignore[reportOptionalIterable]
         _refuse_unless_best(trial, bounds)
     text = " is right: no cut within the limit has a smaller largest stage."

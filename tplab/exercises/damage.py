@@ -35,6 +35,7 @@ class Untouched:
 
     def damage(self) -> str:
         """What has changed, and why that is bad; "" if nothing has. What the program shares is put back."""
+        changed = [what for what in self._shared if self._put_back(what)]
         for name, before in self._before.items():
             if not self._arguments[name].detach().nan_to_num().equal(before.nan_to_num()):
                 return (
@@ -48,7 +49,6 @@ class Untouched:
                     f"it and return twice as much.\nDifferentiate a copy, such as {name}.detach().clone(), or use "
                     "torch.autograd.grad."
                 )
-        changed = [what for what in self._shared if self._put_back(what)]
         if changed and changed[0] in GENERATORS:
             return (
                 f"it leaves {changed[0]}'s global generator in another state, by drawing from it or by seeding it.\n"

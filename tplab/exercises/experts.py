@@ -11,7 +11,7 @@ import numpy as np
 from tplab.exercises.check import grade
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.verdict import Verdict, beside, check, hint, on, refuse, right
+from tplab.exercises.verdict import Verdict, beside, check, hint, on, refuse, refuse_damage, right
 from tplab.experts import Placement, contiguous, rows_between
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -191,11 +191,9 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
         once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
         table = np.array(choices)
         leave, keep = _leave(table, placement), each.sum(1) - each.diagonal()
-        given, untouched = table.copy(), Untouched({})
+        given = table.copy()
         with on(where):
             got = fn(given, ranks, experts)
-        if harm := untouched.damage():
-            refuse(f": {harm}")
         if not np.array_equal(given, table):
             refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
         try:
@@ -250,8 +248,7 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
         untouched = Untouched({"bias": bias, "counts": counts})
         with on(where):
             got = fn(bias, counts, rate)
-        if harm := untouched.damage():
-            refuse(f": {harm}")
+        refuse_damage(untouched)
         if got is None:
             refuse(f": {where} it returns None. Return the next bias.")
         if not isinstance(got, torch.Tensor) or got.requires_grad:
@@ -318,8 +315,7 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
         untouched = Untouched({"scores": given[0], "bias": given[1]})
         with on(where):
             got = fn(*given, k)
-        if harm := untouched.damage():
-            refuse(f": {harm}")
+        refuse_damage(untouched)
         if not (isinstance(got, tuple | list) and len(got) == 2):
             refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
         for name, one in zip(("choices", "weights"), got):

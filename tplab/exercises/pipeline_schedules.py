@@ -13,6 +13,7 @@ from tplab.errors import ScheduleError, TplabError
 from tplab.exercises.drawn import Drawn
 from tplab.exercises.verdict import Refused, Verdict, check, hint, on, refuse
 from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
+from tplab.units import counted
 
 Cells = str | Sequence[str]
 Row = Callable[[int, int, int], Cells]
@@ -135,9 +136,8 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
     if shape != (puzzle.ranks, puzzle.microbatches, puzzle.ranks):
         limit = None
         text = (
-            f": your schedule has {shape[0]} rank{'s' * (shape[0] > 1)}, {_count(shape[1])} and {shape[2]} "
-            f"stage{'s' * (shape[2] > 1)}. It should have "
-            f"{puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank."
+            f": your schedule has {counted(shape[0], 'rank')}, {_count(shape[1])} and {counted(shape[2], 'stage')}. "
+            f"It should have {puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank."
         )
     elif wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
         late = "\nThe columns of a picture are ticks. Without dots, each action runs as soon as it can, as drawn here."

@@ -7,7 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from tplab.exercises.damage import Graphs, Untouched
-from tplab.exercises.verdict import Verdict, beside, check, differs, hint, refuse, refuse_damage, right, run_on
+from tplab.exercises.verdict import Verdict, beside, check, differs, hint, listed, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
 
@@ -39,7 +39,7 @@ def check_token_mean(token_mean: Callable[[Any, Any], Any]) -> Verdict:
         want = _whole_token_gradient(counts)
         shown = _panels(found[0], want, "your gradient of w")
         if text := _wrong_mean(found, want, len(counts)):
-            refuse(f" on {mesh}, where the ranks of 'dp' have {_listed(counts)} tokens: {text}", shown)
+            refuse(f" on {mesh}, where the ranks of 'dp' have {listed(counts)} tokens: {text}", shown)
         if sent > 1.5 * 8 * LENGTH * (len(counts) - 1):
             text = f"the gradients are right, but rank 0 sends {sent:,} bytes, as if to gather all losses."
             way = f"The losses stay where they are. Which one number, of 8 bytes, do {len(counts)} ranks need?"
@@ -141,11 +141,6 @@ def _ratio(found: Sequence[Tensor], want: Tensor) -> float | None:
     return scale if is_multiple else None
 
 
-def _listed(counts: Sequence[int]) -> str:
-    *most, last = map(str, counts)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 STEP_MESHES = (Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=3), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
@@ -244,9 +239,9 @@ def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[See
             refuse(f" on {mesh}: the graph of this step is still in memory. Call backward() without retain_graph.")
         if frozen := [key for key, parameter in parameters.items() if not parameter.requires_grad]:
             refuse(f" on {mesh}: it leaves {frozen[0]} without requires_grad, so the next step would not train it.")
+        refuse_damage(before, f"on {mesh}, ")
         if weights.damage():
             refuse(f" on {mesh}: {STEPPED}")
-        refuse_damage(before, f"on {mesh}, ")
         if max(rows) > len(x):
             text = "the model gets more rows than the rank's own, so the ranks of 'dp' no longer share the work."
             refuse(f" on {mesh}: {text}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import pairwise
@@ -141,13 +141,13 @@ class Raised(Exception):
 def on(where: Mesh | str) -> Iterator[None]:
     """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks". It is
     refused if it changes what the whole program shares."""
-    said = f" of {where}" if isinstance(where, Mesh) else f" {where}"
+    said, place = (f" of {where}", f"on {where}") if isinstance(where, Mesh) else (f" {where}", where)
     try:
         with nullcontext() if isinstance(where, Mesh) else moved_on():
             before = Untouched({})
             try:
                 yield
-                refuse_damage(before)
+                refuse_damage(before, f"{place}, ")
             finally:
                 before.damage()  # also after an error, what was changed is put back
     except Refused:
@@ -205,3 +205,9 @@ def hint(got: Any, known: Mapping[str, Any], otherwise: str = "", slack: float =
         if guess.shape in ((), got.shape) and np.allclose(got, guess, rtol=0, atol=slack):
             return text
     return otherwise
+
+
+def listed(things: Iterable[Any]) -> str:
+    """In words: "1, 2 and 3"."""
+    *most, last = map(str, things)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -11,7 +11,7 @@ from typing import Any
 
 from tplab.cost import find
 from tplab.errors import TplabError
-from tplab.exercises.verdict import Verdict, check, on, refuse, right
+from tplab.exercises.verdict import Verdict, check, listed, on, refuse, right
 from tplab.forecast import Forecast, Model, Plan, forecast, plans
 from tplab.forecast.measured import Run, playbook
 from tplab.forecast.why import LOST
@@ -72,9 +72,9 @@ def _in_parts(one: Forecast) -> str:
 def _not_measured(runs: tuple[Run, ...], plan: Plan) -> str:
     """What a forecast says of a plan that nobody measured, and which ones somebody did."""
     sizes = sorted({run.plan.microbatch for run in runs if run.plan.tp == plan.tp})
-    known = f"Runs with tp {_listed(sorted({run.plan.tp for run in runs}))} were."
+    known = f"Runs with tp {listed(sorted({run.plan.tp for run in runs}))} were."
     if sizes:
-        known = f"With tp {plan.tp}, microbatches of {_listed(sizes)} were."
+        known = f"With tp {plan.tp}, microbatches of {listed(sizes)} were."
     text = f"That was not measured, or it did not run. {known}"
     one = runs[0]
     if refusal := plan.refusal(one.model, one.batch, one.sequence):
@@ -83,10 +83,6 @@ def _not_measured(runs: tuple[Run, ...], plan: Plan) -> str:
     fits = "" if said.surely_fits else ", so it may not fit" if said.fits else ", so it does not fit"
     held = f"{said.peak.total / 1e9:.0f} GB with ZeRO 1, and a GPU has {said.usable / 1e9:.0f} GB"
     return f"{text}\nForecast: {said.seconds:.2f} s. It needs {held}{fits}."
-
-
-def _listed(numbers: list[int]) -> str:
-    return " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
 
 
 # --- useful FLOPs --------------------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
         if (wrong := np.flatnonzero(~np.isclose(found, want, rtol=1e-9))).size:
             stage = int(wrong[0])
             text = f" is not right yet. In {case}, stage {stage} takes {want[stage]:,} B, and yours are"
-            refuse(f"{text} {found[stage]:,.{0 if abs(found[stage]) >= 1 else 9}f}.\n{_hint(found, case)}".rstrip())
+            yours = f"{found[stage]:,.9f}".rstrip("0").rstrip(".")
+            refuse(f"{text} {yours}.\n{_hint(found, case)}".rstrip())
     return right(f" is right: it agrees with the schedule for {len(CASES)} pipelines, on every stage.")
 
 
@@ -140,8 +141,8 @@ def _hint(got: np.ndarray, case: Case) -> str:
         if np.allclose(got, case.bytes_of_stages(parameters(case), in_flight(case), states), rtol=1e-9, atol=0):
             return "\n".join(text for text, _ in said if text)
     units = {"GB": GB, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
-    right = case.bytes_of_stages(case.parameters(), case.in_flight())
-    return next((f"These are {unit}. Return bytes." for unit, of in units.items() if np.allclose(got * of, right)), "")
+    want = case.bytes_of_stages(case.parameters(), case.in_flight())
+    return next((f"These are {unit}. Return bytes." for unit, of in units.items() if np.allclose(got * of, want)), "")
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def first_enough(job: Job) -> str:
 
 def check_remedies(chosen: Mapping[str, tuple[str, float]]) -> Verdict:
     """Whether `chosen` has, for each job, the first remedy of the list that makes it fit, and the GB that the fullest
-    rank then holds, to a tenth."""
+    rank then holds, to within a tenth."""
     if not isinstance(chosen, Mapping):
         return Verdict(False, f"my_remedies: this is an object of type {type(chosen).__name__}. Write a dict.")
     if not any(name for name, _ in map(_pair, chosen.values())):
@@ -251,12 +252,10 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
     (before, _), (peak, stage) = job.peak(job.plan), job.peak(changed)
     if not isinstance(gb, Real) or isinstance(gb, bool) or not gb:
         return "how many GB does the fullest rank then hold? Write a number after the remedy.", False
-    if not differs(float(gb), peak / 2**30, 0.005 * peak / 2**30):
-        return f"{gb:g} is right in GiB. A GB is {GB:,.0f} bytes.", False
     if differs(float(gb), peak / GB, 0.1 * peak / GB):
         return (
             f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
-            "what stays? Whether it is the right remedy, you see when you know that."
+            "what stays? Once you know that, you will see whether it is the right remedy."
         ), False
     said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB, in stage {stage}"
     if peak > LIMIT:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.same_model import STEPPED
-from tplab.exercises.verdict import Verdict, beside, check, differs, hint, refuse, right, run_on
+from tplab.exercises.verdict import Verdict, beside, check, differs, hint, listed, refuse, right, run_on
 from tplab.mesh import Mesh
+from tplab.units import counted
 from tplab.widgets.matrices import Panel
 
 if TYPE_CHECKING:
@@ -31,19 +32,15 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
     """
     panels = [_look(accumulate, *counts) for counts in SIZES]
     text = "The gradients are those of the mean loss over all parts of all ranks, and they are sent once."
-    tried = ", ".join(f"{num_parts} parts on {_ranks(num_ranks)}" for num_ranks, num_parts in SIZES)
+    tried = ", ".join(f"{num_parts} parts on {counted(num_ranks, 'rank')}" for num_ranks, num_parts in SIZES)
     return right(f" is right.\n{text} Tried: {tried}.", panels[0])
-
-
-def _ranks(num_ranks: int) -> str:
-    return f"{num_ranks} rank{'s' * (num_ranks > 1)}"
 
 
 def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]:
     """A picture of the gradient, if nothing is wrong on this many ranks with so many parts."""
     num_bytes, per_rank = _accumulated(accumulate, num_ranks, num_parts)
     want = _expected(num_ranks, range(num_parts))
-    on = f"on {_ranks(num_ranks)} with {num_parts} parts each"
+    on = f"on {counted(num_ranks, 'rank')} with {num_parts} parts each"
     found = [grads for grads, _ in per_rank]
     if any(grad is None for grads in found for grad in grads):
         refuse(": some parameters have no gradient. Call loss.backward() for each batch.")
@@ -53,9 +50,8 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
     if damage := next((damage for _, damage in per_rank if damage), ""):
         refuse(f": the gradients are right, but {damage}")
     size = sum(grad.numel() * 8 for grad in want)
-    made, _ = _accumulated(
-        lambda net, loss_of, batches: None, num_ranks, num_parts
-    )  # DDP sends the model when it is made
+    # DDP sends the model when it is made.
+    made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks, num_parts)
     sent = max(after - before for after, before in zip(num_bytes, made))
     once = 2 * (num_ranks - 1) * size // num_ranks
     if sent > 1.2 * once:
@@ -98,7 +94,7 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
     for some in (*([place] for place in places), *(places[start:] for start in places[1:-1])):
         alone = _expected(counts[0], some)
         if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
-            said = " and ".join(f"batches[{place}]" for place in some)
+            said = listed(f"batches[{place}]" for place in some)
             return f"the gradients are not right {{on}}.\nThey are those of {said} alone, or a multiple of them."
     return "the gradients are not those of the mean loss over all batches {on}."
 

@@ -14,6 +14,7 @@ from tplab.schedules.needs import Needs, find_needs
 from tplab.schedules.placement import Placement, name_of
 from tplab.schedules.relax import earliest_ticks
 from tplab.schedules.text import draw, read_csv, read_picture, read_torch
+from tplab.units import counted
 
 _FEW = 1_000_000
 """A table of up to this many cells is never too large, however few of them are filled."""
@@ -247,9 +248,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         return (
-            f"Schedule {self.name or 'without a name'}: {_count(self.num_ranks, 'rank')}, "
-            f"{_count(self.num_microbatches, 'microbatch')}, {_count(self.num_stages, 'stage')} "
-            f"({name_of(self.placement)}), {_count(len(self), 'action')}"
+            f"Schedule {self.name or 'without a name'}: {counted(self.num_ranks, 'rank')}, "
+            f"{counted(self.num_microbatches, 'microbatch')}, {counted(self.num_stages, 'stage')} "
+            f"({name_of(self.placement)}), {counted(len(self), 'action')}"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -273,7 +274,7 @@ class Schedule:
     def _refuse_gaps(self) -> None:
         """Raise if a number is so far from the others that a table over stages, microbatches or ticks would be almost
         empty."""
-        room, actions = max(_FEW, 4 * len(self)), _count(len(self), "action")
+        room, actions = max(_FEW, 4 * len(self)), counted(len(self), "action")
         if self.num_stages * self.num_microbatches > room:
             raise ScheduleError(
                 f"the schedule names stage {self.num_stages - 1:,} and microbatch {self.num_microbatches - 1:,}, and "
@@ -294,8 +295,3 @@ def _as_array(row: Iterable[Action] | np.ndarray) -> np.ndarray:
         return row.reshape(-1, 4).astype(np.int32, copy=False)
     cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in row]
     return np.array(cells, np.int32).reshape(-1, 4)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number:,} {plural}"

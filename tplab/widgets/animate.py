@@ -5,7 +5,7 @@ from __future__ import annotations
 import traitlets
 
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.step import Step
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
@@ -17,8 +17,7 @@ class Animation(Card):
     The playhead moves in the browser. Python is notified when a step is over and when it rests, and can set it.
     """
 
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "animate")
-    _css = style()
+    _esm = script("animate")
     kept = ("step",)
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)

@@ -12,7 +12,8 @@ import traitlets
 from PIL import Image
 
 from tplab.units import bytes_text, time_text
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.frame import draw_edge, draw_head
 from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
 from tplab.widgets.paper.pen import Pen
@@ -32,8 +33,7 @@ class Curves(Card):
     theme, and shows the values of the lines under the pointer.
     """
 
-    _esm = script("shell", "curves")
-    _css = style()
+    _esm = script("curves")
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, title: str, about: str, sentence: str, figure: Any, x_text: Callable[[float], str]):
@@ -52,9 +52,8 @@ class Curves(Card):
     def picture(self) -> bytes:
         """The card as PNG, one dot per pixel."""
         pen = Pen(WIDTH + 2 * MARGIN, HEIGHT + 92)
-        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
-        x = MARGIN + pen.text(MARGIN, 26, self.title, size=14, bold=True, anchor="lm") + 10
-        pen.text(x, 26.5, self.about, size=11, fill=DIM, anchor="lm")
+        draw_edge(pen, pen.width, pen.height)
+        draw_head(pen, pen.width, self.title, self.about, "", MARGIN)
         pen.text(MARGIN, HEIGHT + 72, self.sentence, size=11.5, anchor="lm")
         sheet, image = io.BytesIO(), pen.image().convert("RGB")
         self.figure.savefig(sheet, format="png", dpi=100, facecolor=PAPER)

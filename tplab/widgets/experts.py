@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import traitlets
-
 from tplab.trace.trace import Trace
 from tplab.widgets.mixture import drawing, words
 from tplab.widgets.mixture.reading import Layer, layers_of
-from tplab.widgets.paper.card import Card, script, style
-from tplab.widgets.paper.scene import packed
-from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.played import Played
 from tplab.widgets.paper.still import still
-from tplab.widgets.paper.wire import pack
 
 TITLE = "Experts on ranks"
 
 
-class Experts(Card):
+class Experts(Played):
     """The card that `experts` makes. `step` is where the playhead is: each layer has one step for each exchange of its
     dispatch, one for its experts, and one for each exchange of its combine. `layers` was read from the trace."""
-
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
-    _css = style()
-    kept = ("step",)
-    scene = traitlets.Bytes().tag(sync=True)
-    score = traitlets.Bytes().tag(sync=True)
-    step = Step().tag(sync=True)
 
     def __init__(self, layers: list[Layer], about: str, unit: str, step: float = 0):
         self.layers, self.about, self.sentence = layers, about, words.sentence(layers, unit)
@@ -39,9 +27,7 @@ class Experts(Card):
             name = f"layer {number} of {len(layers)}" if len(layers) > 1 else ""
             says += [words.says(layer, step, unit, name) for step in range(1, layer.num_steps + 1)]
         self.says = says
-        header, columns = packed([self.drawn], drawing.LEGEND)
-        header |= {"title": TITLE, "about": about, "sentence": self.sentence, "note": "", "times": []}
-        super().__init__(scene=pack({**header, "says": says, "period": self.num_steps}, columns), score=b"", step=step)
+        super().__init__([self.drawn], drawing.LEGEND, TITLE, about, says, self.num_steps, step)
 
     @property
     def num_steps(self) -> int:

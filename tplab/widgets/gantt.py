@@ -8,22 +8,19 @@ import traitlets
 
 from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
 
-SCRIPTS = ("units", "wire", "shell", "player", "canvas", "action", "scene", "gantt", "tasks", "pipeline")
-
 
 class Gantt(Card):
     """The card that `gantt` makes. `step` is where the playhead is: step k is the k-th distinct moment at which some
     action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
 
-    _esm = script(*SCRIPTS)
-    _css = style()
+    _esm = script("pipeline")
     kept = ("step", "colour")
     board = traitlets.Bytes().tag(sync=True)
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)

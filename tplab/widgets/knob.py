@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from tplab.units import bytes_text, plain, time_text
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.measured import check_measured, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, SOFT, hue, mix
@@ -64,8 +64,7 @@ class Bars:
 class Knob(Card):
     """The card that `knob` makes. `index` says which option is chosen; `option` is that option."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "knob")
-    _css = style()
+    _esm = script("knob")
     kept = ("index",)
     content = traitlets.Dict().tag(sync=True)
     scene = traitlets.Bytes().tag(sync=True)

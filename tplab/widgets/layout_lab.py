@@ -14,7 +14,7 @@ from tplab.widgets.layouts import drawing, still_views
 from tplab.widgets.layouts.board import Board
 from tplab.widgets.layouts.words import badge
 from tplab.widgets.layouts.workbench import Measured, Workbench
-from tplab.widgets.paper.card import Card, in_turn, script, style
+from tplab.widgets.paper.card import Card, in_turn, script
 from tplab.widgets.paper.still import still
 
 
@@ -30,10 +30,7 @@ class LayoutLab(Card):
     verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
     """
 
-    _esm = script(
-        "shell", "wire", "units", "canvas", "action", "gantt", "nodes", "scene", "ownmodel", "tasks", "layouts"
-    )
-    _css = style()
+    _esm = script("layouts")
     kept = ("settings", "chosen", "view")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)

@@ -11,7 +11,8 @@ import numpy as np
 import traitlets
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
 from tplab.widgets.paper.pen import Pen, text_width
 
@@ -51,8 +52,7 @@ class _Grid:
 class Matrices(Card):
     """The card that `matrices` makes: a title, a text, and panels."""
 
-    _esm = script("shell", "matrices")
-    _css = style()
+    _esm = script("matrices")
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, panels: Sequence[Panel], title: str = "", text: str = ""):
@@ -87,7 +87,7 @@ class Matrices(Card):
         top = MARGIN + (22 if self.title else 0) + 17 * len(lines) + (8 if self.title or lines else 0)
         heights = [24 + max(len(grid.numbers) for grid in row) * CELL_HEIGHT + 16 for row in rows]
         pen = Pen(inner + 2 * MARGIN, top + sum(heights) + 2)
-        pen.box(0.5, 0.5, pen.width - 1, pen.height - 1, edge=LINE, radius=12)
+        draw_edge(pen, pen.width, pen.height)
         if self.title:
             pen.text(MARGIN, MARGIN + 7, self.title, size=13, bold=True, anchor="lm")
         for index, line in enumerate(lines):

@@ -10,7 +10,7 @@ import traitlets
 from tplab.mesh import Mesh
 from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
@@ -23,8 +23,7 @@ Predicted = layout.Predicted | Sequence[layout.Predicted]
 class MemoryTimeline(Card):
     """The card that `memory_timeline` makes. `rank` is the rank that is shown."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "stacks")
-    _css = style()
+    _esm = script("stacks")
     kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(0).tag(sync=True)

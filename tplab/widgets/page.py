@@ -141,7 +141,7 @@ def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:
         style=_text(cards[0], "_css") + (_STATIC / "page.css").read_text(encoding="utf8"),
         places=places,
         cards=json_in_page([_traits(card) for card in cards]),
-        script="const renderers = [];\n" + "".join(map(_module, cards)) + script("model", "page"),
+        script="const renderers = [];\n" + "".join(map(_module, cards)) + script("page"),
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import traitlets
 
 from tplab.schedules import Schedule, Simulation, to_csv
-from tplab.widgets.gantt import SCRIPTS, Gantt
-from tplab.widgets.paper.card import in_turn, script, style
+from tplab.widgets.gantt import Gantt
+from tplab.widgets.paper.card import in_turn
 from tplab.widgets.schedule.papers import PAPERS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
@@ -25,8 +25,6 @@ class PipelineLab(Gantt):
     verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
     """
 
-    _esm = script(*SCRIPTS)
-    _css = style()
     kept = ("settings", "step", "colour")
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)

@@ -11,8 +11,8 @@ import traitlets
 from tplab.errors import MeshError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
-from tplab.units import count_text
-from tplab.widgets.paper.card import Card, script, style
+from tplab.units import count_text, counted
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
@@ -25,8 +25,7 @@ MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
 class Shards(Card):
     """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
 
-    _esm = script("wire", "shell", "canvas", "scene", "shards")
-    _css = style()
+    _esm = script("shards")
     kept = ("rank",)
     scene = traitlets.Bytes().tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
@@ -63,7 +62,7 @@ def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
     return {
         "title": f"{of.name} {list(of.shape)}" if one else f"{of.x.name} @ {of.w.name} = {of.y.name}",
         "about": about,
-        "badge": f"{mesh.size} rank{'s' * (mesh.size > 1)}",
+        "badge": counted(mesh.size, "rank"),
         "drawings": drawings,
         "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
         "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import traitlets
 
 from tplab.mesh import Axis
 from tplab.sequence import AttentionMask, TokenLayout
 from tplab.trace.trace import Trace
 from tplab.widgets.attention import drawing
 from tplab.widgets.attention.panels import Panels, mask_text, shown
-from tplab.widgets.paper.card import Card, script, style
-from tplab.widgets.paper.scene import packed
-from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.played import Played
 from tplab.widgets.paper.still import still
-from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import payload
 from tplab.widgets.score.score import score
 
 TITLE = "Attention over a ring of ranks"
 
 
-class Tiles(Card):
+class Tiles(Played):
     """The card that `tiles` makes. `step` is where the playhead is, in steps of the ring: 1.5 is half-way through the
     second. With a trace that has a backward pass, its steps follow those of the forward pass. `scenes` are panels."""
-
-    _esm = script("units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "tiles")
-    _css = style()
-    kept = ("step",)
-    scene = traitlets.Bytes().tag(sync=True)
-    score = traitlets.Bytes().tag(sync=True)
-    step = Step().tag(sync=True)
 
     def __init__(self, of: Panels, step: float = 0):
         self.of, self.sentence = of, of.sentence
         self.scenes = [drawing.draw(panel, of.geometry) for panel in of.panels]
         lanes = b"" if of.trace is None else payload.lanes(score(of.trace))
-        super().__init__(scene=pack(*self._drawn()), score=lanes, step=step)
+        says, about = [of.says(step) for step in range(of.num_steps + 1)], mask_text(of.panels[0].mask).rstrip(",")
+        fixed = self.scenes, drawing.LEGEND, TITLE, about, says, of.num_ranks
+        super().__init__(*fixed, step, drawing.AXES, of.times, lanes)
 
     @property
     def num_steps(self) -> int:
@@ -49,19 +37,6 @@ class Tiles(Card):
         """The picture at `step`; before the first step it would be empty, so it is that of the last step."""
         _, within = self.of.place(self.step or self.of.num_steps)
         return still(TITLE, self.sentence, self.scenes, within, legend=drawing.LEGEND, note=drawing.AXES)
-
-    def _drawn(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        header, columns = packed(self.scenes, drawing.LEGEND)
-        header |= {
-            "title": TITLE,
-            "about": mask_text(self.of.panels[0].mask).rstrip(","),
-            "sentence": self.sentence,
-            "note": drawing.AXES,
-            "period": self.of.num_ranks,
-            "says": [self.of.says(step) for step in range(self.of.num_steps + 1)],
-            "times": self.of.times,
-        }
-        return header, columns
 
 
 def tiles(

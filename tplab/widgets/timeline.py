@@ -10,7 +10,7 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.card import Card, script, style
+from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import overlay, still_overlay
@@ -24,10 +24,7 @@ class Timeline(Card):
     `Gantt`. `comparison` is what the trace is compared with, or None. `begin` and `end` say which part of the trace is
     shown, from 0 to 1."""
 
-    _esm = script(
-        "units", "wire", "score", "shell", "player", "bars", "canvas", "action", "lanes", "scene", "overlay", "timeline"
-    )
-    _css = style()
+    _esm = script("timeline")
     kept = ("step", "begin", "end")
     score = traitlets.Bytes().tag(sync=True)
     step = Step().tag(sync=True)
@@ -41,7 +38,7 @@ class Timeline(Card):
             super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
-            super().__init__(score=payload.lanes(of, self.measured), step=step)
+            super().__init__(score=payload.lanes(of, self.measured, by_kind=True), step=step)
 
     @property
     def num_steps(self) -> int:

@@ -24,6 +24,14 @@ def off(run: Run) -> float:
     return forecast_of(run).seconds / run.seconds - 1
 
 
+def fitted() -> list[Run]:
+    return [run for run in playbook() if run.is_fitted]
+
+
+def sixteen() -> list[Run]:
+    return [run for run in fitted() if run.plan.microbatch == 16]
+
+
 def alike(run: Run) -> tuple[str, int, int, int]:
     return run.model.name, run.plan.ranks, run.plan.microbatch, run.plan.zero
 
@@ -71,8 +79,8 @@ CLAIMS = (
     ),
     Claim("steps took more than three times as long", lambda: over_nodes()[len(over_nodes()) // 2] > 3),
     Claim(
-        "half of the runs are within 3% or 7%",
-        lambda: all(round(100 * known.median) in (3, 7) for known in classes()[:3]),
+        "nine of ten runs are within about 10%",
+        lambda: [max(round(100 * known.most) for known in classes()[:3])],
     ),
     Claim(
         "the intervals reach 39 times the forecast, and on more than 32 nodes 106 times",
@@ -91,12 +99,8 @@ CLAIMS = (
         lambda: of_one_layout(),
     ),
     Claim(
-        "up to 16 nodes and microbatches of 16, 13 of 14 runs took longer",
-        lambda: (
-            [16, 16] + [sum(off(run) < 0 for run in sixteen), len(sixteen)]
-            if (sixteen := [run for run in playbook() if run.is_fitted and run.plan.microbatch == 16])
-            else False
-        ),
+        "of the 118 fitted runs, 14 have microbatches of 16, and 13 of these took longer than forecast",
+        lambda: [len(fitted()), len(sixteen()), 16, sum(off(run) < 0 for run in sixteen())],
     ),
     Claim(
         "has an MFU of about 70%, because kernels do not reach the peak",
@@ -115,8 +119,8 @@ CLAIMS = (
         lambda: [*tokens("ZeRO 3", 64, NDR), 64, 8192],
     ),
     Claim(
-        "the threshold is about 6,500 tokens per rank on 64 GPUs, and about 9,000 on 128",
-        lambda: [*tokens("ZeRO 3", 64, PLAYBOOK), 64, *tokens("ZeRO 3", 128, PLAYBOOK), 128],
+        "lab 17's threshold is about 6,500 tokens per rank on 64 GPUs, and 13,200 on 256",
+        lambda: [17, *tokens("ZeRO 3", 64, PLAYBOOK), 64, *tokens("ZeRO 3", 256, PLAYBOOK), 256],
     ),
     Given("turn the knob to a batch four times as large"),
     Claim(

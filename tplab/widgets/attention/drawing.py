@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tplab.units import counted
 from tplab.widgets.attention.panels import CHIP, STRIP, Panel, Place
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WHITE, hue, mix
@@ -76,7 +77,7 @@ def _about_score(panel: Panel, query: int, key: int) -> list[tuple[str, str]]:
     step, tile = int(panel.steps[query, key]), (rank - source) % panel.layout.num_ranks
     rows = [("", f"query {query} and key {key}"), ("query", f"of rank {rank}"), ("key", f"of rank {source}")]
     if step >= 0:
-        many = _scores_text(panel.load[rank, step])
+        many = counted(panel.load[rank, step], "score")
         return [*rows, ("computed", f"by rank {rank} at step {step + 1} of {panel.layout.num_ranks}, one of {many}")]
     if panel.load[rank, tile]:
         return [*rows, ("masked", "the query does not see the key")]
@@ -132,13 +133,9 @@ def _about_bar(panel: Panel, rank: int, step: int) -> list[tuple[str, str]]:
     return [
         ("", f"rank {rank}, step {step + 1} of {panel.layout.num_ranks}"),
         ("has", f"keys and values of rank {panel.source(rank, step)}"),
-        ("computes", _scores_text(scores) if scores else "nothing: its tile is skipped"),
-        ("idle", f"as long as {_scores_text(most - scores)} take" if most > scores else "no"),
+        ("computes", counted(scores, "score") if scores else "nothing: its tile is skipped"),
+        ("idle", f"as long as {counted(most - scores, 'score')} take" if most > scores else "no"),
     ]
-
-
-def _scores_text(count: int) -> str:
-    return f"{count} score{'' if count == 1 else 's'}"
 
 
 def _runs(owner: np.ndarray, of: int | None = None) -> list[tuple[int, int, int]]:

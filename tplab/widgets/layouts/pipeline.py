@@ -10,8 +10,7 @@ import numpy as np
 from tplab.forecast import Forecast
 from tplab.schedules import Simulation
 from tplab.units import plain
-from tplab.widgets.schedule.papers import paper_name
-from tplab.widgets.schedule.payload import columns_of, legends_of
+from tplab.widgets.schedule.payload import charts
 
 ACTIONS = 3000
 """So many are drawn, at most, if two rounds of microbatches have no more."""
@@ -51,14 +50,5 @@ def board(one: Forecast, index: int) -> tuple[dict[str, Any] | None, Mapping[str
     run = drawn(one)
     if run is None:
         return None, {}
-    name = paper_name(run.schedule.name)
-    legends, swatches = legends_of([run], None, ["kind"])
-    header = {
-        **legends,
-        "plan": index, "about": about(one, run), "unit": "s", "limit": None, "lane": "pp", "title": name,
-        "runs": [{
-            "name": name, "about": "", "ranks": run.schedule.num_ranks, "makespan": run.makespan, "facts": [],
-            "peak": float(run.peak_activations.max(initial=0.0)),
-        }],
-    }  # fmt: skip
-    return header, swatches | {f"{name}.0": column for name, column in columns_of(run).items()}
+    header, columns = charts([run], None, [[]], ["kind"])
+    return header | {"plan": index, "about": about(one, run), "lane": "pp"}, columns

@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from tplab.units import bytes_text, count_text, time_text
+from tplab.units import bytes_text, count_text, counted, time_text
 from tplab.widgets.mixture.reading import Layer, Level
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, WORK, hue, mix
@@ -22,7 +22,7 @@ from tplab.widgets.paper.scene import Rows, Scene
 WAITS = mix(DIM, 0.5)
 LEGEND = (
     Key("rows, in the colour of the rank whose tokens they are", mix(hue(0), 0.55)),
-    Key("stay on their rank", mix(hue(0), 0.13), mix(hue(0), 0.55)),
+    Key("rows that stay where they are", mix(hue(0), 0.13), mix(hue(0), 0.55)),
     Key("an equal share", edge=INK, sign="dashes"),
     Key("sending", mix(WORK, 0.42)),
     Key("computing", WORK),
@@ -140,18 +140,10 @@ class _Drawing:
                 self._band(origin, rows * per_row, (left, right), (y, to), (there, back), stays)
                 y, to = y + rows * per_row, to + rows * per_row
         with sheet.during(begin, end):
+            name = f"{'along ' * self.place.is_wide}{level.axis}"
             if len(self.layer.levels) == 1:
-                sheet.text(
-                    (left + right) / 2 + 4,
-                    12,
-                    f"dispatch{f' along {level.axis}' * self.place.is_wide}",
-                    size=10.5,
-                    fill=DIM,
-                )
-            else:
-                sheet.text(
-                    (left + right) / 2 + 4, 12, f"{'along ' * self.place.is_wide}{level.axis}", size=10.5, fill=DIM
-                )
+                name = f"dispatch{f' along {level.axis}' * self.place.is_wide}"
+            sheet.text((left + right) / 2 + 4, 12, name, size=10.5, fill=DIM)
             for rank in self.layer.ranks if number and self.place.is_wide else ():  # who passes rows on
                 top = self.place.top(self.layer.ranks.index(rank))
                 sheet.text(left + 4, top - 6, f"rank {rank}", size=8.5, fill=DIM)
@@ -188,11 +180,12 @@ class _Drawing:
         what = "slot" if level.is_padded else "row"
         leave = int(level.pairs[source].sum() - level.pairs[source, source])
         if source == target:
-            return [("", f"{_many(rows, what)} of rank {layer.ranks[source]} stay here"), ("sent", "nothing")]
+            stay = f"{counted(rows, what)} stay{'s' * (rows == 1)} on rank {layer.ranks[source]}, along {level.axis}"
+            return [("", stay), ("sent", "nothing")]
         each = level.there[source].bytes // leave
         said = [
             ("", f"rank {layer.ranks[source]} to rank {layer.ranks[target]}, along {level.axis}"),
-            ("sent", f"{_many(rows, what)} of {each:,} B: {rows * each:,} B"),
+            ("sent", f"{counted(rows, what)} of {each:,} B: {rows * each:,} B"),
             ("back", "as many"),
         ]
         return [*said, ("room", "in a slot there may be a row")] if level.is_padded else said
@@ -234,17 +227,13 @@ class _Drawing:
         total, whole = sum(loads), int(layer.loads.sum())
         said = [
             ("", f"expert {expert}, on rank {layer.ranks[expert // layer.here]}"),
-            ("computes", f"{_many(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
+            ("computes", f"{counted(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
         ]
         for source, rows in enumerate(loads):
             if rows:
-                of = layer.tokens[source][expert][:6] if layer.tokens else ()
-                tokens = (
-                    f": its token{'s' * (rows > 1)} {', '.join(map(str, of))}{', ...' if rows > 6 else ''}"
-                    if of
-                    else ""
-                )
-                said.append(("from", f"rank {layer.ranks[source]}, {_many(rows, 'row')}{tokens}"))
+                of = ", ".join(map(str, layer.tokens[source][expert][:6])) if layer.tokens else ""
+                tokens = f": its token{'s' * (rows > 1)} {of}{', ...' * (rows > 6)}" if of else ""
+                said.append(("from", f"rank {layer.ranks[source]}, {counted(rows, 'row')}{tokens}"))
         return said
 
     def _times(self, slowest: float) -> None:
@@ -270,15 +259,14 @@ class _Drawing:
                         sheet.hatch(x, y, size, height, WAITS)
                     else:
                         sheet.box(x, y, size, height, fill=WORK if kind == "work" else mix(WORK, 0.42))
-            with sheet.during(begin, end):
-                with sheet.about(self._about_times(number)):
-                    sheet.box(left, y, place.width - left, height)
+            with sheet.during(begin, end), sheet.about(self._about_times(number)):
+                sheet.box(left, y, place.width - left, height)
         with sheet.during(begin, end):
             bottom, all_of_it = place.height - _BOTTOM + 2, max(spent.end - spent.begin for spent in layer.spent)
             sheet.line([(place.times, bottom), (place.width - 4, bottom)], LINE, 1)
             sheet.text(place.times, bottom + 11, "0", size=9.5, fill=DIM, anchor="lm")
-            text = f"{time_text(all_of_it, self.unit)}"
-            sheet.text(place.times + per_time * all_of_it, bottom + 11, text, size=9.5, fill=DIM, anchor="rm")
+            at = place.times + per_time * all_of_it
+            sheet.text(at, bottom + 11, self._time(all_of_it), size=9.5, fill=DIM, anchor="rm")
 
     def _about_times(self, number: int) -> Rows:
         layer, spent = self.layer, self.layer.spent[number]
@@ -289,7 +277,7 @@ class _Drawing:
             ("", f"rank {layer.ranks[number]}"),
             ("dispatch", f"{self._time(spent.arrived - spent.begin)}: sends {bytes_text(sent)} of rows,"
                          f" and {bytes_text(beside)} that say what they are for"),
-            ("computes", f"{_many(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
+            ("computes", f"{counted(int(layer.of_ranks[number]), 'row')}, {count_text(layer.flops[number])} FLOPs, in"
                          f" {self._time(spent.computing)}"),
             ("waits", self._time(spent.waits)),
             ("combine", f"{self._time(spent.end - spent.met)}: sends {bytes_text(back)}"),
@@ -297,7 +285,3 @@ class _Drawing:
 
     def _time(self, time: float) -> str:
         return time_text(time, self.unit)
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

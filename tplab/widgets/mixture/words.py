@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tplab.units import bytes_text, time_text
+from tplab.units import bytes_text, counted, time_text
 from tplab.widgets.mixture.reading import Layer
 
 
@@ -25,20 +25,19 @@ def says(layer: Layer, step: int, unit: str, name: str = "") -> tuple[str, str]:
             f"{head}combine{along}",
             f"each rank gets the sum of what all ranks computed: {bytes_text(sent)} in total",
         )
-    got = pairs.sum(0)
-    most = int(got.argmax())
     text = f"{leave} of {pairs.sum()} {what} go to another rank, {bytes_text(sent)} of {what}; "
-    if not is_back and step > 1 and (copies := int(pairs.sum() - layer.levels[step - 2].pairs.sum())) > 0:
+    copies = 0 if is_back or level.is_padded or step == 1 else pairs.sum() - layer.levels[step - 2].pairs.sum()
+    if copies > 0:
         text += f"{copies} {'is a copy' if copies == 1 else 'are copies'} for more than one rank; "
-    has = f"rank {layer.ranks[most]} then has the most, {got[most]}"
-    return f"{head}{'combine' if is_back else 'dispatch'}{along}", text + (
-        f"each rank then has {got[most]}" if got.min() == got.max() else has
-    )
+    got = pairs.sum(0)
+    most = f"rank {layer.ranks[got.argmax()]} then has the most, {got.max()}"
+    most = f"each rank then has {got[0]}" if got.min() == got.max() else most
+    return f"{head}{'combine' if is_back else 'dispatch'}{along}", text + most
 
 
 def _computing(layer: Layer, unit: str) -> str:
     rows, waits = layer.of_ranks, [spent.waits for spent in layer.spent]
-    most, least, longest = int(rows.argmax()), int(rows.argmin()), int(max(range(len(waits)), key=waits.__getitem__))
+    most, least, longest = rows.argmax(), rows.argmin(), waits.index(max(waits))
     if rows[most] == rows[least]:
         text = f"each rank computes {rows[most]} rows"
     else:
@@ -46,10 +45,12 @@ def _computing(layer: Layer, unit: str) -> str:
     idle = int((layer.loads.sum(0) == 0).sum())
     text += f"; {idle} of {layer.loads.shape[1]} experts {'has' if idle == 1 else 'have'} none" if idle else ""
     lost = sum(layer.dropped)
-    text += f"; {lost} choice{'s' * (lost > 1)} found no room" if lost else ""
+    text += f"; {counted(lost, 'choice')} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:
-        alike = ", since so few rows all take about the same time" if rows[most] > 1.05 * rows[least] else ""
-        return f"{text}; no rank waits for long{alike}"
+        why = ", since so few rows all take about the same time"
+        if min(layer.flops) == max(layer.flops):
+            why = ", since each rank computes all its slots, also empty ones"
+        return f"{text}; no rank waits for long{why * bool(rows[most] > 1.05 * rows[least])}"
     return f"{text}; rank {layer.ranks[longest]} waits for {time_text(waits[longest], unit)}"
 
 

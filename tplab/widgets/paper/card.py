@@ -20,14 +20,24 @@ _STATIC = Path(__file__).parents[1] / "static"
 
 @cache
 def script(*names: str) -> str:
-    """The ES modules static/{name}.js, in this order, as one module.
+    """The ES modules static/{name}.js, and before them those that they import, as one module.
 
     anywidget loads a widget's script from a blob, where a relative import has nothing to be relative to. So we drop the
     imports between these files and the word `export` (all top-level names in the files are different). We also drop
     comments and indentation, because the script is sent with every widget.
     """
-    lines = "\n".join((_STATIC / f"{name}.js").read_text(encoding="utf8") for name in names)
-    lines = re.sub(r"^import .*?;\n", "", lines, flags=re.MULTILINE | re.DOTALL)
+    found = dict[str, str]()
+
+    def add(name: str) -> None:
+        text = (_STATIC / f"{name}.js").read_text(encoding="utf8")
+        for needed in re.findall(r'from "\./(\w+)\.js";', text):
+            if needed not in found:
+                add(needed)
+        found[name] = text
+
+    for name in names:
+        add(name)
+    lines = re.sub(r"^import .*?;\n", "", "\n".join(found.values()), flags=re.MULTILINE | re.DOTALL)
     lines = re.sub(r"^export (?!default)", "", lines, flags=re.MULTILINE)
     lines = re.sub(r"^\s*//.*\n", "", lines, flags=re.MULTILINE)
     return re.sub(r"^\s+", "", lines, flags=re.MULTILINE)
@@ -57,6 +67,7 @@ def in_turn(method: Method) -> Method:
 class Card(anywidget.AnyWidget):
     """A widget that is also a picture and a sentence. Its repr is the sentence."""
 
+    _css = style()
     sentence: str
     kept: ClassVar[tuple[str, ...]] = ()
     """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""

@@ -1,13 +1,14 @@
-"""The card around a still picture, on any sheet: its heading, its warnings and its figures."""
+"""The card around a still picture, on any sheet: its heading, its warnings and figures, its playhead and time axis."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import Sheet
 from tplab.widgets.paper.letters import fitted
-from tplab.widgets.paper.palette import DIM, HUES, LINE, PAPER
+from tplab.widgets.paper.palette import ACCENT, DIM, HUES, LINE, PAPER
 
 MARGIN = 18
 _LINE = 16
@@ -36,6 +37,35 @@ def draw_facts(sheet: Sheet, facts: Iterable[tuple[str, str, str]], y: float) ->
         if note:
             wide += 6 + sheet.text(x + wide + 6, y + 17.5, note, size=10, fill=DIM, anchor="lm")
         x += max(sheet.width_of(name, 10), wide) + 26
+
+
+def draw_axis(
+    sheet: Sheet, at: Callable[[float], float], end: float, unit: str, most: int, right: float, y: float
+) -> None:
+    """Times from 0 to `end` where at(time) says, about `most` of them."""
+    for time in ticks(0.0, end, most, unit):
+        sheet.text(min(at(time), right), y, time_text(time, unit, end), size=10, fill=DIM)
+
+
+def draw_playhead(sheet: Sheet, x: float, top: float, bottom: float) -> None:
+    sheet.line([(x, top), (x, bottom)], ACCENT, 1.6)
+    sheet.box(x - 3.2, top - 4.2, 6.4, 6.4, fill=ACCENT, radius=3.2)
+
+
+def lines_said(width: float, head: str, said: str) -> list[str]:
+    """Where the playhead is, and what happens there, in two lines at most."""
+    return textwrap.wrap(f"{head}  —  {said}", int((width - 2 * MARGIN) / 6.8), max_lines=2, placeholder=" …")
+
+
+def draw_said(sheet: Sheet, width: float, y: float, head: str, said: str, after: str) -> None:
+    """These lines, and one below them."""
+    first, *lines = lines_said(width, head, said)
+    x = MARGIN + sheet.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
+    sheet.text(x, y, first[len(head) :], size=11.5, anchor="lm")
+    for line in lines:
+        y += 17
+        sheet.text(MARGIN, y, line, size=11.5, anchor="lm")
+    sheet.text(MARGIN, y + 18, after, size=11, fill=DIM, anchor="lm")
 
 
 class Warned:

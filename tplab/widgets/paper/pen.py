@@ -72,10 +72,6 @@ class Pen:
         if len(points) > 2:
             self._draw.polygon([(x * _SCALE, y * _SCALE) for x, y in points], fill=fill)
 
-    def disc(self, x: float, y: float, radius: float, fill: Colour, edge: Colour | None = None) -> None:
-        box = [(x - radius) * _SCALE, (y - radius) * _SCALE, (x + radius) * _SCALE, (y + radius) * _SCALE]
-        self._draw.ellipse(box, fill=fill, outline=edge, width=_SCALE if edge else 0)
-
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         """Slanted lines, for idle time."""
         offset = -height + (-x) % 6

@@ -15,6 +15,23 @@ from tplab.widgets.paper.scene import Scene
 MARGIN, LINE_HEIGHT, WIDEST = 20, 17, 930
 
 
+def arranged(
+    scenes: Sequence[Scene], gap: float, least: float = 0
+) -> tuple[list[tuple[Scene, float, float]], float, float]:
+    """Scenes with their places, side by side, or below each other if they are too wide for that, in the middle of a
+    width, which is `least` or more; and the width and the height of all."""
+    widths, heights = [scene.width for scene in scenes], [scene.height for scene in scenes]
+    beside, places = sum(widths) + gap * (len(scenes) - 1), []
+    across = beside <= WIDEST
+    width, height = (beside, max(heights)) if across else (max(widths), sum(heights) + gap * (len(scenes) - 1))
+    width = max(width, least)
+    x, y = (width - beside) / 2, 0.0
+    for scene in scenes:
+        places.append((scene, x, (height - scene.height) / 2) if across else (scene, (width - scene.width) / 2, y))
+        x, y = x + scene.width + gap, y + scene.height + gap
+    return places, width, height
+
+
 def still(
     title: str,
     sentence: str,
@@ -27,27 +44,18 @@ def still(
     note: str = "",
     gap: float = 15,
 ) -> bytes:
-    """The scenes at a position of the playhead, side by side, or below each other if they are too wide for that.
-    `note` is at the end of the legend's line."""
-    beside = sum(scene.width for scene in scenes) + gap * (len(scenes) - 1)
-    across = beside <= WIDEST
-    inside = beside if across else max(scene.width for scene in scenes)
-    inside = max(inside, 40 + text_width(title, 14, bold=True) + text_width(about + badge, 11), 520)
-    body, keys = [scene.height for scene in scenes], legend_height(legend, inside - text_width(note, SIZE), text_width)
-    lines, top = textwrap.wrap(sentence, int(inside / 6.52)), 48 + keys
-    bottom = top + (max(body) if across else sum(body) + gap * (len(body) - 1))
+    """The scenes at a position of the playhead. `note` is at the end of the legend's line."""
+    least = max(40 + text_width(title, 14, bold=True) + text_width(about + badge, 11), 520)
+    places, inside, body = arranged(scenes, gap, least)
+    top = 48 + legend_height(legend, inside - text_width(note, SIZE), text_width)
+    lines, bottom = textwrap.wrap(sentence, int(inside / 6.52)), top + body
     pen = Pen(inside + 2 * MARGIN, bottom + LINE_HEIGHT * len(lines) + 18)
     draw_edge(pen, pen.width, pen.height)
     draw_head(pen, pen.width, title, about, badge, MARGIN)
     draw_legend(pen, legend, MARGIN, 50, inside - text_width(note, SIZE))
     pen.text(MARGIN + inside, 50, note, size=SIZE, fill=DIM, anchor="rm")
-    x, y = MARGIN + (inside - beside) / 2, float(top)
-    for scene in scenes:
-        if across:
-            scene.paint(pen, position, x, top + (bottom - top - scene.height) / 2)
-        else:
-            scene.paint(pen, position, MARGIN + (inside - scene.width) / 2, y)
-        x, y = x + scene.width + gap, y + scene.height + gap
+    for scene, x, y in places:
+        scene.paint(pen, position, MARGIN + x, top + y)
     for number, line in enumerate(lines):
         pen.text(MARGIN, bottom + 16 + LINE_HEIGHT * number, line, size=11.5, anchor="lm")
     return encode([pen.image()], [0])

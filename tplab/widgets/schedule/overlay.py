@@ -22,6 +22,7 @@ from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact
 from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.schedule.payload import actions_of
 from tplab.widgets.score import words
 from tplab.widgets.score.op_kinds import name_of
 
@@ -110,12 +111,7 @@ def overlay(
     run, schedule = beside.predicted, beside.predicted.schedule
     begin = float(run.start.min())
     actions = {
-        "rank": schedule.rank,
-        "kind": schedule.kind,
-        "stage": schedule.stage,
-        "slot": schedule.slot,
-        "microbatch": schedule.microbatch,
-        "joined": schedule.joined.astype(np.int8),
+        **actions_of(schedule),
         "start": beside.start,
         "end": beside.end,
         "busy": beside.busy,

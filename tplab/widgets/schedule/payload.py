@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tplab.schedules import Simulation
+from tplab.schedules import Schedule, Simulation
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
-from tplab.widgets.schedule.facts import facts, meanings
+from tplab.widgets.schedule.facts import Fact, facts, meanings
 from tplab.widgets.schedule.papers import paper_name
 
 MAX_STEPS = 400
@@ -32,15 +32,27 @@ def moments(runs: Sequence[Simulation]) -> np.ndarray:
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
     """The data that the browser draws from; static/gantt.js reads it."""
     figures = [facts(run, limit) for run in runs]
-    legends, drawn = legends_of(runs, limit)
-    header = {
-        **legends,
+    header, columns = charts(runs, limit, figures)
+    said = meanings(fact for found in figures for fact in found)
+    header |= {"about": still.about(runs[0]), "badge": still.badge(runs[0]), "meanings": said}
+    return pack(header, {"times": moments(runs), **columns})
+
+
+def charts(
+    runs: Sequence[Simulation],
+    limit: float | None,
+    figures: Sequence[Sequence[Fact]],
+    colours: Sequence[str] = ("kind", "microbatch", "stage"),
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Runs with their figures, and the legends for all that colours can mean, as a header and its columns."""
+    keys = {by: still.legend(runs, limit, by) for by in colours}
+    header, columns = packed([], [key for of in keys.values() for key in of])
+    rest = iter(header.pop("legend"))
+    header |= {
+        "legends": {by: [next(rest) for _ in of] for by, of in keys.items()},
         "title": paper_name(runs[0].schedule.name),
-        "about": still.about(runs[0]),
-        "badge": still.badge(runs[0]),
         "unit": runs[0].costs.unit,
         "limit": limit,
-        "meanings": meanings(fact for found in figures for fact in found),
         "runs": [
             {
                 "name": paper_name(run.schedule.name),
@@ -53,20 +65,14 @@ def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
             for run, found in zip(runs, figures)
         ],
     }
-    columns: dict[str, np.ndarray] = {"moments": moments(runs), **drawn}
     for index, run in enumerate(runs):
         columns |= {f"{name}.{index}": column for name, column in columns_of(run).items()}
-    return pack(header, columns)
+    return header, columns
 
 
-def legends_of(
-    runs: Sequence[Simulation], limit: float | None, colours: Sequence[str] = ("kind", "microbatch", "stage")
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The legends for all that colours can mean, `legends`, as a header and its columns."""
-    keys = {by: still.legend(runs, limit, by) for by in colours}
-    header, columns = packed([], [key for of in keys.values() for key in of])
-    rest = iter(header.pop("legend"))
-    return {**header, "legends": {by: [next(rest) for _ in of] for by, of in keys.items()}}, columns
+def actions_of(schedule: Schedule) -> dict[str, np.ndarray]:
+    columns = {name: getattr(schedule, name) for name in ("rank", "kind", "stage", "slot", "microbatch")}
+    return columns | {"joined": schedule.joined.astype(np.int8)}
 
 
 def columns_of(run: Simulation) -> dict[str, np.ndarray]:
@@ -75,12 +81,7 @@ def columns_of(run: Simulation) -> dict[str, np.ndarray]:
     stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
     start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one span of time
     return {
-        "rank": schedule.rank,
-        "kind": schedule.kind,
-        "stage": schedule.stage,
-        "slot": schedule.slot,
-        "microbatch": schedule.microbatch,
-        "joined": schedule.joined.astype(np.int8),
+        **actions_of(schedule),
         "start": start - begin,
         "end": run.end - begin,
         "waits": run.waits_for,

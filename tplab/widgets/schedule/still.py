@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tplab.schedules import Simulation
+from tplab.schedules import Schedule, Simulation
 from tplab.schedules.action import CODE
-from tplab.units import plain, ticks, time_text
+from tplab.units import plain
 from tplab.widgets.paper.action import Sheet, draw_action
-from tplab.widgets.paper.frame import MARGIN, draw_facts, draw_head
+from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
 from tplab.widgets.paper.scene import Scene
@@ -101,21 +101,21 @@ def draw_run(
             held = f"up to {plain(float(run.peak_activations[rank]))}"
             sheet.text(at(begin + run.makespan) + 6, y + bars + 1 + strip / 2, held, size=9.5, fill=DIM, anchor="lm")
     bottom = top + schedule.num_ranks * (bars + strip + 5)
-    for time in ticks(0.0, end, 8, run.costs.unit):
-        text = time_text(time, run.costs.unit, end)
-        sheet.text(min(at(begin + time), left + width - 10), bottom + 7, text, size=10, fill=DIM)
+    draw_axis(sheet, lambda time: at(begin + time), end, run.costs.unit, 8, left + width - 10, bottom + 7)
     return bottom
 
 
+def half(schedule: Schedule, index: int, y: float, size: float) -> tuple[float, float]:
+    """Where an action's bar is in its lane, from y on, and its size: a pair shares its time, one above the other."""
+    if schedule.joined[index]:
+        return y + size / 2, size / 2
+    return y, size / 2 if index + 1 < len(schedule) and schedule.joined[index + 1] else size
+
+
 def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: float, slots: int, by: str) -> None:
-    schedule = run.schedule
-    kind, joined = int(schedule.kind[index]), bool(schedule.joined[index])
-    has_second = index + 1 < len(schedule) and bool(schedule.joined[index + 1])
-    x, right = at(float(run.start[index])), at(float(run.end[index]))
-    if joined or has_second:  # a pair shares its time: one above the other
-        if joined:
-            x = at(float(run.start[index - 1]))
-        y, size = (y + size / 2, size / 2) if joined else (y, size / 2)
+    schedule, (y, size) = run.schedule, half(run.schedule, index, y, size)
+    kind = int(schedule.kind[index])
+    x, right = at(float(run.start[index - int(schedule.joined[index])])), at(float(run.end[index]))
     label = schedule.action(index).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
     colour = _colour(by, int(schedule.stage[index]), int(schedule.microbatch[index]))
     draw_action(sheet, kind, label, x, right, y, size, schedule.slot[index] / slots, colour)

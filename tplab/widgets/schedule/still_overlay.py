@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from tplab.schedules.action import F, W
-from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.frame import Warned, draw_edge, draw_facts, draw_head
+from tplab.widgets.paper.frame import (
+    Warned,
+    draw_axis,
+    draw_edge,
+    draw_facts,
+    draw_head,
+    draw_playhead,
+    draw_said,
+    lines_said,
+)
 from tplab.widgets.paper.legend import draw_legend
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, KINDS, PAPER, SOFT, WORK, mix
+from tplab.widgets.paper.palette import DIM, HATCH, KINDS, PAPER, SOFT, WORK, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
-from tplab.widgets.schedule.still import LEFT, MARGIN, WIDTH, At
+from tplab.widgets.schedule.still import LEFT, MARGIN, WIDTH, At, half
 from tplab.widgets.score import words
 
 TOP = 72.0
@@ -37,14 +43,16 @@ def lane_heights(num_ranks: int) -> tuple[float, float, float]:
 def height(over: Overlay, position: float) -> float:
     """The height of the whole picture."""
     ranks = over.predicted.schedule.num_ranks
-    return TOP + ranks * sum(lane_heights(ranks)) + (93 + 17 * len(_saying(over, position)) if position else 72)
+    head, said, _ = overlay.say(over, overlay.now(over, position))
+    room = 93 + 17 * len(lines_said(WIDTH, head, said)) if position else 72
+    return TOP + ranks * sum(lane_heights(ranks)) + room
 
 
 def draw(pen: Pen, over: Overlay, position: float) -> None:
     draw_edge(pen, pen.width, pen.height)
     draw_head(pen, WIDTH, overlay.title(over), overlay.about(over), words.clock(over.trace))
     draw_legend(pen, overlay.legend(over), MARGIN, 51, WIDTH - 2 * MARGIN)
-    schedule, unit, last = over.predicted.schedule, over.trace.unit, float(over.times[-1])
+    schedule, last = over.predicted.schedule, float(over.times[-1])
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT
     ran, due, gap = lane_heights(schedule.num_ranks)
 
@@ -69,27 +77,12 @@ def draw(pen: Pen, over: Overlay, position: float) -> None:
         draw_action(pen, kind, schedule.action(row).label, x, right, y, ran, schedule.slot[row] / slots)
         _due(pen, over, row, at, y + ran + 1, due - 1)
     bottom = TOP + schedule.num_ranks * (ran + due + gap)
-    for time in ticks(0.0, last, 8, unit):
-        pen.text(min(at(time), left + width - 10), bottom + 5, time_text(time, unit, last), size=10, fill=DIM)
+    draw_axis(pen, at, last, over.trace.unit, 8, left + width - 10, bottom + 5)
     draw_facts(pen, overlay.facts(over), bottom + 26)
     if position:
         moment = overlay.now(over, position)
-        x = at(moment.time)
-        pen.line([(x, TOP - 4), (x, bottom - gap)], ACCENT, 1.6)
-        pen.disc(x, TOP - 5, 3.2, fill=ACCENT)
-        head, _, far = overlay.say(over, moment)
-        lines = _saying(over, position)
-        x = MARGIN + pen.text(MARGIN, bottom + 73, head, size=11.5, bold=True, anchor="lm")
-        pen.text(x, bottom + 73, lines[0][len(head) :], size=11.5, anchor="lm")
-        for line in lines[1:]:
-            pen.text(MARGIN, bottom + 90, line, size=11.5, anchor="lm")
-        pen.text(MARGIN, bottom + 73 + 17 * len(lines), far, size=11, fill=DIM, anchor="lm")
-
-
-def _saying(over: Overlay, position: float) -> list[str]:
-    """What happens at the playhead, in lines."""
-    head, said, _ = overlay.say(over, overlay.now(over, position))
-    return textwrap.wrap(f"{head}  —  {said}", int((WIDTH - 2 * MARGIN) / 6.8), max_lines=2, placeholder=" …")
+        draw_playhead(pen, at(moment.time), TOP - 4, bottom - gap)
+        draw_said(pen, WIDTH, bottom + 73, *overlay.say(over, moment))
 
 
 def _stretch(at: At, start: float, end: float) -> tuple[float, float]:
@@ -102,10 +95,7 @@ def _due(pen: Pen, over: Overlay, row: int, at: At, y: float, size: float) -> No
     """An action as predicted: an outline."""
     schedule, actions = over.predicted.schedule, over.actions
     x, right = _stretch(at, actions["due_start"][row], actions["due_end"][row])
-    if schedule.joined[row]:  # a pair shares its time: one above the other
-        y, size = y + size / 2, size / 2
-    elif row + 1 < len(schedule) and schedule.joined[row + 1]:
-        size /= 2
+    y, size = half(schedule, row, y, size)
     width = max(right - x - 1, 0.8)
     colour = {F: KINDS["F"], W: KINDS["W"]}.get(int(schedule.kind[row]), KINDS["I"])
     pen.box(x + 0.5, y, width, size, fill=PAPER, edge=colour, radius=2.5 if size > 4 else 0)

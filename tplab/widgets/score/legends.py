@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.widgets.paper.legend import IDLE, WORKS, Key
+from tplab.schedules.action import F
+from tplab.widgets.paper.legend import IDLE, WORKS, Key, actions
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import GRADIENT, HUES, KINDS, LINE, WORK, mix
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
@@ -14,7 +15,7 @@ def of_animation(score: Score) -> list[Key]:
     kept = mix(HUES[0], 0.26), HUES[0]
     if score.is_pipeline:
         sent = [Key("forward; activations on their way", KINDS["F"]), Key("gradients on their way", GRADIENT)]
-        return [*sent, Key("backward", sign="B"), Key("activations that a rank holds", *kept)]
+        return [*sent, *actions({*score.actions.tolist()} - {F}), Key("activations that a rank holds", *kept)]
     if not score.items:
         return []
     keys = [Key("held", *kept), Key("arriving", edge=HUES[0], sign="dashed")]
@@ -35,9 +36,8 @@ def of_timeline(score: Score, measured: Durations) -> list[Key]:
 
 
 def _of_pipeline(score: Score) -> list[Key]:
-    bars, keys = score.bars, [Key("F forward", sign="F"), Key("B backward: I, then W", sign="B")]
-    is_action = np.array([op[:1] in "FBIW" for op in score.ops], bool)[bars["op"]] & (bars["item"] >= 0)
-    is_other = np.where(bars["kind"] == COMPUTE, ~is_action, bars["kind"] != WAIT)
+    bars, keys = score.bars, actions(score.actions.tolist())
+    is_other = np.where(bars["kind"] == COMPUTE, score.actions < 0, bars["kind"] != WAIT)
     says = ("other work and messages", WORK), ("activations sent", KINDS["F"]), ("gradients sent", GRADIENT)
     there = np.unique(bars["flow"][is_other]).tolist()
     return keys + [Key(says[flow][0], mix(says[flow][1], 0.24), says[flow][1]) for flow in (1, 2, 0) if flow in there]

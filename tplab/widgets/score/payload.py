@@ -8,10 +8,10 @@ import numpy as np
 
 from tplab.trace.critical_path import critical_rows
 from tplab.widgets.paper.measured import Durations
+from tplab.widgets.paper.palette import TOKENS, token
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.score import legends, ranks, table, words
-from tplab.widgets.score.op_kinds import kind_of
 from tplab.widgets.score.score import Score
 
 MAX_NUMBERS = 6000  # of contents: 24 KB
@@ -33,8 +33,9 @@ def picture(score: Score) -> bytes:
     return pack(header, {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
 
 
-def lanes(score: Score, measured: Durations | None = None) -> bytes:
-    """For `timeline`: the bars with everything known about them, and which of them are on the critical path."""
+def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
+    """For `timeline`: the bars with everything known about them, and which of them are on the critical path. by_kind:
+    whether the colours of collectives say what they do."""
     items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
     legend, drawn = packed([], legends.of_timeline(score, measured))
@@ -42,7 +43,7 @@ def lanes(score: Score, measured: Durations | None = None) -> bytes:
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
     header |= {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
     header |= {"measured": measured.rows, "by": measured.by} if measured.rows else {}
-    return pack(header, {**_bars(score), **drawn, "flops": flops, "critical": critical})
+    return pack(header, {**_bars(score, by_kind), **drawn, "flops": flops, "critical": critical})
 
 
 def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
@@ -77,7 +78,7 @@ def _about(score: Score) -> dict[str, Any]:
         "ranks": trace.mesh.size,
         "times": score.times.tolist(),
         "ops": score.op_names,
-        "op_kinds": [kind_of(op) for op in score.ops],
+        "tints": TOKENS,
         "groups": score.groups,
         "parts": score.parts,
         "where": trace.codes("where")[0],
@@ -93,11 +94,12 @@ def _about(score: Score) -> dict[str, Any]:
     }
 
 
-def _bars(score: Score) -> dict[str, np.ndarray]:
+def _bars(score: Score, by_kind: bool = False) -> dict[str, np.ndarray]:
     names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
     rows = score.bars["row"]
     named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
-    named["phase"] = score.passes[1]
+    tint = np.array([TOKENS.index(token(colour)) for colour in score.colours(by_kind)], int)
+    named |= {"phase": score.passes[1], "action": score.actions, "tint": tint}
     named |= {"type": score.trace.codes("types")[1][rows]} if _has_types(score) else {}
     return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
 

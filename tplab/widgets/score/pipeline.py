@@ -18,6 +18,11 @@ _ACTION = re.compile(r"([FBIW])(\d+)")
 Items = list[tuple[str, str, int, int, str]]
 
 
+def kind_of(op: str) -> int:
+    """The kind of an action, such as F3; -1 for other operations."""
+    return "FBIW".find(op[0]) if _ACTIONS.fullmatch(op) else -1
+
+
 def is_pipeline(trace: Trace) -> bool:
     """Whether a schedule ran: the trace has actions such as F3, with stages and microbatches."""
     if not trace.chunks:

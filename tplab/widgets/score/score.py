@@ -24,7 +24,7 @@ from tplab.trace.event import VALUES_UP_TO
 from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
 from tplab.units import letter, number_text
-from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, hue
+from tplab.widgets.paper.palette import GRADIENT, KINDS, OPS, WORK, hue
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import LOW, names
@@ -82,6 +82,13 @@ class Score:
         return [name_of(op) for op in self.ops]
 
     @cached_property
+    def actions(self) -> np.ndarray:
+        """The kind, as F, of each bar that is an action of a schedule; -1 for other bars."""
+        kinds = np.array([pipeline.kind_of(op) for op in self.ops] or [-1])[self.bars["op"]]
+        is_action = self.is_pipeline & (self.bars["kind"] == COMPUTE) & (self.bars["item"] >= 0)
+        return np.where(is_action, kinds, -1)
+
+    @cached_property
     def groups(self) -> list[tuple[int, ...]]:
         return self.trace.codes("group")[0]
 
@@ -123,6 +130,12 @@ class Score:
             is_backward = kinds[op] == "product" and phases[phase[row]] == "backward"
             found.append("" if kind != COMPUTE else "backward" if is_backward else kinds[op])
         return found
+
+    def colours(self, by_kind: bool = False) -> list[str]:
+        """The colour of each bar. by_kind: collectives have that of what they do, and not of what they carry."""
+        by_kind = by_kind and not self.is_pipeline
+        kinds = [work or talk * by_kind for work, talk in zip(self.work_kinds, self.talk_kinds, strict=True)]
+        return [OPS[kind] if kind else self.bar_colour(row) for row, kind in enumerate(kinds)]
 
     @cached_property
     def passes(self) -> tuple[list[str], np.ndarray]:

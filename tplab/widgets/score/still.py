@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import textwrap
 
 import numpy as np
 from PIL import Image
 
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.frame import MARGIN, Warned, draw_edge, draw_facts, draw_head
+from tplab.widgets.paper.frame import MARGIN, Warned, draw_edge, draw_facts, draw_head, draw_said
 from tplab.widgets.paper.legend import draw_legend, legend_height
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import DIM
 from tplab.widgets.paper.pen import Pen, text_width
-from tplab.widgets.paper.scene import Scene
+from tplab.widgets.paper.still import arranged
 from tplab.widgets.score import ranks, table, words
 from tplab.widgets.score.legends import of_timeline
 from tplab.widgets.score.score import Score
@@ -32,22 +30,11 @@ class Picture:
     def __init__(self, score: Score):
         self.score, self.sentences = score, words.sentences(score)
         scenes = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
-        beside = sum(scene.width for scene in scenes) + 30 * (len(scenes) - 1)
-        is_beside = beside <= 930
-        self.width = max((beside if is_beside else max(scene.width for scene in scenes)) + 2 * MARGIN, 640)
+        places, inside, body = arranged(scenes, 30, 640 - 2 * MARGIN)
+        self.width = inside + 2 * MARGIN
         self.warned = Warned(words.warning(score.trace), self.width)
-        top = y = 54.0 + self.warned.height
-        heights = [scene.height for scene in scenes]
-        body = max(heights) if is_beside else sum(heights) + 16 * (len(scenes) - 1)
-        free = (self.width - beside + 30 * (len(scenes) - 1)) / (len(scenes) + 1)  # left of, between and right of them
-        self.scenes: list[tuple[Scene, float, float]] = []
-        x = free
-        for scene in scenes:
-            if is_beside:
-                self.scenes.append((scene, x, top + (body - scene.height) / 2))
-            else:
-                self.scenes.append((scene, (self.width - scene.width) / 2, y))
-            x, y = x + scene.width + free, y + scene.height + 16
+        top = 54.0 + self.warned.height
+        self.scenes = [(scene, MARGIN + x, top + y) for scene, x, y in places]
         self.lanes = Lanes(score, MARGIN, top + body + 12, self.width - 2 * MARGIN)
         self.saying = self.lanes.top + self.lanes.height + 14
         self.height = self.saying + (40 if self._fits() else 57)
@@ -66,20 +53,11 @@ class Picture:
         for scene, x, y in self.scenes:
             scene.paint(pen, time, x, y)
         self.lanes.draw_playhead(pen, time)
-        self._say(pen, min(math.ceil(position), self.score.num_steps), words.sent_text(self.score, time))
-        return pen.image()
-
-    def _say(self, pen: Pen, step: int, sent: str) -> None:
+        step = min(math.ceil(position), self.score.num_steps)
         head = f"step {step} of {self.score.num_steps}" if step else "before the first step"
-        length = int((self.width - 2 * MARGIN) / 6.8)
-        lines = textwrap.wrap(f"{head}  —  {self.sentences[step]}", length, max_lines=2, placeholder=" …")
-        y = self.saying + 8
-        width = pen.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
-        pen.text(MARGIN + width, y, lines[0][len(head) :], size=11.5, anchor="lm")
-        for line in lines[1:]:
-            y += 17
-            pen.text(MARGIN, y, line, size=11.5, anchor="lm")
-        pen.text(MARGIN, y + 18, sent, size=11, fill=DIM, anchor="lm")
+        sent = words.sent_text(self.score, time)
+        draw_said(pen, self.width, self.saying + 8, head, self.sentences[step], sent)
+        return pen.image()
 
 
 def still(score: Score, position: float) -> bytes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import draw_action
+from tplab.widgets.paper.frame import draw_axis, draw_playhead
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations, draw_diamond
-from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, INK, OPS, PAPER, SOFT, mix
+from tplab.widgets.paper.palette import DIM, HATCH, INK, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
@@ -32,7 +32,7 @@ class Lanes:
         measured: Durations | None = None,
     ):
         self.measured = measured = measured or Durations()
-        self.score, self.top, self.by_kind = score, top, by_kind and not score.is_pipeline
+        self.score, self.top, self.by_kind = score, top, by_kind
         ranks = score.trace.mesh.size
         self.lane = 19.0 if ranks <= 4 else 15.0 if ranks <= 16 else max(2.5, 160 / ranks)
         if score.computes and ranks <= 16:
@@ -60,6 +60,7 @@ class Lanes:
                 pen.hatch(self.left, y, width, work, HATCH)
             if ranks <= 16 or rank % 8 == 0:
                 pen.text(self.left - 10, y + self.lane / 2 - 1, f"rank {rank}", size=10.5, fill=DIM, anchor="rm")
+        colours = score.colours(self.by_kind)
         for row in np.argsort(bars["kind"], kind="stable").tolist():
             kind, item, rank = int(bars["kind"][row]), int(bars["item"][row]), int(bars["rank"][row])
             x, right = self.x(float(bars["start"][row])), self.x(float(bars["end"][row]))
@@ -67,12 +68,10 @@ class Lanes:
                 continue
             y = self.top + rank * self.lane + (0 if kind == COMPUTE else work)
             height = work if kind == COMPUTE else talk
-            action = "FBIW".find(score.ops[bars["op"][row]][:1]) if kind == COMPUTE and score.is_pipeline else -1
-            if action >= 0 and item >= 0:
-                draw_action(pen, action, score.ops[bars["op"][row]], x, right, y, height)
+            if score.actions[row] >= 0:
+                draw_action(pen, int(score.actions[row]), score.ops[bars["op"][row]], x, right, y, height)
                 continue
-            work_kind = score.work_kinds[row] or (score.talk_kinds[row] if self.by_kind else "")
-            colour = OPS[work_kind] if work_kind else score.bar_colour(row)
+            colour = colours[row]
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)
             edge = colour if height > 6 else None
             pen.box(x + 0.5, y, max(right - x - 1, 0.7), height, fill=fill, edge=edge, radius=2)
@@ -93,12 +92,8 @@ class Lanes:
                 pen.text(x - 12, y, text, size=10.5, anchor="rm")
             else:
                 pen.text(x + 10, y, text, size=10.5, anchor="lm")
-        y = self.bottom + 9
-        for time in ticks(0.0, self.end - self.start, 6, score.trace.unit):
-            text = time_text(time, score.trace.unit, self.end - self.start)
-            pen.text(min(self.x(self.start + time), self.left + self.width - 12), y, text, size=10, fill=DIM)
+        right, unit = self.left + self.width - 12, score.trace.unit
+        draw_axis(pen, lambda time: self.x(self.start + time), self.end - self.start, unit, 6, right, self.bottom + 9)
 
     def draw_playhead(self, pen: Pen, time: float) -> None:
-        x, bottom = self.x(time), self.top + self.score.trace.mesh.size * self.lane
-        pen.line([(x, self.top - 4), (x, bottom)], ACCENT, 1.6)
-        pen.disc(x, self.top - 5, 3.2, fill=ACCENT)
+        draw_playhead(pen, self.x(time), self.top - 4, self.top + self.score.trace.mesh.size * self.lane)

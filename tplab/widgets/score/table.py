@@ -195,10 +195,8 @@ def draw_coming(
                 sheet.text(x + width / 2, y + height / 2, score.items[item].name, size=size, bold=True, fill=colour)
 
 
-def cell_text(score: Score, item: int, hold: int | None, most: int = 4) -> tuple[str, str]:
+def cell_text(score: Score, item: int, hold: int, most: int = 4) -> tuple[str, str]:
     """The text in a cell: the chunk's letter or whose data is in it, and its value if it is a single number."""
-    if hold is None:
-        return (score.items[item].name if item >= 0 else ""), ""
     if score.shows_numbers:
         return score.number(hold), ""
     pool = score.pool(hold)

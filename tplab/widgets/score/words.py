@@ -11,7 +11,7 @@ from tplab.comm import ROWS
 from tplab.mesh import ranks_of
 from tplab.trace.groups import kinds
 from tplab.trace.trace import Trace
-from tplab.units import bytes_text, plain, range_text, time_text
+from tplab.units import bytes_text, counted, plain, range_text, time_text
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
 
 _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "product": "product"}
@@ -20,7 +20,7 @@ _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "p
 def about(score: Score) -> str:
     """ "8 ranks (data=2, model=4), over model, 4 KiB pieces": what follows the title."""
     mesh, bars = score.trace.mesh, score.bars
-    parts = [f"{mesh.size} rank{'s' * (mesh.size > 1)}"]
+    parts = [counted(mesh.size, "rank")]
     if len(mesh.axis_names) > 1:
         parts.append(" × ".join(f"{name} {size}" for name, size in mesh.shape.items()))
     names = kinds(score.trace)
@@ -37,8 +37,7 @@ def about(score: Score) -> str:
 
 
 def _microbatches(score: Score) -> str:
-    number = len({item.piece for item in score.items})
-    return f"{number} microbatch{'es' * (number != 1)}"
+    return counted(len({item.piece for item in score.items}), "microbatch")
 
 
 def badge(score: Score) -> str:
@@ -55,14 +54,14 @@ def clock(trace: Trace) -> str:
 def warning(trace: Trace) -> str:
     """The first of the trace's warnings, and how many more there are; "" without any."""
     more = len(trace.warnings) - 1
-    others = f" (and {more} more warning{'s' * (more > 1)}, in trace.warnings)" if more > 0 else ""
+    others = f" (and {counted(more, 'more warning')}, in trace.warnings)" if more > 0 else ""
     return f"Warning: {trace.warnings[0]}.{others}" if trace.warnings else ""
 
 
 def summary(score: Score, verb: str = "Animation") -> str:
     """One plain sentence, the same for the same trace; it has no measured times."""
     trace = score.trace
-    steps = f"{score.num_steps} step{'s' * (score.num_steps > 1)}"
+    steps = counted(score.num_steps, "step")
     if score.is_pipeline:
         steps = f"{_microbatches(score)}, {steps}"
     total = score.total_sent.tolist()

@@ -6,6 +6,10 @@ const ACTIONS = ["F", "B", "I", "W", "send F", "receive F", "send B", "receive B
 // "F3"; what has no microbatch, by its name alone.
 export const actionName = (kind, microbatch) => (microbatch >= 0 ? `${ACTIONS[kind]}${microbatch}` : ACTIONS[kind]);
 
+// [y, height] of an action in the row of bars that begins at y: a pair shares its time, one above the other.
+export const half = ({ joined, rank }, row, y, size) =>
+  joined[row] ? [y + size / 2, size / 2] : [y, joined[row + 1] && rank[row + 1] === rank[row] ? size / 2 : size];
+
 const SOLID = [["F"], ["I", "W"], ["I"], ["W"]]; // by kind: a B is an I and a W
 const TINTS = [1, 0.42, 0.28, 0.1]; // by microbatch or stage: F solid, B and I tinted, W pale
 

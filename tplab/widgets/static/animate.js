@@ -60,21 +60,17 @@ async function render({ model, el: host }) {
   // A key is that of a cell, else of a rank, else of a bar.
   const what = (key) => (key >= cells + score.ranks ? { flight: key - cells - score.ranks }
     : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
-  const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const about = (key) => describe(score, now, what(key), (hold) => numbersOf(score, hold));
-  const paintLegend = drawLegend(root, score);
+  drawLegend(root, score);
   const two = el("div.tpl-two");
   root.append(two);
   const scenes = Array.from({ length: score.scenes }, (_, number) => {
     const { width, height } = score.tables[number], largest = number ? 1 : Math.min(1.15, Math.max(1, 430 / width)); // few ranks may be larger
     const box = el("div.tpl-scene", { style: `flex:${number ? `0 1 ${width}` : `1 1 ${0.78 * width}`}px;--most:${largest * width}px;--shape:${width / height}` });
     two.append(box);
-    return new Scene(root, box, score, number, { over, about, largest, reads: (key) => number || key >= cells }); // the table has the cells
+    return new Scene(root, box, score, number, { over: tip.show, about, largest, reads: (key) => number || key >= cells }); // the table has the cells
   });
-  const draw = () => {
-    paintLegend();
-    scenes.forEach((scene) => scene.draw(now.time));
-  };
+  const draw = () => scenes.forEach((scene) => scene.draw(now.time));
   let player = null;
   const lanes = new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(score, time)) });
   player = new Player(root, model, {
@@ -93,8 +89,7 @@ async function render({ model, el: host }) {
     lanes.draw();
     draw();
   };
-  lanes.draw();
-  return live(root, model, redraw, {}, () => lanes.destroy(), () => player.destroy());
+  return live(root, model, redraw, {}, () => player.destroy());
 }
 
 export default { render };

@@ -1,5 +1,5 @@
 // Curves that Python has drawn as SVG, in the colours of the page; and what they are at the place under the pointer.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys } from "./shell.js";
 
 function render({ model, el: host }) {
   const { title, about, sentence } = model.get("content");
@@ -43,16 +43,15 @@ function render({ model, el: host }) {
   });
   figure.addEventListener("pointerleave", leave);
   figure.addEventListener("blur", leave);
-  figure.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") return leave();
-    if (!by || !stops.length) return;
-    event.preventDefault();
+  figure.addEventListener("keydown", ({ key }) => key === "Escape" && leave());
+  const step = (by) => () => {
+    if (!stops.length) return;
     now = Math.min(Math.max(now + by, 0), stops.length - 1);
     const stop = stops[now], frame = figure.getBoundingClientRect();
     show(stop, { clientX: frame.left + stop.at * frame.width, clientY: frame.top + stop.top * frame.height });
     says.textContent = stop.rows.map(([what, text]) => (what ? `${what} ${text}` : text)).join(", ");
-  });
+  };
+  onKeys(figure, () => ({ ArrowLeft: step(-1), ArrowRight: step(1) }));
   draw();
   return live(root, model, leave, { "change:content": draw });
 }

@@ -1,5 +1,5 @@
 // Pipeline schedules on a canvas: one lane per rank, its actions above, what it holds in memory below; one time axis.
-import { actionBar, actionName } from "./action.js";
+import { actionBar, actionName, half } from "./action.js";
 import { drawPath, hatch } from "./canvas.js";
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
@@ -39,8 +39,6 @@ export class GanttChart {
     host.append(this.box);
     this.chosen = null;
     this.listen();
-    this.resizer = new ResizeObserver(() => this.draw());
-    this.resizer.observe(this.box);
   }
 
   set(board) {
@@ -85,11 +83,10 @@ export class GanttChart {
     return run.top + rank * (this.bar + this.strip + this.gap);
   }
 
-  // [x, y, width, height] of an action; a pair shares its time, one above the other.
+  // [x, y, width, height] of an action.
   place(run, row) {
-    const x = this.x(run.start[row]), width = this.x(run.end[row]) - x, y = this.laneTop(run, run.rank[row]);
-    if (run.joined[row]) return [x, y + this.bar / 2, width, this.bar / 2];
-    return [x, y, width, run.joined[row + 1] && run.rank[row + 1] === run.rank[row] ? this.bar / 2 : this.bar];
+    const x = this.x(run.start[row]), [y, height] = half(run, row, this.laneTop(run, run.rank[row]), this.bar);
+    return [x, y, this.x(run.end[row]) - x, height];
   }
 
   draw() {
@@ -352,9 +349,5 @@ export class GanttChart {
     }
     const few = (texts) => (texts.length > 3 ? `${texts.slice(0, 3).join(", ")}, …` : texts.join(", "));
     return [few(busy) || "all ranks are done", few(waiting)].filter(Boolean).join("; ");
-  }
-
-  destroy() {
-    this.resizer.disconnect();
   }
 }

@@ -1,5 +1,5 @@
 // One control, and bars that change with it.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend } from "./scene.js";
 
@@ -31,11 +31,11 @@ async function render({ model, el: host }) {
     el("span", { style: `left:${(100 * place) / Math.max(options.length - 1, 1)}%`, onclick: () => turn(place) }, options[place].name)));
   const track = el("div.tpl-track", { style: "max-width:420px" }, slider, marks, ends);
   root.append(el("div.tpl-controls", { style: "gap:10px;margin:2px 0 22px" }, el("span.tpl-about", {}, control), value, track));
-  const paintLegend = drawLegend(root, data);
+  drawLegend(root, data);
   const bars = el("div"), words = el("p.tpl-say", { "aria-live": "polite" });
   root.append(bars, words);
   const tip = hint(root);
-  const scene = new Scene(root, bars, data, 0, { over: (event, rows) => (rows ? tip.show(event, rows) : tip.hide()) });
+  const scene = new Scene(root, bars, data, 0, { over: tip.show });
 
   function turn(index) {
     model.set("index", Math.min(Math.max(index, 0), options.length - 1));
@@ -44,15 +44,8 @@ async function render({ model, el: host }) {
   }
 
   // JupyterLab keeps the arrow keys from the slider, so they are read here.
-  root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
-    const at = model.get("index");
-    const to = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: options.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    turn(to);
-  });
+  const [on, back] = [1, -1].map((by) => () => turn(model.get("index") + by));
+  onKeys(root, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turn(0), End: () => turn(options.length - 1) }));
 
   function draw() {
     const { name, sentence, label } = options[model.get("index")];
@@ -64,7 +57,6 @@ async function render({ model, el: host }) {
     every.forEach((place, at) => ends.children[at].classList.toggle("tpl-on", place === model.get("index")));
     words.textContent = sentence;
     scene.canvas.setAttribute("aria-label", label);
-    paintLegend();
     scene.draw(model.get("index"));
   }
 

@@ -1,7 +1,7 @@
 // The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
-import { COLLECTIVE, COMPUTE, SEND, WAIT, barColour, talkKind, workKind } from "./score.js";
+import { COLLECTIVE, COMPUTE, SEND, WAIT } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar } from "./action.js";
 import { drawPath, hatch, shape } from "./canvas.js";
@@ -40,8 +40,6 @@ export class Lanes {
     this.canvas.style.height = `${this.height}px`;
     host.append(this.box);
     this.listen();
-    this.resizer = new ResizeObserver(() => this.draw());
-    this.resizer.observe(this.box);
   }
 
   // Which bars lie in which lane and track, and how high a lane is.
@@ -170,7 +168,7 @@ export class Lanes {
 
   drawLane(pen, paint, rows) {
     const { score, view: [from, to] } = this;
-    const last = [-9, -9, -9, -9];
+    const last = [-9, -9, -9, -9], tints = score.tints.map(paint.read);
     for (const row of rows) {
       if (score.start[row] > to) break;
       const kind = score.kind[row];
@@ -181,13 +179,12 @@ export class Lanes {
       if (right - last[track] < 0.7) continue; // nothing of it would be seen
       last[track] = right;
       pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
-      const letter = score.pipeline && kind === COMPUTE ? "FBIW".indexOf(score.ops[score.op[row]][0]) : -1;
-      if (letter >= 0 && score.item[row] >= 0) {
-        const action = { kind: letter, microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
+      if (score.action[row] >= 0) {
+        const action = { kind: score.action[row], microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = kind === COMPUTE ? paint.ops[workKind(score, row)] : this.byKind(row) ? paint.ops[talkKind(score, row)] : barColour(score, paint, row);
+      const colour = tints[score.tint[row]];
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching
@@ -351,9 +348,5 @@ export class Lanes {
     const right = Math.min(this.x(this.score.end[row]) - this.left, this.width);
     Object.assign(this.mark.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(right - left, 2)}px`, height: `${height}px` });
     this.hint?.show(event, describeBar(this.score, row));
-  }
-
-  destroy() {
-    this.resizer.disconnect();
   }
 }

@@ -1,5 +1,5 @@
 // Plans to train a model: seconds against memory; the chosen one beside the best, its step and its memory.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys, tool } from "./shell.js";
 import { plain } from "./units.js";
 import { unpack } from "./wire.js";
 import { GanttChart } from "./gantt.js";
@@ -37,7 +37,7 @@ async function render({ model, el: host }) {
   const key = (mark, words) => el("span.tpl-key", {}, mark, words);
   const swatch = (colour, share) => el("i", { style: `background:color-mix(in srgb,${colour} ${share}%,var(--paper));border:${share ? 1 : 2}px solid ${colour}` });
   const legend = el("div"), left = el("figure.tpl-plans"), right = el("div.tpl-plans");
-  const tools = VIEWS.map(([name, words]) => el("button.tpl-button.tpl-tool", { type: "button", onclick: () => see(name) }, words));
+  const tools = VIEWS.map(([name, words]) => tool(words, undefined, () => see(name)));
   const schedule = el("div", { hidden: "" }), mesh = el("div", { hidden: "" }), plans = el("div.tpl-layouts", {}, left, right);
   const aboutView = el("span.tpl-key");
   root.append(el("div.tpl-tools", {}, el("span.tpl-choice", { role: "group", "aria-label": "picture" }, ...tools), aboutView), legend, plans, schedule, mesh);
@@ -48,9 +48,8 @@ async function render({ model, el: host }) {
   const tip = hint(root), chart = new GanttChart(root, schedule, { hint: tip, seek: () => {}, pick: () => {} });
   chart.head.hidden = true; // nothing plays here
   const gpus = new NodesView(mesh, tip);
-  const over = (event, rows) => (rows ? tip.show(event, rows) : tip.hide());
   const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
-  let scenes = [], paintLegend = () => {};
+  let scenes = [];
 
   // Whether what is shown of a plan is there, without asking Python.
   const hasAll = (index) => isKnown(index) && (model.get("view") !== "pipeline" || board.pipeline?.plan === index || board.axes[index][0] === 1);
@@ -66,27 +65,17 @@ async function render({ model, el: host }) {
     if (!model.isStill && (model.get("settings").task || !hasAll(chosenOf()))) send({ choose: chosenOf() });
   }
 
-  // Left and right go by seconds, up and down by memory.
-  root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
-    if (model.get("view") === "nodes") {
-      const by = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: -gpus.node, ArrowDown: gpus.node, Home: -Infinity, End: Infinity }[event.key];
-      if (by === undefined) return;
-      event.preventDefault();
-      event.stopPropagation();
-      return gpus.move(by);
-    }
-    const beside = (column, by) => {
-      const order = [...column.keys()].sort((a, b) => column[a] - column[b]);
-      return order[Math.min(Math.max(order.indexOf(chosenOf()) + by, 0), order.length - 1)];
-    };
-    const act = { ArrowRight: [board.seconds, 1], ArrowLeft: [board.seconds, -1], ArrowUp: [board.gib, 1], ArrowDown: [board.gib, -1], End: [board.seconds, Infinity] }[event.key];
-    const to = event.key === "Home" ? board.best : act && beside(...act);
-    if (to === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    choose(to);
-  });
+  // Left and right go by seconds, up and down by memory; among nodes, from one GPU to another.
+  const beside = (column, by) => {
+    const order = [...board[column].keys()].sort((a, b) => board[column][a] - board[column][b]);
+    return order[Math.min(Math.max(order.indexOf(chosenOf()) + by, 0), order.length - 1)];
+  };
+  const go = (toGpu, toPlan) => () => (model.get("view") === "nodes" ? gpus.move(toGpu()) : choose(toPlan()));
+  onKeys(root, () => ({
+    ArrowRight: go(() => 1, () => beside("seconds", 1)), ArrowLeft: go(() => -1, () => beside("seconds", -1)),
+    ArrowUp: go(() => -gpus.node, () => beside("gib", 1)), ArrowDown: go(() => gpus.node, () => beside("gib", -1)),
+    Home: go(() => -Infinity, () => board.best), End: go(() => Infinity, () => beside("seconds", Infinity)),
+  }));
 
   let silence = null, failure = "", isAsking = false, isWaiting = false, coming = null;
   function ask(changes) {
@@ -133,7 +122,6 @@ async function render({ model, el: host }) {
   function draw() {
     const chosen = chosenOf();
     tip.hide();
-    paintLegend();
     scenes[0].draw(chosen);
     right.classList.toggle("tpl-waits", !isKnown(chosen));
     if (!isKnown(chosen)) {
@@ -162,7 +150,7 @@ async function render({ model, el: host }) {
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
     legend.replaceChildren();
-    if (run) paintLegend = drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
+    if (run) drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
     if (run) chart.set({ ...run, tall: VIEW_TALL });
   }
   function see(view) {
@@ -185,13 +173,12 @@ async function render({ model, el: host }) {
     root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
     aboutView.textContent = "";
     legend.replaceChildren();
-    if (model.get("view") === "plans") paintLegend = drawLegend(root, board, board.note, legend);
-    else paintLegend = () => {};
+    if (model.get("view") === "plans") drawLegend(root, board, board.note, legend);
     if (!isOwn(model.get("settings").model)) own.set(board.own);
     board.place = new Map(board.known.map((index, place) => [index, place]));
     left.replaceChildren();
     right.replaceChildren();
-    scenes = [new Scene(root, left, board, 0, { over, press: choose }), new Scene(root, right, board, 1, { over })];
+    scenes = [new Scene(root, left, board, 0, { over: tip.show, press: choose }), new Scene(root, right, board, 1, { over: tip.show })];
     draw();
   }
   const onBoard = async () => {
@@ -202,7 +189,7 @@ async function render({ model, el: host }) {
   };
   onView();
   const events = { "change:board": onBoard, "change:view": onView, "change:chosen": draw, "change:settings": tell, "change:notice": tell, "change:is_stale": tell, "change:verdict": tell, "msg:custom": onAnswer };
-  return live(root, model, draw, events, () => clearTimeout(silence), () => chart.destroy());
+  return live(root, model, draw, events, () => clearTimeout(silence));
 }
 
 export default { render };

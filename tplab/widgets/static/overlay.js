@@ -1,5 +1,5 @@
 // A pipeline schedule as it ran, over its prediction: what widgets/schedule/overlay.py says, in JavaScript, and its lanes.
-import { actionBar, actionName } from "./action.js";
+import { actionBar, actionName, half } from "./action.js";
 import { el } from "./shell.js";
 import { timeAt } from "./score.js";
 import { timeText } from "./units.js";
@@ -69,7 +69,7 @@ export class OverlayLanes extends Lanes {
     return width > 0.01 ? [x, width] : [Math.min(x, this.left + this.width - 2), 3];
   }
 
-  // [x, y, width, height] of an action as it ran, and as it was predicted, where a pair shares its time.
+  // [x, y, width, height] of an action as it ran, and as it was predicted.
   ran(row) {
     const { score } = this, [x, width] = this.stretch(score.start[row], score.end[row]);
     return [x, this.laneTop(score.rank[row]), width, this.work];
@@ -77,9 +77,8 @@ export class OverlayLanes extends Lanes {
 
   due(row) {
     const { score } = this, [x, width] = this.stretch(score.due_start[row], score.due_end[row]);
-    const y = this.laneTop(score.rank[row]) + this.work + 1, height = this.dueHeight - 1;
-    if (score.joined[row]) return [x, y + height / 2, width, height / 2];
-    return [x, y, width, score.joined[row + 1] && score.rank[row + 1] === score.rank[row] ? height / 2 : height];
+    const [y, height] = half(score, row, this.laneTop(score.rank[row]) + this.work + 1, this.dueHeight - 1);
+    return [x, y, width, height];
   }
 
   // There is nothing to wait for once the batch is over.

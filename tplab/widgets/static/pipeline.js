@@ -1,10 +1,11 @@
 // A pipeline schedule and its figures; in the pipeline lab with controls over it.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys, toggle, tool } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
 import { GanttChart, inWords } from "./gantt.js";
 import { drawLegend } from "./scene.js";
+import { numSteps, positionAt, timeAt } from "./score.js";
 import { Tasks } from "./tasks.js";
 
 const PATIENCE = 3000; // milliseconds
@@ -34,14 +35,8 @@ function slider(name, { least, most, by, turned }) {
   };
   input.addEventListener("input", () => turned(Number(input.value)));
   // JupyterLab keeps the arrow keys from the slider, so they are read here.
-  input.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
-    if (!step && event.key !== "Home" && event.key !== "End") return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next = step ? Number(input.value) + step * by : event.key === "Home" ? least : most;
-    turned(Math.min(Math.max(Math.round(next / by) * by, least), most));
-  });
+  const [on, back] = [by, -by].map((step) => () => turned(Math.min(Math.max(Math.round((Number(input.value) + step) / by) * by, least), most)));
+  onKeys(input, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turned(least), End: () => turned(most) }));
   return { node, draw, off: (off) => { input.disabled = off; node.classList.toggle("tpl-off", off); } };
 }
 
@@ -155,25 +150,15 @@ async function render({ model, el: host }) {
     tasks?.show(settings);
   };
 
-  const button = (text, label, act, more = {}) =>
-    el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
-  const toggle = (text, label, act) => {
-    const node = button(text, label, () => {
-      const on = node.getAttribute("aria-pressed") !== "true";
-      node.setAttribute("aria-pressed", on);
-      act(on);
-    }, { "aria-pressed": "false" });
-    return node;
-  };
   const shift = (by) => {
     if (chart.chosen === null) return;
     const index = chart.index(chart.chosen);
     send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
   };
-  const earlier = button("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
-  const later = button("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
-  const undo = button("undo", "take back the last move (Ctrl+Z)", () => send({ undo: true }), { hidden: "" });
-  const reset = button("reset", "take back all moves", () => send({ reset: true }), { hidden: "" });
+  const earlier = tool("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
+  const later = tool("later ▸", "move the chosen action one place later", () => shift(1), { hidden: "" });
+  const undo = tool("undo", "take back the last move (Ctrl+Z)", () => send({ undo: true }), { hidden: "" });
+  const reset = tool("reset", "take back all moves", () => send({ reset: true }), { hidden: "" });
   const edit = toggle("edit", "move actions by hand", (on) => {
     chart.editing = on;
     earlier.hidden = later.hidden = !on;
@@ -203,21 +188,20 @@ async function render({ model, el: host }) {
   root.addEventListener("keydown", onEditKey, true);
   const pasted = el("textarea.tpl-text", { rows: 5, spellcheck: "false", "aria-label": "CSV to show", placeholder: CSV });
   const paste = el("form.tpl-paste", { hidden: "", onsubmit: (event) => { event.preventDefault(); send({ paste: pasted.value }); } }, pasted,
-    el("div", {}, "One line per rank, in either of torch's forms. ", button("show it", "show what is pasted", () => {}, { type: "submit" })));
+    el("div", {}, "One line per rank, in either of torch's forms. ", tool("show it", "show what is pasted", () => {}, { type: "submit" })));
   paste.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
   const toPaste = toggle("paste CSV", "paste CSV of your own", (on) => {
     paste.hidden = !on;
     if (on) pasted.focus();
   });
-  const files = ["svg", "csv", "perfetto"].map((kind) => button(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
+  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
   const legend = el("div");
-  let paintLegend = () => {};
   const showLegend = () => {
     legend.replaceChildren();
-    paintLegend = drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
+    drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
   };
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
-    ...COLOURS.map((by) => button(by, `colour by ${by}`, () => {
+    ...COLOURS.map((by) => tool(by, `colour by ${by}`, () => {
       colourBy(by);
       model.set("colour", by);
       model.save_changes();
@@ -237,7 +221,7 @@ async function render({ model, el: host }) {
   let player = null;
   const chart = new GanttChart(root, root, {
     hint: tip,
-    seek: (time) => player.seek(positionAt(time)),
+    seek: (time) => player.seek(positionAt(board, time)),
     pick: (row) => { if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`; },
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
@@ -245,16 +229,6 @@ async function render({ model, el: host }) {
   const meanings = el("dl"), explained = el("details.tpl-meanings", {}, el("summary", {}, "what the figures mean"), meanings);
   for (const event of ["keydown", "keyup"]) explained.addEventListener(event, (pressed) => pressed.stopPropagation()); // its keys are no keys of the player
   root.append(note, bar, figures, explained);
-
-  const timeAt = (position) => {
-    const { moments } = board, whole = Math.min(Math.floor(position), moments.length - 1), next = Math.min(whole + 1, moments.length - 1);
-    return moments[whole] + (position - whole) * (moments[next] - moments[whole]);
-  };
-  const positionAt = (time) => {
-    const { moments } = board, next = moments.findIndex((moment) => moment > time);
-    if (next <= 0) return next < 0 ? moments.length - 1 : 0;
-    return next - 1 + (time - moments[next - 1]) / (moments[next] - moments[next - 1]);
-  };
 
   function draw() {
     root.querySelector("header b").textContent = board.title;
@@ -269,7 +243,7 @@ async function render({ model, el: host }) {
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
       ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));
     meanings.replaceChildren(...board.meanings.flatMap(([name, words]) => [el("dt", {}, name), el("dd", {}, words)]));
-    player?.restart(board.moments.length - 1);
+    player?.restart(numSteps(board));
   }
   const tellNotice = (progress) => {
     root.dataset.stale = Boolean(model.get("is_stale"));
@@ -282,9 +256,9 @@ async function render({ model, el: host }) {
   const onNotice = () => tellNotice();
   draw();
   player = new Player(root, model, {
-    steps: board.moments.length - 1,
-    show: (position) => chart.moveTo(timeAt(position)),
-    say: (position) => [`t = ${timeText(timeAt(position), board.unit, chart.end)}`, chart.say(timeAt(position)), ""],
+    steps: numSteps(board),
+    show: (position) => chart.moveTo(timeAt(board, position)),
+    say: (position) => [`t = ${timeText(timeAt(board, position), board.unit, chart.end)}`, chart.say(timeAt(board, position)), ""],
   });
   if (isLab) root.append(tasks.box);
   const onBoard = async () => {
@@ -301,11 +275,7 @@ async function render({ model, el: host }) {
     showEdits();
     Object.assign(events, { "change:num_edits": showEdits, "change:is_stale": onNotice, "change:settings": onSettings, "change:verdict": onSettings, "change:notice": onNotice, "msg:custom": onAnswer });
   }
-  const redraw = () => {
-    paintLegend();
-    chart.draw();
-  };
-  return live(root, model, redraw, events, () => clearTimeout(silence), () => chart.destroy(), () => player.destroy());
+  return live(root, model, () => chart.draw(), events, () => clearTimeout(silence), () => player.destroy());
 }
 
 export default { render };

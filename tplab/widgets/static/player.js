@@ -1,6 +1,6 @@
 // The playhead and its controls. Frames are made here, in the browser: Python hears of the position only when it rests
 // or a step is over.
-import { el, keepHeight, reducedMotion } from "./shell.js";
+import { el, keepHeight, onKeys, reducedMotion } from "./shell.js";
 
 const ICONS = {
   first: "M4 3v10M13 3.5 6.5 8l6.5 4.5z", back: "M10.5 3.5 5 8l5.5 4.5z", play: "M5 3l8 5-8 5z",
@@ -31,7 +31,10 @@ export class Player {
       this.go(step, false);
     };
     model.on("change:step", this.onModel);
-    root.addEventListener("keydown", (event) => this.onKey(event));
+    onKeys(root, ({ target }) => ({
+      " ": target.closest?.("button, select") ? null : () => this.toggle(), ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1),
+      Home: () => this.go(0), End: () => this.go(this.steps),
+    }));
     this.sent = this.position;
     this.draw();
   }
@@ -94,19 +97,6 @@ export class Player {
     this.speedButton.textContent = `${this.speed}×`;
     this.speedButton.setAttribute("aria-label", `speed ${this.speed} times`);
     this.speedButton.title = "speed";
-  }
-
-  onKey(event) {
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
-    const onButton = event.target.closest?.("button, select");
-    const act = {
-      " ": onButton ? null : () => this.toggle(), ArrowRight: () => this.step(1), ArrowLeft: () => this.step(-1),
-      Home: () => this.go(0), End: () => this.go(this.steps),
-    }[event.key];
-    if (!act || event.shiftKey) return;
-    event.preventDefault();
-    event.stopPropagation();
-    act();
   }
 
   // To the next whole step, in either direction.

@@ -4,11 +4,11 @@ import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
-const READ = 300; // so many things, at most, are listed for screen readers
+const READ = 300; // so many things, at most, are listed for screen readers, and how many there are
 const RESTS = 250; // milliseconds without a new frame
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
-// What the colours mean, in a line that wraps; at its end a note, or controls. Returns what paints it.
+// What the colours mean, in a line that wraps; at its end a note, or controls. `live` paints it again.
 export function drawLegend(root, data, end = "", host = root) {
   const row = el("div.tpl-legend");
   host.append(row);
@@ -20,9 +20,8 @@ export function drawLegend(root, data, end = "", host = root) {
     return swatch;
   });
   if (end) row.append(el("span.tpl-space"), typeof end === "string" ? el("span.tpl-key", {}, end) : end);
-  const paint = () => swatches.forEach((swatch) => swatch.draw(0));
-  new ResizeObserver(paint).observe(row);
-  return paint;
+  root.paintLegend = () => swatches.forEach((swatch) => swatch.draw(0));
+  root.paintLegend();
 }
 
 export class Scene {
@@ -106,7 +105,8 @@ export class Scene {
     const { mark } = this.table, first = new Map();
     for (let part = 0; part < mark.length; part++) if (mark[part] >= 0 && this.isThere(part)) first.set(mark[part], part);
     const parts = [...first.values()].filter((part) => this.reads(this.keyOf(part)));
-    const said = parts.length > READ ? [] : [...new Set(parts.map((part) => hintText(this.rowsOf(part))))].filter(Boolean);
+    const said = [...new Set(parts.slice(0, READ).map((part) => hintText(this.rowsOf(part))))].filter(Boolean);
+    if (parts.length > READ) said.unshift(`the first ${READ} of ${parts.length.toLocaleString("en")}`);
     if (said.join() === this.said) return;
     this.said = said.join();
     this.list.hidden = !said.length;
@@ -137,8 +137,8 @@ export class Scene {
     const { canvas, table } = this, full = canvas.clientWidth;
     this.position = position;
     clearTimeout(this.resting);
-    this.resting = setTimeout(() => this.read(), RESTS);
     if (!full) return;
+    if (this.list.isConnected) this.resting = setTimeout(() => this.read(), RESTS);
     const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
     // Between two moments nothing changes but what moves.
     const state = [table.width, ratio, this.root.dataset.theme, table.moments.findIndex((moment) => moment >= position)].join();

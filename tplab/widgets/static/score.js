@@ -6,15 +6,6 @@ export const OWN = 1, HELD = 2, PASSED = 3, GONE = 4, UNSURE = 5;
 
 export const numSteps = (score) => score.times.length - 1;
 
-// The kind of what a bar computes, for its colour: a product of a backward pass has one of its own.
-export function workKind(score, row) {
-  const kind = score.op_kinds[score.op[row]];
-  return kind === "product" && score.phases?.[score.phase[row]] === "backward" ? "backward" : kind;
-}
-
-// What a collective does, for its colour: it combines what ranks put in, as a sum, or only moves it.
-export const talkKind = (score, row) => (score.reductions[score.reduction[row]] ? "combines" : "moves");
-
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 // When the playhead at `position` (in rounds) is.
@@ -86,9 +77,6 @@ export const partOf = (score, hold) => {
   const part = score.parts[score.hold_part[hold]];
   return part?.length ? part : null;
 };
-
-// The colour of a bar: in a pipeline activations have that of F, and gradients that of I.
-export const barColour = (score, paint, row) => (score.pipeline ? [paint.work, paint.kinds.F, paint.kinds.I][score.flow[row]] : paint.hue(score.item[row]));
 
 // What a message carries, in a sentence.
 export function carried(score, row) {

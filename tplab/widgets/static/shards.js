@@ -1,5 +1,5 @@
 // Which rank holds which piece: tensors cut up, and every rank with its own pieces. To point at one shows it everywhere.
-import { card, el, keepHeight, live } from "./shell.js";
+import { card, el, keepHeight, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene } from "./scene.js";
 
@@ -33,15 +33,13 @@ async function render({ model, el: host }) {
     if (say.textContent !== name + text) say.replaceChildren(el("b", {}, name), text);
   }
 
-  root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const now = model.get("rank");
-    const next = { ArrowRight: Math.min(now + 1, last), ArrowLeft: now < 0 ? last : Math.max(now - 1, 0), Home: 0, End: last, Escape: -1 }[event.key];
-    if (next === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
+  const goTo = (next) => () => {
     over = -1;
     choose(next);
+  };
+  onKeys(root, () => {
+    const now = model.get("rank");
+    return { ArrowRight: goTo(Math.min(now + 1, last)), ArrowLeft: goTo(now < 0 ? last : Math.max(now - 1, 0)), Home: goTo(0), End: goTo(last), Escape: goTo(-1) };
   });
   const [, letGo] = keepHeight(root, say, () => [data.sentence, ...data.says.map((pair) => pair.join(" "))]);
   return live(root, model, show, { "change:rank": show }, letGo);

@@ -66,12 +66,16 @@ export function followTheme(root, changed) {
   };
 }
 
-// Draws again when the theme or the width of the card changes, and does what the model's events ask for. Returns what ends
-// it, and `ends` with it.
+// Draws again, the legend too, when the theme or the width of the card changes, and does what the model's events ask for.
+// Returns what ends it, and `ends` with it.
 export function live(root, model, draw, events, ...ends) {
   let width = null;
-  const unfollow = followTheme(root, draw), resizer = new ResizeObserver(() => {
-    if (root.clientWidth !== width) draw();
+  const redraw = () => {
+    root.paintLegend?.();
+    draw();
+  };
+  const unfollow = followTheme(root, redraw), resizer = new ResizeObserver(() => {
+    if (root.clientWidth !== width) redraw();
     width = root.clientWidth;
   });
   resizer.observe(root);
@@ -90,7 +94,6 @@ export function colours(root) {
   for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
   found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
   found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
-  found.ops = Object.fromEntries(["product", "backward", "norm", "elementwise", "copy", "computing", "combines", "moves"].map((kind) => [kind, read(`o${kind}`)]));
   found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
   found.mix = (colour, share) => mix(colour, found.paper, share);
   found.lighter = (colour, share) => mix(colour, "#ffffff", share);
@@ -132,15 +135,43 @@ function shareKeys(root) {
   });
 }
 
-// The hint: rows of [what, text], beside the pointer, inside of the card.
+// Keys that do something here, of which the page then hears nothing: acts(event) is a table of key -> what it does.
+// shifted: whether it is asked about keys that are pressed with Shift.
+export function onKeys(node, acts, shifted = false) {
+  node.addEventListener("keydown", (event) => {
+    const { ctrlKey, metaKey, altKey, shiftKey } = event;
+    const act = ctrlKey || metaKey || altKey || (shiftKey && !shifted) ? null : acts(event)[event.key];
+    if (!act) return;
+    event.preventDefault();
+    event.stopPropagation();
+    act();
+  });
+}
+
+// A button with words.
+export const tool = (text, label, act, more = {}) =>
+  el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
+
+// A tool that is on or off: act(on).
+export function toggle(text, label, act) {
+  const node = tool(text, label, () => {
+    const on = node.getAttribute("aria-pressed") !== "true";
+    node.setAttribute("aria-pressed", on);
+    act(on);
+  }, { "aria-pressed": "false" });
+  return node;
+}
+
+// The hint: rows of [what, text], beside the pointer, inside of the card; without rows there is none.
 export function hint(root) {
   const box = el("div.tpl-hint", { role: "tooltip", hidden: "" });
   root.append(box);
   return {
     show(event, rows) {
+      box.hidden = !rows;
+      if (!rows) return;
       box.replaceChildren(...rows.filter((row) => row && row[1] !== "").map(([what, text]) =>
         el("div", {}, what ? el("span", {}, what) : el("b", {}, text), what ? text : "")));
-      box.hidden = false;
       const frame = root.getBoundingClientRect();
       const x = event.clientX - frame.left + 14, y = event.clientY - frame.top + 14;
       const room = frame.width - box.offsetWidth - 6, below = x > room ? y + 6 : y;

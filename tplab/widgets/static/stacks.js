@@ -1,5 +1,5 @@
 // What a rank holds over time: areas on top of each other, of the rank that is chosen.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend, hintText } from "./scene.js";
 
@@ -8,13 +8,13 @@ async function render({ model, el: host }) {
   const root = card(host, { title: data.title, about: data.about, label: data.title });
   const choice = el("select.tpl-select", { "aria-label": "rank", onchange: () => choose(Number(choice.value)) },
     ...ranks.map((text, rank) => el("option", { value: rank }, text)));
-  const paintLegend = drawLegend(root, data, choice);
+  drawLegend(root, data, choice);
   const figure = el("div.tpl-curves.tpl-stacks", { tabindex: "0", role: "group",
     "aria-label": "memory over time: left and right arrow keys go through moments, up and down through ranks" });
   const says = el("p.tpl-say", { "aria-live": "polite" });
   root.append(figure, says);
   const tip = hint(root);
-  const scene = new Scene(root, figure, data, 0, { over: (event, rows) => (rows ? tip.show(event, rows) : tip.hide()), cursor: true });
+  const scene = new Scene(root, figure, data, 0, { over: tip.show, cursor: true });
 
   function choose(rank) {
     model.set("rank", Math.min(Math.max(rank, 0), ranks.length - 1));
@@ -28,21 +28,13 @@ async function render({ model, el: host }) {
     says.textContent = data.says[rank].replace(/^r/, "R");
     scene.canvas.setAttribute("aria-label", data.says[rank]);
     tip.hide();
-    paintLegend();
     scene.draw(rank);
   }
 
   figure.addEventListener("blur", () => scene.leave());
-  figure.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
-    if (event.key === "Escape") return scene.leave();
-    const turn = { ArrowUp: 1, ArrowDown: -1 }[event.key], by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (!turn && !by) return;
-    event.preventDefault();
-    event.stopPropagation();
-    if (turn) return choose(model.get("rank") + turn);
-    says.textContent = hintText(scene.step(by));
-  });
+  figure.addEventListener("keydown", ({ key }) => key === "Escape" && scene.leave());
+  const turn = (by) => () => choose(model.get("rank") + by), step = (by) => () => { says.textContent = hintText(scene.step(by)); };
+  onKeys(figure, () => ({ ArrowUp: turn(1), ArrowDown: turn(-1), ArrowLeft: step(-1), ArrowRight: step(1), Home: step(-Infinity), End: step(Infinity) }));
   return live(root, model, draw, { "change:rank": draw });
 }
 

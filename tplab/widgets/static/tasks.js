@@ -1,6 +1,6 @@
 // The tasks of a lab: one of them, its hints one at a time, and whether it is solved. Python writes the words and decides;
 // what was solved is kept in this browser.
-import { el } from "./shell.js";
+import { el, tool } from "./shell.js";
 
 const KEPT = "tplab.solved"; // names of tasks, in the browser's storage
 
@@ -26,9 +26,8 @@ export class Tasks {
     this.options = this.tasks.map(({ name }) => el("option", { value: name }));
     this.select = el("select.tpl-select", { "aria-label": "task", onchange: () => begin(this.select.value) }, el("option", { value: "" }, "choose a task"), ...this.options);
     this.count = el("span");
-    const button = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
-    this.again = button("start again", "set the controls as the task begins", () => begin(this.task.name));
-    this.hint = button("hint", "show one more hint", () => {
+    this.again = tool("start again", "set the controls as the task begins", () => begin(this.task.name));
+    this.hint = tool("hint", "show one more hint", () => {
       this.hinted.set(this.task.name, this.shown + 1);
       this.show(this.settings);
     });

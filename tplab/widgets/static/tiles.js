@@ -12,14 +12,13 @@ async function render({ model, el: host }) {
   const data = await unpack(model.get("scene"));
   const score = data.times.length ? await unpack(model.get("score")) : null;
   const root = card(host, { title: data.title, about: data.about, label: data.sentence, badge: score?.badge });
-  const paintLegend = drawLegend(root, data, data.note);
+  drawLegend(root, data, data.note);
   const row = el("div.tpl-tiles", { style: `grid-template-columns:repeat(auto-fit,minmax(min(100%,${Math.min(data.tables[0].width, 270)}px),1fr))` });
   root.append(row);
   const tip = hint(root), passOf = (position) => Math.floor(Math.max(Math.ceil(position - 1e-9) - 1, 0) / data.period);
   let player = null;
-  const over = (event, rows) => (event && rows ? tip.show(event, rows) : tip.hide());
   const press = (step) => player.seek(step + passOf(player.position) * data.period);
-  const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over, press }));
+  const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over: tip.show, press }));
   const lanes = score && new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(data, time)) });
   const draw = (position) => {
     for (const panel of panels) panel.draw(position - passOf(position) * data.period);
@@ -37,11 +36,10 @@ async function render({ model, el: host }) {
     },
   });
   const redraw = () => {
-    paintLegend();
     draw(player.position);
     lanes?.draw();
   };
-  return live(root, model, redraw, {}, () => lanes?.destroy(), () => player.destroy());
+  return live(root, model, redraw, {}, () => player.destroy());
 }
 
 export default { render };

@@ -1,5 +1,5 @@
 // Where the time goes: one lane per rank, on which one can look closer.
-import { card, el, hint, live } from "./shell.js";
+import { card, el, hint, live, onKeys, toggle, tool } from "./shell.js";
 import { timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { head, numSteps, positionAt, timeAt } from "./score.js";
@@ -12,15 +12,9 @@ async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `timeline of ${score.title}` });
   const over = score.overlay, tip = hint(root);
-  const tool = (text, label, act) => el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act }, text);
-  const critical = el("button.tpl-button.tpl-tool", { type: "button", "aria-pressed": "false" }, "critical path");
-  critical.addEventListener("click", () => {
-    const on = critical.getAttribute("aria-pressed") !== "true";
-    critical.setAttribute("aria-pressed", on);
-    lanes.showCritical(on);
-  });
+  const critical = toggle("critical path", undefined, (on) => lanes.showCritical(on));
   let player = null;
-  const paintLegend = drawLegend(root, score, el("span.tpl-tools", {}, score.critical?.length ? critical : null,
+  drawLegend(root, score, el("span.tpl-tools", {}, score.critical?.length ? critical : null,
     tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
     tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9))));
   let resting = null, isTelling = false;
@@ -48,27 +42,13 @@ async function render({ model, el: host }) {
       return [head(score, round), score.sentences[round], `t = ${timeText(timeAt(score, position) - score.times[0], score.unit)}`];
     },
   });
-  root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const span = lanes.view[1] - lanes.view[0];
-    const act = {
-      "+": () => lanes.zoomAt(1.6), "=": () => lanes.zoomAt(1.6), "-": () => lanes.zoomAt(1 / 1.6), 0: () => lanes.zoomAt(1e-9),
-    }[event.key] ?? (event.shiftKey ? {
-      ArrowLeft: () => lanes.moveTo(lanes.view[0] - span / 4), ArrowRight: () => lanes.moveTo(lanes.view[0] + span / 4),
-    }[event.key] : null);
-    if (!act) return;
-    event.preventDefault();
-    event.stopPropagation();
-    act();
-  });
-  const draw = () => {
-    paintLegend();
-    lanes.draw();
-  };
-  draw();
+  const zoom = (by) => () => lanes.zoomAt(by), move = (by) => () => lanes.moveTo(lanes.view[0] + by * (lanes.view[1] - lanes.view[0]));
+  onKeys(root, ({ shiftKey }) => ({
+    "+": zoom(1.6), "=": zoom(1.6), "-": zoom(1 / 1.6), 0: zoom(1e-9), ...(shiftKey ? { ArrowLeft: move(-0.25), ArrowRight: move(0.25) } : {}),
+  }), true);
   onView();
-  const ends = [() => clearTimeout(resting), () => lanes.destroy(), () => player.destroy()];
-  return live(root, model, draw, { "change:begin": onView, "change:end": onView }, ...ends);
+  const events = { "change:begin": onView, "change:end": onView };
+  return live(root, model, () => lanes.draw(), events, () => clearTimeout(resting), () => player.destroy());
 }
 
 export default { render };
