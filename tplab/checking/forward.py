@@ -84,7 +84,7 @@ def _in_its_place(facts: Facts, trails: Trails, line: str) -> Iterator[Hypothesi
 
 
 def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
-    """Of which parameter a value has something too much."""
+    """The parameter that a value contains once too often, or more."""
     key, rank = next(iter(values)), facts.num_ranks - 1
     got = trails.value(rank, key)
     if got is None:

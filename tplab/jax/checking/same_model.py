@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,17 +113,6 @@ class _Result(NamedTuple):
     pieces: list[tuple[int, Any, np.ndarray]]
 
 
-class _Wrong(NamedTuple):
-    place: int
-    path: str
-    what: What
-    factor: float | None
-    text: str
-    ranks: tuple[int, ...]
-    got: str
-    want: str
-
-
 class _Comparison:
     """The results of both, one by one.
 
@@ -153,7 +142,7 @@ class _Comparison:
         has_ranks: bool,
         about: str,
     ) -> SameModel:
-        wrong: list[_Wrong] = []
+        wrong: dict[int, Finding] = {}  # by the place of the result
         seen: dict[What, list[tuple[float, float]]] = {}
         noisy: list[str] = []
         for ours, theirs, *moved in zip(got, want, *again, strict=True):
@@ -171,13 +160,14 @@ class _Comparison:
             far = max((gap(piece, right) for piece, right in pieces), default=0.0) / size
             seen.setdefault(what, []).append((far, tolerance))
             if far > tolerance:
-                wrong.append(self._judged(what, ours, values, base, tolerance * size))
-        first = min(wrong, key=lambda one: (one.text != NOT_FINITE, ORDER.index(one.what)), default=None)
-        findings = [self._finding(first, [one for one in wrong if one.what == first.what])] if first else []
+                wrong[ours.place] = self._judged(what, ours, values, base, tolerance * size)
+        first = min(wrong.values(), default=None,
+                    key=lambda one: (one.text_of_factor != NOT_FINITE, ORDER.index(one.what)))  # fmt: skip
+        findings = [self._finding(first, wrong)] if first else []
         rows = [Row(what, 0, None, _WHOLE) for what in ("weights", "samples")]
         for what in ORDER:
             if what in seen:
-                rows.append(self._row(what, seen[what], first, any(one.what == what for one in wrong)))
+                rows.append(self._row(what, seen[what], first, any(one.what == what for one in wrong.values())))
         notes = [
             f"{self.rounding.dtype}: up to {self.slack:.2g} of the largest element is rounding, as is up to 8 times "
             "what one rounding of the arguments changes in the same result of the reference"
@@ -198,7 +188,7 @@ class _Comparison:
             what = "parameters" if before else "log" if theirs.whole.shape else "loss"
         return what, before if what == "parameters" else ""
 
-    def _judged(self, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> _Wrong:
+    def _judged(self, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> Finding:
         """What a wrong result is to the right one."""
         pieces = [(rank, piece - _at(base, index), _at(want, index)) for rank, index, piece in ours.pieces]
         bad = tuple(rank for rank, piece, right in pieces if gap(piece, right) > slack)
@@ -219,21 +209,20 @@ class _Comparison:
         elif times := factor_between([(piece, right) for _, piece, right in pieces], max(4 * slack, 1e-3 * size)):
             text, factor = (self.sizes.words(times), times) if abs(times - 1) > 1e-3 else (text, None)
         whose = () if len(bad) == len(pieces) else bad
-        found, expected = _about(pieces[0][1]), _about(pieces[0][2])
-        return _Wrong(ours.place, ours.path, what, factor, text, whose, found, expected)
+        _, got, expected = pieces[0]
+        return Finding(what, _name(ours.path), 0, text, factor, got=_about(got), want=_about(expected), ranks=whose)
 
-    def _finding(self, first: _Wrong, alike: Sequence[_Wrong]) -> Finding:
-        name = "" if first.what in ("loss", "norm") else _name(first.path)
-        others = tuple(_name(one.path) for one in alike if one.place != first.place and one.text == first.text)
-        finding = Finding(first.what, name, 0, first.text, first.factor, got=first.got, want=first.want,
-                          ranks=first.ranks, others=others)  # fmt: skip
-        return self._in_full(finding, {one.place for one in alike})
+    def _finding(self, first: Finding, wrong: Mapping[int, Finding]) -> Finding:
+        alike = {place: one for place, one in wrong.items() if one.what == first.what}
+        others = [one.name for one in alike.values() if one is not first and one.text_of_factor == first.text_of_factor]
+        name = "" if first.what in ("loss", "norm") else first.name
+        return self._in_full(replace(first, name=name, others=tuple(others)), {*alike})
 
-    def _row(self, what: What, gaps: Sequence[tuple[float, float]], first: _Wrong | None, is_wrong: bool) -> Row:
+    def _row(self, what: What, gaps: Sequence[tuple[float, float]], first: Finding | None, is_wrong: bool) -> Row:
         far, tolerance = max(gaps, key=lambda one: one[0] / one[1])
         measured = f"off by {far:.2g}, where {tolerance:.2g} is rounding"
         if first is not None and what == first.what:
-            return Row(what, 0, False, f"{first.text}; {measured}", _name(first.path), first.factor)
+            return Row(what, 0, False, f"{first.text_of_factor}; {measured}", first.name, first.factor)
         if is_wrong:
             return Row(what, 0, None, f"not judged: it may follow; {measured}")
         return Row(what, 0, True, f"{measured}; {len(gaps)} compared")
