@@ -30,7 +30,11 @@ class Forward(NamedTuple):
 
 
 def do(call: Call, x: Tensor) -> Tensor:
-    """Run the collective and wait for it."""
+    """Run the collective and wait for it; meanwhile the other pass of a pair goes on, if there is one."""
+    if x.is_floating_point() and (pair := this_rank().pair) is not None:  # numbers of rows are few bytes
+        pending = start_on(call, x)
+        pair.let_go_on()
+        return pending.wait()
     if _is_followed(x):
         return _Blocking.apply(x, _Exchange(call))  # type: ignore[return-value]
     return this_rank().do(call, x)
@@ -164,6 +168,8 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         exchange = ctx.exchange
         gradient, exchange.gradient = exchange.gradient, None
+        if isinstance(gradient, Pending) and (pair := this_rank().pair) is not None:
+            pair.let_go_on()
         return (_received(exchange.call, gradient.wait()) if isinstance(gradient, Pending) else gradient), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied
-from tplab.schedules import Costs, Schedule
+from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import program
 from tplab.torch.pipeline.copies import GradientSync
 from tplab.torch.pipeline.worker import Evaluation, Loss, Worker
@@ -29,6 +30,7 @@ def train_batch(
     checkpoint_every: int | None = None,
     costs: Costs | None = None,
     first: int = 0,
+    overlap: bool = False,
 ) -> Tensor:
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Each rank of `axis`
     calls it inside its program; the rank at position r runs row r.
@@ -67,14 +69,16 @@ def train_batch(
                   they take no time. So the trace of a real run can be laid over `simulate(schedule, costs)`
     first         the number of the first microbatch, where the batch of one optimizer step is run in several calls:
                   dropout draws as if it were one call
+    overlap       whether the forward and the backward pass of an overlapped pair run at once, as in DualPipe: what
+                  either sends inside its stage, such as the all_to_all of experts, travels while the other computes,
+                  and the pair is one event of the trace. False: one runs after the other
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss
         B   from the gradient of the output, compute that of the input and those of the parameters
         I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
     B is I and W at once, to the FLOP. Outputs and gradients travel as separate messages, and a send never waits, so no
-    schedule that passes `check` can deadlock. An overlapped pair runs one after the other. A STEP is left to the
-    caller.
+    schedule that passes `check` can deadlock. A STEP is left to the caller.
 
     The trace has each action as an event, with the bytes that the rank then holds for backward passes (`held`).
     Dropout draws from the seed of the run, the number of the batch, the stage and the microbatch: the same numbers in
@@ -83,6 +87,11 @@ def train_batch(
     Raises ScheduleError and ShapeError, with an explanation, where schedule, stages, microbatches and axis do not fit
     together.
     """
+    if overlap and checkpoint_every:
+        raise ValueError(
+            "overlap=True runs a forward pass beside a backward pass, which with checkpoint_every is itself a forward "
+            "pass at times; leave out one of them"
+        )
     worker = Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs, first)
     worker.rank.draws["batches"] = worker.batch + 1
     ties: Tied = getattr(stages, "tied", ()) if tied is None else tied
@@ -90,16 +99,26 @@ def train_batch(
     row = program(schedule)[worker.place.index]
     last = {action.stage: action for action in row if action.kind in ("B", "W")}
     with sync.batch():
-        for action in row:
+        for action, *joined in _cells(row, overlap):
             if action.kind == "REDUCE_GRAD":
                 sync.reduce(action.stage, worker.gradients)
-            elif action is last.get(action.stage):
-                with sync.leaving(action.stage, worker.gradients[action.stage], in_one=action.kind == "B"):
-                    worker.run(action)
-            else:
-                worker.run(action)
+                continue
+            ends = next((one for one in (action, *joined) if one is last.get(one.stage)), None)
+            with sync.leaving(ends.stage, worker.gradients[ends.stage], ends.kind == "B") if ends else nullcontext():
+                worker.run_pair(action, *joined) if joined else worker.run(action)
         sync.finish(worker.gradients)
     return worker.mean_loss(data_axis)
+
+
+def _cells(row: Sequence[Action], overlap: bool) -> list[list[Action]]:
+    """What runs one after the other: single actions and, with overlap, pairs of a forward and a backward pass."""
+    cells: list[list[Action]] = []
+    for action in row:
+        if overlap and action.joined and (action.kind == "F") != (cells[-1][0].kind == "F"):
+            cells[-1].append(action)
+        else:
+            cells.append([action])
+    return cells
 
 
 @torch.no_grad()

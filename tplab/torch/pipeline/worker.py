@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tplab.schedules.execute import require_ranks
 from tplab.torch.comm.collectives import all_reduce, start
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient
+from tplab.torch.pipeline.pair import Pair
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
 from tplab.torch.private import pytree
@@ -47,6 +49,7 @@ class Worker:
         self.stages = {n: Stage(module, n, schedule.num_stages, checkpoint_every) for n, module in modules.items()}
         self.microbatches = check_microbatches(microbatches, schedule.num_microbatches)
         self.durations = _durations(schedule, costs, self.place.index)
+        self.overlap, self._is_in_pair = 0.0 if costs is None else costs.overlap, False
         self.gradients: dict[int, Gradients] = {stage: {} for stage in self.stages}
         self.device = next((p.device for m in modules.values() for p in m.parameters()), torch.empty(0).device)
         self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -69,6 +72,25 @@ class Worker:
         elif kind.startswith("RECV"):
             source = self._neighbor("B" if way == "F" else "F", stage, microbatch)
             self._arriving[way, stage, microbatch] = start(receive, self.axis, source)
+
+    def run_pair(self, first: Action, second: Action) -> None:
+        """Do a forward and a backward pass at once: what one of them sends travels while the other computes."""
+        forward, backward = (first, second) if first.kind == "F" else (second, first)
+        for way, one in (("F", forward), ("B", backward)):  # it begins when both can
+            key = way, one.stage, one.microbatch
+            if key in self._arriving:
+                self._arriving[key] = self._taken(*key)
+        keys = [(one.kind, one.stage, one.microbatch) for one in (first, second)]
+        takes = [self.durations.get(key, 0.0) for key in keys]
+        label = self._chunk(first.microbatch, ())
+        name, where = f"{first.label}+{second.label}", f"stage {first.stage} + stage {second.stage}"
+        about = Doing(name, where, label, sum(takes) - self.overlap * min(takes))
+        with self.rank.doing(about):
+            self._is_in_pair = True
+            Pair(partial(self.run, forward)).run(partial(self.run, backward))
+            self._is_in_pair = False
+            for _, number, microbatch in keys:
+                self._keeps(number, microbatch)
 
     def mean_loss(self, data_axis: Axis | None) -> Tensor:
         """The mean loss of all microbatches, the same on every rank."""
@@ -179,13 +201,19 @@ class Worker:
     @contextmanager
     def _doing(self, kind: str, number: int, microbatch: int) -> Iterator[None]:
         """The action's event in the trace, "F3" at "stage 1", with the bytes that are kept after it."""
+        if self._is_in_pair:  # which is one event
+            yield
+            return
         label = self._chunk(microbatch, ())
         takes = self.durations.get((kind, number, microbatch), 0.0)
         with self.rank.doing(Doing(f"{kind}{microbatch}", f"stage {number}", label, takes)):
             yield
-            made = self._passes.get((number, microbatch))
-            self._kept[number, microbatch] = 0 if made is None else made.num_bytes()
-            self.rank.held = sum(self._kept.values())
+            self._keeps(number, microbatch)
+
+    def _keeps(self, number: int, microbatch: int) -> None:
+        made = self._passes.get((number, microbatch))
+        self._kept[number, microbatch] = 0 if made is None else made.num_bytes()
+        self.rank.held = sum(self._kept.values())
 
     def _chunk(self, microbatch: int, contributors: tuple[int, ...]) -> Any:
         home = self.place.group[self.schedule.rank_of(0, microbatch)]

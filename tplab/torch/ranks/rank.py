@@ -197,6 +197,7 @@ class Rank(ABC):
         self.receipts: dict[tuple[int, ...], Any] = {}  # for each sender, the last one that was reserved, on any axis
         self.held = -1  # bytes that it keeps for backward passes, if the program says so
         self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
+        self.pair: Any = None  # two passes that run at once, each of which goes on while the other waits
         self.types: Any = None  # what writes down its operations, where `run` was asked for types
 
     def place(self, axis: Axis) -> Place:
@@ -322,6 +323,11 @@ def leave() -> None:
     del _thread.rank
 
 
+def around(frame: FrameType) -> None:
+    """What this thread runs is called from there: a line of the program may be above it."""
+    _thread.around = frame
+
+
 class _IsProgram(dict[str, bool]):
     """Whether a file belongs to the program, and not to an installed package."""
 
@@ -351,6 +357,11 @@ class Lines:
             if is_program[frame.f_code.co_filename]:
                 return frame
             frame = frame.f_back
+        frame = getattr(_thread, "around", None)
+        while frame is not None and not is_program[frame.f_code.co_filename]:
+            frame = frame.f_back
+        if frame is not None:
+            return frame
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
