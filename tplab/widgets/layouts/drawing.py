@@ -13,7 +13,7 @@ from tplab.forecast import Forecast
 from tplab.units import plain, ticks
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS, seconds_text
 from tplab.widgets.layouts.workbench import Workbench
-from tplab.widgets.paper.legend import Key, dashes
+from tplab.widgets.paper.legend import Key, dashes, draw_legend
 from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, INK, LINE, PAPER, SOFT, Colour, hue, mix
 from tplab.widgets.paper.scene import Scene, spans
@@ -186,15 +186,9 @@ def _held(sheet: Scene, rivals: Sequence[Forecast], names: Sequence[str], limit:
                 said = str(place) if one.plan.pp > 1 else "each"
                 sheet.text(x + (place + 0.5) * each, base + 10, said, size=10, fill=DIM)
         dashes(sheet, x, x + wide, base - limit * scale)
-    x, y = 0.0, base + 27
-    for kind in KIND_HUES:
-        if all(getattr(held, kind) / GIB <= 0.005 for one in rivals for held in one.held):
-            continue
-        if x + 20 + sheet.width_of(KINDS[kind], 9.5) > WIDTH:
-            x, y = 0.0, y + 15
-        fill, edge = _tint(KIND_HUES[kind])
-        sheet.box(x, y - 5, 12, 9, fill=fill, edge=edge, radius=2)
-        x += 16 + sheet.text(x + 16, y, KINDS[kind], size=9.5, fill=DIM, anchor="lm") + 9
+    there = {kind for kind in KIND_HUES for one in rivals for held in one.held if getattr(held, kind) / GIB > 0.005}
+    keys = [Key(KINDS[kind], *_tint(number)) for kind, number in KIND_HUES.items() if kind in there]
+    draw_legend(sheet, keys, 0, base + 27, WIDTH)
 
 
 def _ring(sheet: Scene, x: float, y: float, radius: float, edge: str, fill: Colour | None = None, line: float = 1

@@ -8,7 +8,7 @@ from tplab.forecast import Forecast
 from tplab.widgets.layouts.nodes import coordinates, group_of, groups
 from tplab.widgets.layouts.pipeline import about, drawn
 from tplab.widgets.layouts.words import PART_HUES
-from tplab.widgets.paper.legend import draw_legend
+from tplab.widgets.paper.legend import Key, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.schedule.still import MARGIN, draw_run, lane_heights, legend
@@ -33,30 +33,26 @@ def pipeline(one: Forecast) -> Scene:
 
 def nodes(one: Forecast) -> Scene:
     """The nodes; the groups of rank 0 are coloured."""
-    plan, (size, count), top = one.plan, _sizes(one), 0
-    pen = Scene(WIDTH, 34 + -(-min(count, NODES) // ACROSS) * (HEAD + 2 * CELL * -(-size // 8) + 14))
+    plan, (size, count), pen, room = one.plan, _sizes(one), Scene(WIDTH, 0), WIDTH - 2 * MARGIN
     found = groups(plan, one.cluster.node_size)
     axes = [group for group in found if group.axis != "ep"]
     colours = {rank: hue(PART_HUES[group.axis]) for group in axes for rank in group_of(plan, 0, group.axis)}
     sharing = group_of(plan, 0, "ep") if plan.ep > 1 else []  # of all axes, so they have a border and no colour
-    x = float(MARGIN)
-    keys = [(f"rank 0{', and its groups:' if found else ''}", ACCENT)] + [
-        (f"{axis} {ranks} on {f'{on:,} nodes' if on > 1 else 'a node'}", hue(PART_HUES[axis]))
-        for axis, ranks, on in found
-    ]
-    for words, colour in keys:
-        is_border = words.startswith("ep")
-        fill = colour if colour == ACCENT else PAPER if is_border else mix(colour, 0.45)
-        pen.box(x, top, 14, 10, fill=fill, edge=colour, radius=2, line=2 if is_border else 1)
-        x += 19 + pen.text(x + 19, top + 5, words, size=10.5, fill=DIM, anchor="lm") + 12
+    keys = [Key(f"rank 0{', and its groups:' if found else ''}", ACCENT)]
+    for axis, ranks, on in found:
+        words, colour = f"{axis} {ranks} on {f'{on:,} nodes' if on > 1 else 'a node'}", hue(PART_HUES[axis])
+        keys.append(Key(words, PAPER if axis == "ep" else mix(colour, 0.45), colour))
+    draw_legend(pen, keys, MARGIN, 5, room)
+    top = legend_height(keys, room, pen.width_of) + 4
     said = " · ".join(group.axis for group in axes) + (" in each cell" if axes else "")
     said += f"; {NODES} of {count:,} nodes are drawn" if count > NODES else ""
     rows = -(-min(count, NODES) // ACROSS)
-    wide, lines = (WIDTH - 2 * MARGIN - 10 * (ACROSS - 1)) / ACROSS, -(-size // 8)
+    wide, lines = (room - 10 * (ACROSS - 1)) / ACROSS, -(-size // 8)
     cell, tall = (wide - 8) / min(size, 4), 2 * CELL * lines + HEAD
-    pen.text(MARGIN, top + 24 + rows * (tall + 14), said, size=10.5, fill=DIM, anchor="lm")
+    pen.height = top + 12 + rows * (tall + 14)
+    pen.text(MARGIN, pen.height - 10, said, size=10.5, fill=DIM, anchor="lm")
     for node in range(min(count, NODES)):
-        left, y = MARGIN + (node % ACROSS) * (wide + 10), top + 22 + node // ACROSS * (tall + 14)
+        left, y = MARGIN + (node % ACROSS) * (wide + 10), top + node // ACROSS * (tall + 14)
         pen.box(left, y, wide, tall + 4, fill=SOFT, edge=LINE, radius=5)
         pen.text(left + 5, y + 8, f"node {node}", size=9.5, fill=DIM, anchor="lm")
         for place in range(min(size, plan.ranks - node * size)):

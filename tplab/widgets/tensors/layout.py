@@ -72,8 +72,7 @@ def drawing(
     y: float,
     pixels: tuple[float, float],
     *,
-    above: bool = True,
-    beside: bool = True,
+    has_captions: bool = True,
     summed: Sequence[str] = (),
 ) -> Drawing:
     """A tensor at (x, y), whose width and height are `pixels`. `summed`: axes over which its pieces are sums."""
@@ -103,9 +102,9 @@ def drawing(
         lines = (1, tensor.shape[down]) if across is None else (tensor.shape[down], tensor.shape[across])
         lines = max(lines[0], 1), max(lines[1], 1)
     few = max(lines) <= 16 and min(width / lines[1], height / lines[0]) >= 7
-    captions = [_caption(tensor, dim, mesh) for dim in range(len(tensor.shape))]
-    top = captions[across if across is not None else down] if above and captions else ""
-    left = captions[down] if beside and across is not None else ""
+    captions = [_caption(tensor, dim, mesh) for dim in range(len(tensor.shape))] if has_captions else []
+    top = captions[down if across is None else across] if captions else ""
+    left = captions[down] if captions and across is not None else ""
     name = f"{tensor.name} {list(tensor.shape)}"
     return Drawing(name, x, y, width, height, top, left, pieces, bool(summed), lines if few else (1, 1))
 
@@ -147,9 +146,10 @@ def multiplied(of: Product, mesh: Mesh) -> list[Drawing]:
     return [
         drawing(of.x, mesh, left, top + inner + gap, (inner, rows)),
         drawing(of.w, mesh, left + inner + gap, top, (columns, inner)),
-        drawing(of.y, mesh, left + inner + gap, top + inner + gap, (columns, rows), above=False, beside=False,
-                summed=of.summed),
-    ]  # fmt: skip
+        drawing(
+            of.y, mesh, left + inner + gap, top + inner + gap, (columns, rows), has_captions=False, summed=of.summed
+        ),
+    ]
 
 
 def held(tensor: Tensor, mesh: Mesh) -> str:

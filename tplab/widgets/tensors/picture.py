@@ -111,18 +111,10 @@ def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> Scene:
         sheet.text(x + width / 2, y + 10, f"rank {rank}" if few else str(rank), size=10, bold=True)
         x += (width - inside) / 2
         for d, (w, h) in zip(drawings, small):
-            own, low = (
-                next(piece for piece in d.pieces if rank in piece.ranks),
-                y + head + (height - head - pad - h) / 2,
-            )
+            own, low = next(piece for piece in d.pieces if rank in piece.ranks), y + (height + head - pad - h) / 2
             sheet.box(x, low, w, h, fill=PAPER, edge=LINE, radius=2)
-            share = w / d.width, h / d.height
-            part = (
-                x + own.x * share[0],
-                low + own.y * share[1],
-                max(own.width * share[0], 2),
-                max(own.height * share[1], 2),
-            )
+            wide, high = w / d.width, h / d.height
+            part = (x + own.x * wide, low + own.y * high, max(own.width * wide, 2), max(own.height * high, 2))
             sheet.box(*part, fill=mix(hue(own.hue), 0.45), radius=1)
             for begin, end in ((-2, -0.5), *pointed):
                 with sheet.during(begin, end):
