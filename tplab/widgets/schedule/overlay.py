@@ -253,7 +253,6 @@ def sent(of: Overlay) -> bytes:
         "ops": [name_of(op) for op in of.ops],
         "makespan": of.comparison.makespan,
         "facts": facts(of),
-        "computes": True,
     }
     others = {f"other_{name}": column for name, column in of.others.items()}
     if of.trace.warnings:

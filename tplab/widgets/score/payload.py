@@ -21,27 +21,20 @@ def picture(score: Score) -> bytes:
     """For `animate`: the scenes of the ranks and of the table, what is said, what is held when, and the bars."""
     drawings = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
     scenes, drawn = packed(drawings, legends.of_animation(score))
-    header = {
-        **_about(score),
-        **scenes,
-        "sentences": words.sentences(score),
-        "items": [[item.name, item.origin, item.text, item.op, item.pools, item.how] for item in score.items],
-        "numbers": score.shows_numbers,
-    }
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
     kept = _contents(score, holds)
-    return pack(header, {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)})
+    columns = {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)}
+    return pack({**_about(score), **scenes}, columns)
 
 
 def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
     """For `timeline`: the bars with everything known about them, and which of them are on the critical path. by_kind:
     whether the colours of collectives say what they do."""
-    items = [[item.name, item.origin, item.text, item.op, [], item.how] for item in score.items]
     measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
     legend, drawn = packed([], legends.of_timeline(score, measured))
-    header = {**_about(score), **legend, "items": items, "sentences": words.sentences(score)}
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
-    header |= {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
+    said = {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
+    header = {**_about(score), **legend, **said}
     header |= {"measured": measured.rows, "by": measured.by} if measured.rows else {}
     return pack(header, {**_bars(score, by_kind), **drawn, "flops": flops, "critical": critical})
 
@@ -77,6 +70,8 @@ def _about(score: Score) -> dict[str, Any]:
         "unit": trace.unit,
         "ranks": trace.mesh.size,
         "times": score.times.tolist(),
+        "sentences": words.sentences(score),
+        "items": [[item.name, item.origin, item.text, item.op, item.pools] for item in score.items],
         "ops": score.op_names,
         "tints": TOKENS,
         "groups": score.groups,
@@ -95,7 +90,7 @@ def _about(score: Score) -> dict[str, Any]:
 
 
 def _bars(score: Score, by_kind: bool = False) -> dict[str, np.ndarray]:
-    names = ("rank", "kind", "op", "start", "end", "step", "item", "peer", "bytes", "group", "flow")
+    names = ("rank", "kind", "op", "start", "end", "item", "peer", "bytes", "group", "flow")
     rows = score.bars["row"]
     named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
     tint = np.array([TOKENS.index(token(colour)) for colour in score.colours(by_kind)], int)
@@ -123,7 +118,6 @@ def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarra
     return {
         "value_numbers": np.concatenate([*flat, np.zeros(0, np.float32)]).astype(np.float32),
         "value_start": np.cumsum([0, *(array.size for array in kept)]),
-        "value_width": np.array([array.shape[-1] if array.ndim else 1 for array in kept], int),
     }
 
 

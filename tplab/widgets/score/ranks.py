@@ -154,7 +154,8 @@ def _chunks(sheet: Scene, score: Score, place: Layout, there: dict[Cell, list[St
     rows = [row for row in sends.tolist() if (bars["rank"][row], bars["peer"][row]) in place.links]
     curves = [place.links[pair] for pair in zip(bars["rank"][rows].tolist(), bars["peer"][rows].tolist())]
     times = np.stack([bars["start"][rows], np.nextafter(bars["end"][rows], -math.inf)], 1)
-    colours, keys = [score.bar_colour(row) for row in rows], [key_of_bar(score, row) for row in rows]
+    every = score.colours()
+    colours, keys = [every[row] for row in rows], [key_of_bar(score, row) for row in rows]
     if not place.boxes:
         dots = np.tile([-4.5, -4.5, 9.0, 9.0], (len(rows), 1))
         sheet.boxes(dots, colours, times, keys, curves, edge=PAPER, radius=4.5, line=1.2)

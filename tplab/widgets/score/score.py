@@ -113,12 +113,6 @@ class Score:
         """In a pipeline, activations have the colour of F; otherwise, each item has its own colour."""
         return KINDS["F"] if self.is_pipeline else hue(item)
 
-    def bar_colour(self, row: int) -> str:
-        """The colour of a message, or of a rank's part of a collective."""
-        if not self.is_pipeline:
-            return hue(int(self.bars["item"][row]))
-        return (WORK, KINDS["F"], GRADIENT)[self.bars["flow"][row]]
-
     @cached_property
     def work_kinds(self) -> list[str]:
         """The kind of work that each bar does, for its colour: a product of a backward pass is "backward"; "" for bars
@@ -132,10 +126,11 @@ class Score:
         return found
 
     def colours(self, by_kind: bool = False) -> list[str]:
-        """The colour of each bar. by_kind: collectives have that of what they do, and not of what they carry."""
-        by_kind = by_kind and not self.is_pipeline
+        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do."""
+        by_kind, of = by_kind and not self.is_pipeline, (WORK, KINDS["F"], GRADIENT).__getitem__
+        carried = map(of, self.bars["flow"].tolist()) if self.is_pipeline else map(hue, self.bars["item"].tolist())
         kinds = [work or talk * by_kind for work, talk in zip(self.work_kinds, self.talk_kinds, strict=True)]
-        return [OPS[kind] if kind else self.bar_colour(row) for row, kind in enumerate(kinds)]
+        return [OPS[kind] if kind else colour for kind, colour in zip(kinds, carried, strict=True)]
 
     @cached_property
     def passes(self) -> tuple[list[str], np.ndarray]:
