@@ -273,7 +273,8 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
 # inference, on 16 H800s in two nodes. The times are theirs and the bytes ours. Our rates are within 2% of the 63 and 74 GB/s that
 # they report. Both exceed the 50 GB/s of a network card (ConnectX-7); about half of the rows need none. In
-# training, DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel.
+# training, DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel:
+# `tt.train_batch(..., overlap=True)`.
 #
 # ## A bug to repair
 #
