@@ -31,13 +31,14 @@ class Forward(NamedTuple):
 
 def do(call: Call, x: Tensor) -> Tensor:
     """Run the collective and wait for it; meanwhile the other pass of a pair goes on, if there is one."""
-    if x.is_floating_point() and (pair := this_rank().pair) is not None:  # numbers of rows are few bytes
+    rank = this_rank()
+    if rank.pair is not None and x.is_floating_point():  # numbers of rows are few bytes
         pending = start_on(call, x)
-        pair.let_go_on()
+        rank.pair.let_go_on()
         return pending.wait()
     if _is_followed(x):
         return _Blocking.apply(x, _Exchange(call))  # type: ignore[return-value]
-    return this_rank().do(call, x)
+    return rank.do(call, x)
 
 
 def start_on(call: Call, x: Tensor) -> Pending:
