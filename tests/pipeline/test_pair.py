@@ -164,3 +164,18 @@ def test_what_is_no_pair_and_what_cannot_be_one():
     assert not any("+" in op for op in actions(trained(zb_v(2, 4), overlap=True)))
     with pytest.raises((ValueError, RankError), match=r"overlap=True .* leave out one of them"):
         trained(dualpipe_v(2, 5), overlap=True, checkpoint_every=1)
+
+
+def test_a_transform_inside_a_stage_waits_at_once():
+    class Stage(nn.Linear):
+        def forward(self, x):
+            return torch.func.vmap(lambda row: lab.all_reduce(row, "ep"))(super().forward(x)) / 2
+
+    def step(x, overlap):
+        torch.manual_seed(0)
+        schedule = dualpipe_v(2, 5)
+        stages = {number: Stage(4, 4) for number in schedule.placement[lab.axis_index("pp")]}
+        return lab.train_batch(schedule, stages, lab.split_batch(x, x, 5), nn.functional.mse_loss, overlap=overlap)
+
+    losses = [lab.run(step, MESH, torch.ones(10, 4), overlap, out_specs=P()).value for overlap in (False, True)]
+    assert losses[0] == losses[1]
