@@ -234,6 +234,59 @@ for step in range(3):
     model(x).square().mean().backward()
     optimizer.step()
 """
+REDUCES = """
+class Reduces(torch.optim.SGD):
+    \"\"\"It sends each gradient by itself: that of the last bias is one number.\"\"\"
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        super().step()
+
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = Reduces(model.parameters(), lr=0.1)
+for step in range(2):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[rank::world]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+BY_LIST = """
+weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+optimizer = torch.optim.Adam(weights, lr=0.1)
+for step in range(2):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    if world == 1:
+        (torch.tanh(x @ weights[0].T) @ weights[1].T).square().mean().backward()
+    elif rank == 0:
+        y = x @ weights[0].T
+        dist.send(y.detach(), 1)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, 1)
+        y.backward(gradient)
+    else:
+        y = torch.empty(4, 8)
+        dist.recv(y, 0)
+        y.requires_grad_()
+        (torch.tanh(y) @ weights[1].T).square().mean().backward()
+        dist.send(y.grad, 0)
+    optimizer.step()
+"""
+SWITCHED_OFF = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = model[0], model[2]
+
+    def forward(self, x):
+        with torch.set_grad_enabled(rank == 0):
+            h = self.body(x)
+        return self.head(torch.tanh(h))
+
+net = Net()
+"""
 FROZEN = """
 class Row(nn.Linear):
     \"\"\"Each rank has some of the rows. The bias is added after the sum, and every rank has a copy of it.\"\"\"
@@ -308,6 +361,8 @@ UNUSUAL = {
         freeze="model[0].requires_grad_(False)", cut="x, y = x[rank::world], y[rank::world]", out="model(x)"
     ),
     "an optimizer that adds up gradients itself": DIVIDED.format(by="world"),
+    "one that sends them one by one": REDUCES,
+    "every rank has a list of all parameters, and uses those of its stage": BY_LIST,
     "rows padded to the longest of their microbatch": PADDED,
     "data of its own on each rank, and a loss that is a module": OWN_DATA.format(loss="nn.MSELoss()(model(x), y)"),
     "the same with another loss": OWN_DATA.format(loss="nn.HuberLoss()(model(x), y)"),
@@ -333,6 +388,7 @@ def test_what_is_unusual_and_right(name: str, tmp_path: Path):
         (FROZEN, "bias"),
         (FROZEN_LAYER.format(freeze="model[0].requires_grad_(rank == 0)", cut="", out="model(x)"), "0.weight"),
         (FROZEN_LAYER.format(freeze="model[0].requires_grad_(rank == 0)", cut="", out=BY_HAND), "0.weight"),
+        (FROZEN_LAYER.format(freeze=SWITCHED_OFF, cut="", out="net(x)"), "0.weight"),
         (UNUSED, "weight"),
     ],
     ids=[
@@ -341,6 +397,7 @@ def test_what_is_unusual_and_right(name: str, tmp_path: Path):
         "a copy that one rank freezes",
         "a first layer that one rank freezes",
         "the same, with functions in place of the model",
+        "a layer for which one rank switches gradients off",
         "a part that its rank does not use",
     ],
 )

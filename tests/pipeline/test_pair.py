@@ -1,11 +1,16 @@
 """A forward and a backward pass at once: the same numbers, in less time where experts' tokens travel."""
 
 import inspect
+import signal
+import threading
+import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tplab.torch as lab
 from tplab import Mesh, P
@@ -179,3 +184,68 @@ def test_a_transform_inside_a_stage_waits_at_once():
 
     losses = [lab.run(step, MESH, torch.ones(10, 4), overlap, out_specs=P()).value for overlap in (False, True)]
     assert losses[0] == losses[1]
+
+
+class Recomputes(nn.Module):
+    """Dropout and an exchange that the backward pass computes again, by torch's own checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(lambda x: nn.functional.dropout(lab.all_reduce(self.linear(x), "ep")), x, use_reentrant=False)
+
+
+def test_what_is_computed_again_draws_again():
+    def step(x, overlap):
+        torch.manual_seed(0)
+        schedule = dualpipe_v(2, 5)
+        stages = {number: Recomputes() for number in schedule.placement[lab.axis_index("pp")]}
+        parts = lab.split_batch(x, x, 5)
+        loss = lab.train_batch(schedule, stages, parts, nn.functional.mse_loss, overlap=overlap)
+        after = torch.rand(3)
+        return loss, [p.grad for stage in stages.values() for p in stage.parameters()], after
+
+    one_by_one, at_once = (lab.run(step, MESH, torch.ones(20, 4), overlap).per_rank for overlap in (False, True))
+    for want, got in zip(one_by_one, at_once, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_control_c_ends_a_forward_pass_of_a_pair():
+    """It is in a thread of its own, which no rank leaves behind."""
+    begun = threading.Event()
+
+    class Loops(nn.Linear):
+        def forward(self, x):
+            if threading.current_thread() is not home[lab.axis_index("pp"), lab.axis_index("ep")]:
+                begun.set()
+                while True:
+                    time.sleep(0.01)
+            return lab.all_reduce(super().forward(x), "ep")
+
+    def step(x):
+        home[lab.axis_index("pp"), lab.axis_index("ep")] = threading.current_thread()
+        schedule = dualpipe_v(2, 5)
+        stages = {number: Loops(4, 4) for number in schedule.placement[lab.axis_index("pp")]}
+        lab.train_batch(schedule, stages, lab.split_batch(x, x, 5), nn.functional.mse_loss, overlap=True)
+
+    home: dict[tuple[Any, Any], threading.Thread] = {}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin deaf to it
+    threading.Thread(target=lambda: begun.wait(60) and signal.raise_signal(signal.SIGINT), daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            lab.run(step, MESH, torch.ones(10, 4))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not getattr(caught.value, "__notes__", []), caught.value.__notes__
+
+
+def test_torch_distributed_does_not_know_the_thread():
+    def step(x):
+        torch.distributed.init_process_group("gloo")
+        stages = {number: nn.Linear(4, 4) for number in dualpipe_v(2, 5).placement[lab.axis_index("pp")]}
+        lab.train_batch(dualpipe_v(2, 5), stages, lab.split_batch(x, x, 5), nn.functional.mse_loss, overlap=True)
+
+    with pytest.raises((NotImplementedError, RankError), match="leave it out where the program"):
+        lab.run(step, Mesh(pp=2), torch.ones(10, 4), distributed=True)

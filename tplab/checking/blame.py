@@ -122,17 +122,19 @@ def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:
 
 
 def _added_up_in_step(facts: Facts, names: Sequence[str]) -> tuple[list[str], str]:
-    """The gradients that the optimizer itself adds up over ranks, as one that divides its states does, and where: it
-    reduces at least as many elements as they have. What it makes of them, the parameters after the step tell."""
-    sums = [one for one in facts.sent("step") if one.reduction in ("sum", "mean") and one.size > 1]
+    """The gradients that the optimizer itself adds up over ranks, as one that divides its states does, and the line.
+    It has to reduce at least as many elements as they have. What it makes of them, the parameters after the step tell.
+    """
+    sums = [one for one in facts.sent("step") if one.reduction in ("sum", "mean")]
+    line = next((one.where for one in sums if one.size > 1), "")  # a norm is one number
     whole, added = facts.reference.gradients(facts.number), list[str]()
-    for name in names if sums else ():
+    for name in names if line else ():
         slack = facts.reference.slack_of_gradient(name, facts.number) if name in whole else 0.0
         ways = itertools.product(partitions(facts), ("mean", "sum"))
         added += [name] * any(adds_up(facts, name, way, how, slack) for way, how in ways)
     held = [facts.mine[rank].gradients.get(mine) for name in added for rank, mine, _ in facts.holders(name)]
     size = sum(piece.values.size for piece in held if piece is not None)
-    return (added, sums[0].where) if added and sum(one.size for one in sums) >= size else ([], "")
+    return (added, line) if added and sum(one.size for one in sums) >= size else ([], "")
 
 
 def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:

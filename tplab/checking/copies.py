@@ -30,7 +30,7 @@ def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         return cannot_tell(f"ranks make different numbers of steps ({listed})", about=about)
     weights = {(rank, name): (name, *_values(x)) for rank, one in enumerate(seen) for name, x in one.weights.items()}
-    out = idle(seen, weights)
+    out = dict.fromkeys(idle(seen, weights))
     held = [{name: x for name, x in one.weights.items() if (rank, name) not in out} for rank, one in enumerate(seen)]
     (copies, unknown), notes = _copies(held), of_idle(out)
     if not any(counts.values()) or not copies:

@@ -21,7 +21,7 @@ def gap(a: Any, b: Any) -> float:
 
 
 def near(factor: float, other: float) -> bool:
-    """Whether two factors are one, up to what they are measured from."""
+    """Whether two factors are the same, up to the rounding of what they were measured from."""
     return abs(factor / other - 1) < 2e-3
 
 

@@ -145,7 +145,7 @@ def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tu
 
 
 _MOST_KINDS = 6
-"""Of parameters, by which ranks hold them: any of so many may be counted wrongly. Of more, all are that can be."""
+"""Of parameters, by which ranks hold them. Of up to so many, any may be counted wrongly; of more, all that can be."""
 
 
 def _is_norm(got: Mapping[int, float], squares: Callable[[int], float]) -> bool:

@@ -288,7 +288,11 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
     return first_fit(got, list(ways), 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
-def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[dict[int, np.ndarray]]:
+Dealt = dict[int, np.ndarray]
+"""What each rank gets of a tensor."""
+
+
+def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[Dealt]:
     """Each way to deal a tensor to ranks in contiguous parts of this shape, so that all of it is on some rank."""
     counts = [1 if a == b else b // a if a and b % a == 0 else 0 for a, b in zip(mine, whole.shape)]
     strides = [_strides(count, num_ranks) if count else [] for count in counts]
@@ -297,6 +301,14 @@ def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[
         if len({*places}) == prod(counts):
             slices = [[slice(at * a, (at + 1) * a) for at, a in zip(place, mine)] for place in places]
             yield {rank: whole[(*each, ...)] for rank, each in enumerate(slices)}
+
+
+def in_step(dealt: Sequence[Iterable[Dealt]]) -> Iterator[tuple[Dealt, ...]]:
+    """The deals of several tensors, the first of each together, and so on. The only one of a tensor goes with all."""
+    every = [list(one) for one in dealt]
+    for number in range(max(map(len, every), default=0)):
+        if all(number < len(one) or len(one) == 1 for one in every):
+            yield tuple(one[min(number, len(one) - 1)] for one in every)
 
 
 def _strides(count: int, num_ranks: int) -> list[int]:

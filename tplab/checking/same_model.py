@@ -284,10 +284,13 @@ def named(names: Sequence[str]) -> str:
 
 def of_idle(idle: Iterable[tuple[int, str]]) -> list[str]:
     """A note about copies that ranks do not use, by rank and name; none if there are none."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = {}
     for rank, name in idle:
-        names.setdefault(rank, []).append(name)
-    listed = "; ".join(f"{named(some)} on rank {rank}" for rank, some in sorted(names.items()))
+        names.setdefault(rank, {})[name] = None
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, some in sorted(names.items()):
+        ranks.setdefault(tuple(some), []).append(rank)
+    listed = "; ".join(f"{named(some)} on {ranks_text(those)}" for some, those in ranks.items())
     return [f"copies that a rank does not use are not compared: {listed}"] * bool(listed)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest
-from tplab.checking.observed import deals
+from tplab.checking.observed import deals, in_step
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
 from tplab.checking.samples import compare_samples, seeds_by_rank
-from tplab.units import plain
+from tplab.units import plain, ranks_text
 
 
 class NeedsWeights(Exception):
@@ -122,9 +122,11 @@ def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hyp
              for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
     theirs = {(rank, mine): place.take(x) for name, x in facts.reference.weights.items()
               for rank, mine, place in facts.holders(name)}  # fmt: skip
-    for parts in zip(*dealt):
+    for parts in in_step(dealt):
         own = {(rank, mine): part[rank] for name, part in zip(names, parts) for rank, mine, _ in held[name]}
+        alike = [rank for rank, x in parts[0].items() if np.array_equal(x, parts[0][0])]
         words = f"the reference's weights, with a part of {named(names)} for each rank"
+        words += f" ({ranks_text(alike)} have the same one)" * (len(alike) > 1)
         yield Hypothesis(Repair("weights", words, values=theirs | own), cause, where)
 
 

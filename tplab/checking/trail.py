@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tplab.checking.observed import Observed, deals, factor_between, find_spread
+from tplab.checking.observed import Observed, deals, factor_between, find_spread, in_step
 from tplab.units import plain
 
 Key = tuple[str, str, int]
@@ -130,7 +130,7 @@ class Trails:
         if len(wholes) < len(held) or any(shapes != shapes[:1] * len(self._ours) for shapes in held.values()):
             return
         ways = [deals(whole, held[key][0], len(self._ours)) for key, whole in wholes.items()]
-        yield from (dict(zip(wholes, parts)) for parts in zip(*ways))
+        yield from (dict(zip(wholes, parts)) for parts in in_step(ways))
 
     def first_wrong(self) -> Op | None:
         """The first operation whose result is wrong, though all that it takes is right; None if none is seen."""

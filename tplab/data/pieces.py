@@ -113,7 +113,7 @@ def check_copies(mesh: Mesh, axis: Axis, copies: Axis, replicate_axis: Axis | No
     copies           along which ranks hold copies of them: `axis`, or a part of it
     replicate_axis   where others have copies, if these have none there
     """
-    way = 'as in axis=("dp", "ep") for experts that are cut along "ep", which have copies along "dp"'
+    way = 'as in axis=("dp", "ep") for experts that are cut along "ep", and have copies along "dp"'
     if not copies:
         raise MeshError(
             f"parameters that are cut along all of axis={axis!r} have no copies, so there is nothing to divide: step "

@@ -44,6 +44,8 @@ class Fault(NamedTuple):
     what    is wrong first
     line    text of the line that it names
     cause   words of the cause that a run with its repair has proven; "" where nothing may be stated as the cause
+    ranks   how many run the script
+    script  in which the text is replaced
     """
 
     old: str

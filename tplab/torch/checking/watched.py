@@ -69,7 +69,7 @@ class Watched:
         self._used = set[int]()
         self._num_backward = 0
         self._backward_in = set[CodeType]()
-        self.is_measured = self._has_begun = self.has_enough = False
+        self.is_measured = self._has_begun = self.has_enough = self._trains = False
 
     def line(self) -> str:
         return this_rank().lines.here()
@@ -109,17 +109,21 @@ class Watched:
         run = self.mending.function
         found = run(func, args, kwargs) if self.plan.traced is None else self.recorder.call(func, args, kwargs, run)
         used = [x for x in given if isinstance(x, nn.Parameter) and x is not found]
-        if used and next(tensors_in(found), None) is not None and self._is_of_forward(given):
+        if used and next(tensors_in(found), None) is not None and self._is_of_forward(given, found):
             self._used.update(map(id, used))
         return found
 
-    def _is_of_forward(self, given: Sequence[Tensor]) -> bool:
-        """Whether a function that takes parameters is of a forward pass, even if its result needs no gradient, as the
-        rank has frozen them. Outside of the model it takes other tensors too: a print or a broadcast does not."""
-        if self.is_looking or not torch.is_grad_enabled():
+    def _is_of_forward(self, given: Sequence[Tensor], found: Any) -> bool:
+        """Whether a function that takes parameters is of a forward pass that trains, even if its result needs no
+        gradient: the rank may have frozen them, or have switched gradients off. Outside of the model it makes a tensor
+        that needs one, or takes other tensors too: a print or a broadcast does not."""
+        if self.is_looking:
             return False
+        if self.moment == "forward":
+            return self._trains
         has_data = not all(isinstance(x, nn.Parameter) for x in given)
-        return self.moment == "forward" or (has_data and self.moment == "between")
+        needs = any(x.requires_grad and x.numel() > 1 for x in tensors_in(found))
+        return self.moment == "between" and torch.is_grad_enabled() and (has_data or needs)
 
     def _reads_gradients(self, func: Any, given: Sequence[Tensor]) -> bool:
         """Whether the function takes a norm, or a square of a gradient."""
@@ -155,7 +159,8 @@ class Watched:
         is_whole = transform() is None  # or the model is called with one sample, and with other weights
         if is_whole:
             self.names.note(module)
-        if not (torch.is_grad_enabled() and module.training):
+        self._trains = torch.is_grad_enabled() and module.training
+        if not self._trains:
             return args, kwargs, call
         if not self._goes_on():
             return args, kwargs, call

@@ -32,7 +32,7 @@ class Forward(NamedTuple):
 def do(call: Call, x: Tensor) -> Tensor:
     """Run the collective and wait for it; meanwhile the other pass of a pair goes on, if there is one."""
     rank = this_rank()
-    if rank.pair is not None and x.is_floating_point() and transform() is None:  # numbers of rows are few bytes
+    if rank.pair is not None and x.is_floating_point() and transform() is None:
         pending = start_on(call, x)
         rank.pair.let_go_on()
         return pending.wait()

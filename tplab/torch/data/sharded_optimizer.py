@@ -314,7 +314,8 @@ def shard_optimizer(
                     element may depend only on that element, as in SGD, Adam or AdamW: it never sees a whole matrix
     params          as for the optimizer: model.parameters(), or groups with options. Frozen parameters are left out; a
                     tied one counts once. A parameter without a gradient is stepped with zeros. Of experts that are cut
-                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies of them
+                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies of them;
+                    then `axis` names all axes, and replicate_axis none
     op              how gradients are combined: "mean" or "sum"
     replicate_axis  the axis along which pieces have copies: gradients are combined along it too
     master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16

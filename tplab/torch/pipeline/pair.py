@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from _thread import start_new_thread
 from collections.abc import Callable
@@ -9,7 +10,11 @@ from threading import Lock, get_ident
 from types import FrameType
 from typing import Any
 
+import torch
+
+from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.rank import around, enter, this_rank
+from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
 from tplab.torch.ranks.watcher import Listener, watcher
 from tplab.torch.ranks.world import inherited_state
@@ -18,15 +23,25 @@ from tplab.torch.ranks.world import inherited_state
 class Pair:
     """A forward pass beside the backward pass that `run` is given. Each begins a collective, lets the other go on, and
     waits for the result when that one has begun its next or has ended. So both are computed one after the other, as
-    one chip does it, and messages of either lie under what the other computes, unless they wait for the network. What
-    counts rows is waited for at once: it is few bytes, and only a forward pass sends it.
+    one chip does it, and their messages travel while the other computes, unless the network is busy. Whole numbers,
+    such as counts of rows, are waited for at once: they are few bytes, and only a forward pass sends them.
 
     The forward pass has a thread of its own, since a backward pass cannot stop in its middle. It is the same rank, and
-    the order in which both go on depends on the program alone. So it is the same on all ranks that run the same stage.
+    the order in which both go on depends on the program alone. So it is the same on all ranks that call the same
+    collectives. Each pass draws from where it has stopped to draw.
     """
 
     def __init__(self, forward: Callable[[], None]):
         self._forward, self._rank = forward, this_rank()
+        if isinstance(self._rank, SimulatedRank) and torch.distributed.is_initialized():
+            raise NotImplementedError(
+                "overlap=True runs forward passes in a thread that torch.distributed does not know: leave it out where "
+                "the program of simulated ranks calls init_process_group"
+            )
+        self._gate = self._rank.seat.gate if isinstance(self._rank, SimulatedRank) else None
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+        self._generators = generators(self._device)
         self._goes_forward, self._goes_back = Lock(), Lock()
         self._goes_forward.acquire()
         self._goes_back.acquire()
@@ -36,7 +51,8 @@ class Pair:
 
     def run(self, backward: Callable[[], None]) -> None:
         """Both, to their ends."""
-        start_new_thread(self._live, (watcher().listeners, inherited_state(), sys._getframe()))
+        given = watcher().listeners, inherited_state(self._device), sys._getframe()
+        start_new_thread(contextvars.copy_context().run, (self._live, *given))
         self._rank.pair = self
         try:
             self.let_go_on()
@@ -47,23 +63,34 @@ class Pair:
         finally:
             self._rank.pair = None  # what is left of the forward pass has nothing to lie under
             if not self._is_over:
-                self._goes_forward.release()
-                self._goes_back.acquire()
+                self._switch(self._goes_forward, self._goes_back)
         if self._error is not None:
             raise self._error
 
     def let_go_on(self) -> None:
         """Let the other pass go on until it has begun a collective, or to its end."""
         if get_ident() == self._thread:
-            self._goes_back.release()
-            self._goes_forward.acquire()
+            self._switch(self._goes_back, self._goes_forward)
             if self._is_left:
                 raise Released
         elif not self._is_over:
-            self._goes_forward.release()
-            self._goes_back.acquire()
+            self._switch(self._goes_forward, self._goes_back)
         if self._error is not None:
             raise self._error
+
+    def _switch(self, other: Lock, own: Lock) -> None:
+        """From this thread to the other, and back. Ctrl-C ends the one that runs."""
+        rank = self._rank
+        states, drawn = [one.get() for one in self._generators], (rank.seed, rank.draws, rank.drawn)
+        if self._gate is not None:
+            self._gate.close()
+        other.release()
+        own.acquire()
+        rank.seed, rank.draws, rank.drawn = drawn
+        for one, state in zip(self._generators, states, strict=True):
+            one.set(state)
+        if self._gate is not None:
+            self._gate.open()
 
     def _live(self, listeners: tuple[Listener, ...], state: Callable[[], Any], frame: FrameType) -> None:
         self._goes_forward.acquire()
@@ -75,7 +102,7 @@ class Pair:
                 with state():
                     for one in listeners:
                         watcher().add(one)
-                    self._forward()
+                    self._run_forward()
         except BaseException as error:
             self._error = error
         finally:
@@ -83,3 +110,12 @@ class Pair:
                 watcher().remove(one)
             self._is_over = True
             self._goes_back.release()
+
+    def _run_forward(self) -> None:
+        if self._gate is None:
+            return self._forward()
+        try:
+            self._gate.open()
+            self._forward()
+        finally:
+            self._gate.close()

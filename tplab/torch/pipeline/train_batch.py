@@ -71,7 +71,8 @@ def train_batch(
                   dropout draws as if it were one call
     overlap       whether the forward and the backward pass of an overlapped pair run at once, as in DualPipe: what
                   either sends inside its stage, such as the all_to_all of experts, travels while the other computes,
-                  and the pair is one event of the trace. False: one runs after the other
+                  and the pair is one event of the trace. Ranks that run the same stage have to call the same
+                  collectives, in the same order. False: one runs after the other
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss

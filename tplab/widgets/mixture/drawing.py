@@ -227,7 +227,7 @@ class _Drawing:
         total, whole = sum(loads), int(layer.loads.sum())
         said = [
             ("", f"expert {expert}, on rank {layer.ranks[expert // layer.here]}"),
-            ("computes", f"{counted(total, 'row')} of {whole}; an equal share is {whole / layer.loads.shape[1]:g}"),
+            ("computes", f"{counted(total, 'row')} of {whole:,}; an equal share is {whole / layer.loads.shape[1]:g}"),
         ]
         for source, rows in enumerate(loads):
             if rows:

@@ -94,6 +94,7 @@ export class Lanes {
     Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.bottom}px` });
     const paint = (this.paint = colours(this.root));
     this.hatch = hatch(pen, paint.hatch, ratio);
+    this.tints = this.score.tints?.map(paint.read);
     this.drawGround(pen, paint);
     pen.save();
     pen.beginPath();
@@ -168,7 +169,7 @@ export class Lanes {
 
   drawLane(pen, paint, rows) {
     const { score, view: [from, to] } = this;
-    const last = [-9, -9, -9, -9], tints = score.tints.map(paint.read);
+    const last = [-9, -9, -9, -9];
     for (const row of rows) {
       if (score.start[row] > to) break;
       const kind = score.kind[row];
@@ -184,7 +185,7 @@ export class Lanes {
         actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
         continue;
       }
-      const colour = tints[score.tint[row]];
+      const colour = this.tints[score.tint[row]];
       const width = Math.max(right - x - (right - x > 3 ? 1 : 0), 0.8), large = height > 5 && width > 4;
       pen.fillStyle = paint.paper;
       if (kind === COMPUTE) pen.fillRect(x, y, width, height); // covers the hatching

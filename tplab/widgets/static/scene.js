@@ -4,7 +4,7 @@ import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
-const READ = 300; // so many things, at most, are listed for screen readers, and how many there are
+const READ = 300; // at most so many things are listed for screen readers, after their number
 const RESTS = 250; // milliseconds without a new frame
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
