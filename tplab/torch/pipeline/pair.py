@@ -6,6 +6,7 @@ import contextvars
 import sys
 from _thread import start_new_thread
 from collections.abc import Callable
+from functools import partial
 from threading import Lock, get_ident
 from types import FrameType
 from typing import Any
@@ -52,7 +53,7 @@ class Pair:
     def run(self, backward: Callable[[], None]) -> None:
         """Both, to their ends."""
         given = watcher().listeners, inherited_state(self._device), sys._getframe()
-        start_new_thread(contextvars.copy_context().run, (self._live, *given))
+        start_new_thread(partial(contextvars.copy_context().run, self._live, *given), ())
         self._rank.pair = self
         try:
             self.let_go_on()
