@@ -114,7 +114,7 @@ def test_the_playhead_and_files(open_notebook):
     book.page.keyboard.press("Home")
     book.page.keyboard.press("ArrowRight")
     expect(root.locator(".tpl-say")).to_contain_text("rank 0 runs F1, rank 1 runs F0")
-    for _ in range(200):  # a page sends its last value when the kernel has taken the one before, and then that one counts
+    for _ in range(200):  # the page's last value comes when the kernel has taken the one before, and would count
         if book.run("print(lab.step == 1)") == "True\n":
             break
         book.page.wait_for_timeout(50)
