@@ -20,7 +20,7 @@ from tplab.widgets import animate, timeline
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, token
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.score import words
+from tplab.widgets.score import still_lanes, words
 from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.legends import of_animation, of_timeline
 from tplab.widgets.score.score import SEND, score
@@ -99,9 +99,19 @@ def test_it_is_a_picture_too(name: str):
 @pytest.mark.parametrize("name", RUNS)
 def test_legends_name_the_actions_that_ran(name: str):
     piece = score(RUNS[name]())
-    ran = {event.op[0] for event in piece.trace.select(kind="compute").events if re.match(r"[FBIW]\d", event.op)}
+    ops = [event.op for event in piece.trace.select(kind="compute").events if re.match(r"[FBIW]\d", event.op)]
+    ran = {name[0] for op in ops for name in op.split("+")}
     for keys, there in ((of_timeline(piece, Durations()), ran), (of_animation(piece), ran - {"F"})):
         assert {key.sign for key in keys if key.sign in {*"FBIW"}} == there
+
+
+def test_both_of_a_pair_are_drawn(monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr(still_lanes, "draw_action", lambda pen, kind, name, *_: drawn.append(("FBIW"[kind], name)))
+    trace = simulate(dualpipe(2, 4), Costs()).trace
+    timeline(trace).picture()
+    ops = [name for event in trace.select(kind="compute").events for name in event.op.split("+")]
+    assert sorted(drawn) == sorted((name[0], name) for name in ops)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -15,7 +15,7 @@ def of_animation(score: Score) -> list[Key]:
     kept = mix(HUES[0], 0.26), HUES[0]
     if score.is_pipeline:
         sent = [Key("forward; activations on their way", KINDS["F"]), Key("gradients on their way", GRADIENT)]
-        return [*sent, *actions({*score.actions.tolist()} - {F}), Key("activations that a rank holds", *kept)]
+        return [*sent, *actions(score.action_kinds - {F}), Key("activations that a rank holds", *kept)]
     if not score.items:
         return []
     keys = [Key("held", *kept), Key("arriving", edge=HUES[0], sign="dashed")]
@@ -36,7 +36,7 @@ def of_timeline(score: Score, measured: Durations) -> list[Key]:
 
 
 def _of_pipeline(score: Score) -> list[Key]:
-    bars, keys = score.bars, actions(score.actions.tolist())
+    bars, keys = score.bars, actions(score.action_kinds)
     is_other = np.where(bars["kind"] == COMPUTE, score.actions < 0, bars["kind"] != WAIT)
     says = ("other work and messages", WORK), ("activations sent", KINDS["F"]), ("gradients sent", GRADIENT)
     there = np.unique(bars["flow"][is_other]).tolist()

@@ -83,10 +83,16 @@ class Score:
 
     @cached_property
     def actions(self) -> np.ndarray:
-        """The kind, as F, of each bar that is an action of a schedule; -1 for other bars."""
+        """The kind, as F, of each bar that is an action of a schedule, or of a pair's first; -1 for other bars."""
         kinds = np.array([pipeline.kind_of(op) for op in self.ops] or [-1])[self.bars["op"]]
         is_action = self.is_pipeline & (self.bars["kind"] == COMPUTE) & (self.bars["item"] >= 0)
         return np.where(is_action, kinds, -1)
+
+    @cached_property
+    def action_kinds(self) -> set[int]:
+        """Those that occur, both of a pair too."""
+        there = np.unique(self.bars["op"][self.actions >= 0]).tolist()
+        return {pipeline.kind_of(name) for op in there for name in self.ops[op].split("+")}
 
     @cached_property
     def groups(self) -> list[tuple[int, ...]]:

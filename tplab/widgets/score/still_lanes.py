@@ -10,6 +10,7 @@ from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations, draw_diamond
 from tplab.widgets.paper.palette import DIM, HATCH, INK, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.score import pipeline
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 _MEASURED = 17.0  # the height of what was measured
@@ -69,7 +70,10 @@ class Lanes:
             y = self.top + rank * self.lane + (0 if kind == COMPUTE else work)
             height = work if kind == COMPUTE else talk
             if score.actions[row] >= 0:
-                draw_action(pen, int(score.actions[row]), score.ops[bars["op"][row]], x, right, y, height)
+                names = score.ops[bars["op"][row]].split("+")  # a pair: one above the other
+                for place, name in enumerate(names):
+                    size = height / len(names)
+                    draw_action(pen, pipeline.kind_of(name), name, x, right, y + place * size, size)
                 continue
             colour = colours[row]
             fill = mix(colour, 0.55 if kind == COMPUTE else 0.24)

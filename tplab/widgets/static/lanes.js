@@ -181,8 +181,11 @@ export class Lanes {
       last[track] = right;
       pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
       if (score.action[row] >= 0) {
-        const action = { kind: score.action[row], microbatch: score.item[row], stage: -1, name: score.ops[score.op[row]] };
-        actionBar(pen, paint, [x, y, right - x, height], action, { from: this.left, to: this.left + this.width });
+        const names = score.ops[score.op[row]].split("+"), size = height / names.length; // a pair: one above the other
+        names.forEach((name, place) => {
+          const action = { kind: "FBIW".indexOf(name[0]), microbatch: score.item[row], stage: -1, name };
+          actionBar(pen, paint, [x, y + place * size, right - x, size], action, { from: this.left, to: this.left + this.width });
+        });
         continue;
       }
       const colour = this.tints[score.tint[row]];
