@@ -196,7 +196,7 @@ print(doctor())
 #
 # Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are.
 #
-# **Version 1.** The loop that averages gradients, now with `torch.distributed`.
+# **Version 1.** `average`, now with `torch.distributed`.
 
 # %% tags=["nbval-ignore-output"]
 def average_1(net):

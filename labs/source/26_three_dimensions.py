@@ -315,7 +315,7 @@ check_layouts(my_layouts)
 # tp` sends the fewest bytes per rank. On four
 # machines of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the
 # gradients of its own stage across the network. On eight machines no axis has fast links. There, `4 dp x 2 pp` is the
-# fastest, although three dimensions send a little less: messages of `tp` make each stage longer, and the bubble with it.
+# fastest, although three dimensions send a little less: messages of `tp` add to the time of a stage, and so to the bubble.
 #
 # In one node two layouts are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms averaging
 # gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest.
