@@ -183,8 +183,8 @@ class Compiled:
         places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
 
         def one_rank(key: Any, *given: Any) -> Any:
-            # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty. Each has a barrier
-            # of its own: what leaves one differs between ranks, by JAX's types, wherever anything in it does.
+            # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty. Each has its own
+            # barrier: what leaves one differs between ranks, by JAX's types, wherever anything in it does.
             arrays = [x if np.size(x) else lax.optimization_barrier((jax.random.key_data(key), x))[1] for x in given]
             arguments = list(leaves)  # strings, functions: part of the program
             for place, array in zip(places, arrays, strict=True):
