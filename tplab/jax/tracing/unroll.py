@@ -22,6 +22,7 @@ from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.trace import recorded
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import PASSED_ON, Work, Works
+from tplab.options import check_counts
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
@@ -56,8 +57,9 @@ def trace(
     data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less. There a product has the
     dtype of its operands in your program, also where XLA for CPUs makes them float32, and what is read or updated in
     part takes the time of that part.
-    Raises TraceError where only the running program knows what is sent.
+    Raises TraceError where only the running program knows what is sent, and ValueError for branch=-1 and the like.
     """
+    check_counts(**{name: n for name, n in (("branch", branch), ("trips", trips)) if n is not None})
     known = None if cluster is None else find(cluster)
     program = compiled_for(fn, args, kwargs)
     options = Options(branch, trips, accelerator)
