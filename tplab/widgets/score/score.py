@@ -25,6 +25,7 @@ from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
 from tplab.units import letter, number_text
 from tplab.widgets.paper.palette import GRADIENT, KINDS, OPS, WORK, hue
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import LOW, names
@@ -285,6 +286,7 @@ class Score:
 
 def score(trace: Trace) -> Score:
     """Read a trace once."""
+    check_shown(trace, Trace)
     names = ("rank", "start", "end", "step", "chunk", "peer", "message", "bytes")
     columns = {name: trace.column(name) for name in names}
     kinds, kind_codes = trace.codes("kind")
