@@ -258,6 +258,8 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
             "what stays? Once you know that, you will see whether it is the right remedy."
         ), False
     said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB, in stage {stage}"
+    if differs(gb, peak / GB, abs(gb - peak / 2**30)):
+        said += f" (in GiB, that is {peak / 2**30:.1f}; the limit is in GB)"
     if peak > LIMIT:
         return f"{said}, and the limit is {LIMIT / GB:.1f} GB. What is the largest part?", False
     if name != first_enough(job):

@@ -133,9 +133,11 @@ class Score:
         return found
 
     def colours(self, by_kind: bool = False) -> list[str]:
-        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do."""
-        by_kind, of = by_kind and not self.is_pipeline, (WORK, KINDS["F"], GRADIENT).__getitem__
-        carried = map(of, self.bars["flow"].tolist()) if self.is_pipeline else map(hue, self.bars["item"].tolist())
+        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do. In
+        a pipeline only actions, activations and gradients have one."""
+        if self.is_pipeline:
+            return [(WORK, KINDS["F"], GRADIENT)[flow] for flow in self.bars["flow"].tolist()]
+        carried = map(hue, self.bars["item"].tolist())
         kinds = [work or talk * by_kind for work, talk in zip(self.work_kinds, self.talk_kinds, strict=True)]
         return [OPS[kind] if kind else colour for kind, colour in zip(kinds, carried, strict=True)]
 
