@@ -65,7 +65,6 @@ def gantt(
     colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
     """
     both = [run] if beside is None else [run, beside]
-    for one in both:
-        check_shown(one, Simulation, Schedule)
+    check_shown(both, Simulation, Schedule)
     runs = [one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both]
     return Gantt(runs, memory_limit, step, colour)

@@ -137,11 +137,10 @@ def number_text(number: float) -> str:
 
 def _grid(panel: Panel) -> _Grid:
     given = panel.array
-    if hasattr(given, "detach"):  # a tensor of torch, which may need a gradient, be on a GPU, or have 16 bits
-        given = given.detach().cpu()
-        given = given if given.is_complex() else given.double()
-    if np.iscomplexobj(given):
+    if "complex" in str(getattr(given, "dtype", "")):
         raise TypeError(f"{panel.title!r} has complex numbers; show their .real and .imag, each by itself")
+    if hasattr(given, "detach"):  # a tensor of torch, which may need a gradient, be on a GPU, or have 16 bits
+        given = given.detach().cpu().double()
     array = np.asarray(given, float)
     flat = array.reshape(math.prod(array.shape[:-1]), array.shape[-1] if array.ndim else 1)
     wrong = np.zeros(flat.shape, bool) if panel.wrong is None else np.asarray(panel.wrong, bool).reshape(flat.shape)

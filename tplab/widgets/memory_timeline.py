@@ -95,8 +95,7 @@ def memory_timeline(
     of ranks.
     """
     memories = dict(memory) if isinstance(memory, Mapping) else {"": memory}
-    for one in memories.values():
-        check_shown(one, Memory)
+    check_shown(memories.values(), Memory)
     if not memories:
         raise ValueError("there is no memory to draw; give at least one run's, as {'a title': out.memory}")
     sizes = {len(one) for one in memories.values()}

@@ -126,7 +126,7 @@ def shards(
     Raises SpecError or ShapeError if a `P` does not fit or the pieces cannot be multiplied where they are, and
     MeshError if there are more ranks than can be drawn.
     """
-    check_shown(mesh, Mesh)
+    check_shown([mesh], Mesh)
     if mesh.size > MOST_RANKS:
         raise MeshError(
             f"shards draws at most {MOST_RANKS:,} ranks, and {mesh} has {mesh.size:,}; a smaller mesh with the same "

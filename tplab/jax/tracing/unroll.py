@@ -57,13 +57,12 @@ def trace(
     data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less. There a product has the
     dtype of its operands in your program, also where XLA for CPUs makes them float32, and what is read or updated in
     part takes the time of that part.
-    Raises TraceError where only the running program knows what is sent, and ValueError for branch=-1 and the like.
+    Raises TraceError where only the running program knows what is sent.
     """
     check_counts(**{name: n for name, n in (("branch", branch), ("trips", trips)) if n is not None})
     known = None if cluster is None else find(cluster)
-    program = compiled_for(fn, args, kwargs)
-    options = Options(branch, trips, accelerator)
-    return unrolled(program.module, Recorder(program.mesh, program.title, "jax"), known, options)
+    made = compiled_for(fn, args, kwargs)
+    return unrolled(made.module, Recorder(made.mesh, made.title, "jax"), known, Options(branch, trips, accelerator))
 
 
 def unrolled(

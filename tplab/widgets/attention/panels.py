@@ -170,8 +170,7 @@ def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, tra
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts]
     if not 1 <= len(given) <= 3:
         raise ValueError(f"tiles shows one layout or up to 3 side by side, not {len(given)}")
-    for layout in given:
-        check_shown(layout, TokenLayout)
+    check_shown(given, TokenLayout)
     sizes = {(layout.num_tokens, layout.num_ranks) for layout in given}
     if len(sizes) > 1:
         raise ShapeError(f"layouts side by side must be of the same tokens and ranks, not of {sorted(sizes)}")

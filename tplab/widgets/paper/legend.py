@@ -21,10 +21,9 @@ _ACTIONS = {"F": F, "B": B, "I": I, "W": W}
 class Key(NamedTuple):
     """An entry of a legend: a text, and how what it explains looks.
 
-    sign    "box"; "border", one with a thick edge; in the edge's colour "hatch", "dashes", "dashed", "stair"; in the
-            fill's "cross", "disc", "strip"; "parts", segments of a sum; "hues", several colours; "later", the stages
-            of a rank; "diamond", what was measured; "F", "B", "I", "W", an action, in its own colour or in the fill's;
-            "" for a text alone
+    sign    "box"; "border", with a thick edge; in its colour "hatch", "dashes", "dashed", "stair"; in the fill's
+            "cross", "disc", "strip"; "parts", segments of a sum; "hues", several colours; "later", a rank's stages;
+            "diamond", what was measured; "F", "B", "I", "W", an action, in its own or the fill's colour; "" only a text
     """
 
     text: str

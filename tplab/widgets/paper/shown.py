@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
-def check_shown(thing: Any, *kinds: type) -> None:
-    """Raises TypeError unless it is one of these kinds: "this shows a Trace, not a Result; give its trace"."""
-    if not isinstance(thing, kinds):
-        names = [f"a {kind.__name__}" for kind in kinds]
-        raise TypeError(f"this shows {' or '.join(names)}, not a {type(thing).__name__}{way_out(thing, *kinds)}")
+def check_shown(things: Iterable[Any], *kinds: type) -> None:
+    """Raises TypeError unless each is of one of these kinds: "this shows a Trace, not a Result; give its trace"."""
+    for thing in things:
+        if not isinstance(thing, kinds):
+            known = " or ".join(f"a {kind.__name__}" for kind in kinds)
+            raise TypeError(f"this shows {known}, not a {type(thing).__name__}{way_out(thing, *kinds)}")
 
 
 def way_out(thing: Any, *kinds: type) -> str:

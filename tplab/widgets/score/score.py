@@ -288,7 +288,7 @@ class Score:
 
 def score(trace: Trace) -> Score:
     """Read a trace once."""
-    check_shown(trace, Trace)
+    check_shown([trace], Trace)
     names = ("rank", "start", "end", "step", "chunk", "peer", "message", "bytes")
     columns = {name: trace.column(name) for name in names}
     kinds, kind_codes = trace.codes("kind")
