@@ -285,8 +285,8 @@ timeline(traces[True])
 
 # %% [markdown]
 # Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass, and
-# the last gradients. Prefetch costs one more whole layer in memory. (We assume that messages do not slow down
-# computing.)
+# the last gradients. Point at a message to see which unit it is for. Prefetch costs one more whole layer in memory. (We
+# assume that messages do not slow down computing.)
 #
 # ## Turn the knob: how many ranks?
 #

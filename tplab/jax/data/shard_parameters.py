@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,7 +71,8 @@ def shard_parameters(
         reduce or reduce_rows,
     )
     if isinstance(model, Sequence):
-        return ShardedLayers(tuple(ShardedLayer(layer, about) for layer in model), prefetch)
+        layers = (ShardedLayer(layer, replace(about, unit=unit)) for unit, layer in enumerate(model))
+        return ShardedLayers(tuple(layers), prefetch)
     return ShardedLayer(model, about)
 
 

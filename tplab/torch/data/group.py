@@ -85,12 +85,13 @@ class Group:
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
     sites    where each parameter is; between uses this rank's piece is there, a parameter [n]
+    unit     the unit that they belong to, as a trace names it
     """
 
     has_taken, takes_whole, in_backward = False, True, True  # as an owner of the pieces
 
-    def __init__(self, sites: Sequence[Sites], about: About):
-        self.sites, self.about = list(sites), about
+    def __init__(self, sites: Sequence[Sites], about: About, unit: str):
+        self.sites, self.about, self.unit = list(sites), about, unit
         wholes = [module._parameters[name] for (module, name), *_ in sites]
         parameters = [p for p in wholes if p is not None]
         self.pieces, self.index = pieces_of(parameters, about.axis)
@@ -130,11 +131,13 @@ class Group:
         return self.send(message)
 
     def send(self, message: Tensor) -> Handle:
-        return self.about.reduce(message, self.about.axis, self.about.op)
+        with this_rank().sends_for(self.unit):
+            return self.about.reduce(message, self.about.axis, self.about.op)
 
     def reduced(self, leaving: Handle) -> list[Tensor]:
         """This rank's piece of each gradient, once it has arrived."""
-        row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
+        with this_rank().sends_for(self.unit):
+            row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
         count_as("gradients", row)
         held = held_in(self.pieces, self.index, row)
         return [grad.to(shard.dtype) for grad, shard in zip(held, self.shards)]
