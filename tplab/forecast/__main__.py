@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
     )
+    parser.add_argument("--outside", action="store_true", help="search plans of classes that were not measured, too")
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_dtype(cluster, "bfloat16")
         chosen = {name: value for name in _CHOICES if (value := getattr(given, name)) is not None}
         chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
-        chosen |= {"virtual": given.virtual, "stack": stack}
+        chosen |= {"virtual": given.virtual, "stack": stack, "inside": not given.outside}
         found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, **chosen)
     except (TplabError, ValueError) as error:
         parser.refuse(error)

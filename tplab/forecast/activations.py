@@ -17,6 +17,8 @@ class Kept(NamedTuple):
     layer, embedding, head   kept of a layer, of the embedding, of the final norm and the head
     layer_again, head_again  what is computed again in their backward passes
     layer_work, head_work    what their backward passes need besides
+    dense                    kept of a dense first layer. dense_again and dense_work are those of a stage that has such
+                             layers: the most of any layer
     logits                   of this rank's entries, in all the copies that the loss makes of them
     keeps_logits             whether they are kept, and not computed again
     """
@@ -30,6 +32,9 @@ class Kept(NamedTuple):
     head_work: int
     logits: int
     keeps_logits: bool
+    dense: int
+    dense_again: int
+    dense_work: int
 
 
 def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> dict[str, float]:
@@ -59,6 +64,9 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
         gated=model.gated,
         gathered=stack.plain,
     )
+    if model.kv_rank:
+        found["value"] = found["input of the output projection"] = rows * model.heads * model.value_width * size // tp
+        found["latents, and these normalised"] = 2 * rows * (model.q_rank + model.kv_rank) * size // outside
     statistics = 1 if model.norm == "rms" else 2
     found["statistics of the norms"] = 2 * statistics * 4 * rows // outside
     if plan.flash:
@@ -80,6 +88,15 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
 @lru_cache(maxsize=4096)
 def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> Kept:
     """What a rank keeps of one microbatch, and what its backward pass needs besides."""
+    found = _kept(model, plan, sequence, stack)
+    if not model.dense_layers:
+        return found
+    first = _kept(model.dense, plan, sequence, stack)
+    again, work = (max(of) for of in ((found.layer_again, first.layer_again), (found.layer_work, first.layer_work)))
+    return found._replace(dense=first.layer, dense_again=again, dense_work=work)
+
+
+def _kept(model: Model, plan: Plan, sequence: int, stack: str | Stack) -> Kept:
     stack, size = find_stack(stack), plan.kept_size
     rows = plan.microbatch * sequence // plan.cp
     outside = plan.tp if plan.sequence_parallel else 1
@@ -98,7 +115,8 @@ def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron
         # Backward through an MLP: the gradients of its output, which are gathered, and between its two matmuls.
         features = (2 if model.gated else 1) * max(1, model.experts_per_token) * model.ffn_width // plan.tp
         head_work = token * (2 if plan.sequence_parallel and plan.tp > 1 else 1)
-        return Kept(layer, mask, head, layer_again, 0, token + rows * features * size, head_work, logits, True)
+        work = token + rows * features * size
+        return Kept(layer, mask, head, layer_again, 0, work, head_work, logits, True, layer, layer_again, work)
 
     head += token // outside if model.norm == "rms" else 0
     head += 18 * rows + 8  # of the loss: places of the targets, sums of exponentials, which targets count, how many
@@ -107,4 +125,5 @@ def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron
         embedding += 8 * rows // plan.microbatch  # and its position
     if plan.recompute == "full":
         embedding, head, head_again = 0, token // outside, head - token // outside
-    return Kept(layer, embedding, head, layer_again, head_again, 0, 0, logits, plan.recompute != "full")
+    keeps_logits = plan.recompute != "full"
+    return Kept(layer, embedding, head, layer_again, head_again, 0, 0, logits, keeps_logits, layer, layer_again, 0)

@@ -52,7 +52,7 @@ class Layer(NamedTuple):
 def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> Layer:
     """One layer. What `plan` says of dp, pp, ZeRO and the schedule does not matter here: see `local`."""
     tokens = plan.microbatch * sequence // plan.cp
-    shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep)
+    shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep, sequence_parallel=plan.sequence_parallel)
     plain = tuple(shape for name, shape in shapes.items() if name not in ("scores", "values"))
     there, back = _matmuls(cluster, plain, plan.chip_dtype)
     attention = _attention(model, plan, cluster, sequence, stack)
@@ -106,7 +106,8 @@ def _with_host(forward: float, backward: float, host: float, *reasons: float) ->
 def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
     """Bytes that norms, residuals, rotations and activations of a layer read and write forward, each tensor once."""
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
-    outside = model.hidden * (10 + 5 * model.dropout) / (plan.tp if plan.sequence_parallel else 1)
+    outside = model.hidden * (10 + 5 * model.dropout) + 2 * (model.q_rank + model.kv_rank)  # latents have norms
+    outside /= plan.tp if plan.sequence_parallel else 1
     features = max(1, model.experts_per_token) * model.ffn_width + model.shared_ffn
     inside = 2 * (model.attention_width + model.kv_width) + (3 if model.gated else 2) * features
     moved = 6 * model.hidden * model.experts_per_token  # tokens in the order of ranks, then of experts, and back
@@ -119,7 +120,8 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
     dtype = "bfloat16" if plan.chip_dtype.startswith("float8") else plan.chip_dtype
     if plan.flash:
         one = sequence // plan.cp
-        shape = plan.microbatch, model.heads // plan.tp, one, one, model.head_width, dtype, True
+        width = model.attention_width // model.heads  # of latents, the mean: FLOPs and bytes are the same
+        shape = plan.microbatch, model.heads // plan.tp, one, one, width, dtype, True
         kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
         there, back = (
             plan.cp

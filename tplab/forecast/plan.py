@@ -295,7 +295,9 @@ def _partition(model: Model, placement: Placement, stages: int, tp: int, balance
         balance = "layers"
     words = model.vocab_on_rank(tp) * model.hidden
     table = 0 if balance == "computing" else words + ends["positions"]  # looking up multiplies nothing
-    sizes = [table, *[model.layer_on_rank(tp)] * model.layers, ends["final norm"] + words]
+    layers = [kind.layer_on_rank(tp) for kind in (model, model.dense)]
+    first = model.dense_layers
+    sizes = [table, *layers[1:] * first, *layers[:1] * (model.layers - first), ends["final norm"] + words]
     bounds = None
     if balance == "layers" and model.layers % stages == 0:
         each = model.layers // stages

@@ -45,7 +45,8 @@ def layer_traffic(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
 
     tp   the input of attention and of the MLP is gathered, and their output is summed: 2 all_reduces each way
          (Shoeybi et al. 2019), or with sequence_parallel 2 all_gathers and 2 reduce_scatters each way, and 2 more
-         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2)
+         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2). With latents,
+         these are gathered for attention, and their gradients summed: `Model.latent_width`
     cp   keys and values go around a ring: cp - 1 hops forward, and backward again beside cp hops of their gradients,
          the last of which takes them home (Liu et al. 2023)
     ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), also of matmuls in
@@ -76,17 +77,25 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Se
     tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
     whole = tokens * model.hidden * size
     forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
-    times = 1 if plan.ep > 1 and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
+    shares = plan.ep > 1 and model.experts > 0
+    times = 1 if shares and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
+    latents = tokens * model.latent_width * size if model.kv_rank else 0  # in place of one input of these
     if plan.tp > 1:
         for phase in [*forward, "backward"]:
+            is_back = phase == "backward"
             if plan.sequence_parallel:
-                again = times if phase == "backward" and not stack.plain else 0
+                again = times if is_back and not stack.plain else 0
                 if stack.gathers_each:  # q, k and v; and of a gated MLP, both of its first matmuls
                     again = 2 + model.gated
-                yield Sent("tp", plan.tp, "all_gather", whole, times + again, "layer", phase)
-                yield Sent("tp", plan.tp, "reduce_scatter", whole, times, "layer", phase)
+                sent = Counter({("all_gather", whole): times + again, ("reduce_scatter", whole): times})
+                if latents:
+                    enters = ["reduce_scatter"] + ["all_gather"] * (again > 0) if is_back else ["all_gather"]
+                    sent.subtract((op, whole) for op in enters)
+                    sent.update((op, latents) for op in enters)
             else:
-                yield Sent("tp", plan.tp, "all_reduce", whole, 2, "layer", phase)
+                sent = Counter([("all_reduce", whole), ("all_reduce", latents if latents and is_back else whole)])
+            for (op, num_bytes), count in (+sent).items():
+                yield Sent("tp", plan.tp, op, num_bytes, count, "layer", phase)
         if plan.sequence_parallel and stack.plain:
             copied = 2 * (2 if model.norm == "layer" else 1) + (2 if model.bias else 0)
             yield Sent("tp", plan.tp, "all_reduce", model.hidden * size, copied, "norms", "backward")
@@ -97,7 +106,7 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Se
         yield Sent("cp", plan.cp, "send", pairs, plan.cp - 1, "layer", "backward")
         gradients = pairs // size * max(size, 4) if stack.plain else pairs
         yield Sent("cp", plan.cp, "send", gradients, plan.cp, "layer", "backward")
-    if plan.ep > 1:
+    if shares:
         routed = tokens * model.hidden * plan.kept_size * model.experts_per_token // plan.tp
         for phase in [*forward, "backward"]:
             yield Sent("ep", plan.ep, "all_to_all", routed, 2, "layer", phase)
@@ -112,7 +121,8 @@ def traffic(
     plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
         often = int(times * stage.share)
-        found += _times(layer_traffic(model, plan, sequence, stack), stage.layers * often)
+        for kind, layers in zip((model, model.dense), stage.counts):
+            found += _times(layer_traffic(kind, plan, sequence, stack), layers * often)
         if stage.is_first:
             found += _times(_embedding(model, plan, sequence, stack), often)
         if stage.is_last:
