@@ -23,11 +23,6 @@ def _gpus_first(seen: Seen) -> np.ndarray:
     return seen.want.reshape(nodes, gpus, -1).swapaxes(0, 1).reshape(seen.want.shape)
 
 
-def _sorted_wrongly(seen: Seen) -> np.ndarray:
-    """These rows, sorted as if they were ordered by node and then by GPU."""
-    return _gpus_first(replace(seen, want=_gpus_first(seen)))
-
-
 GATHER_ALL = Exercise(
     name="gather_all",
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 2 + mesh.axis_size("gpu"))).astype(float)},
@@ -47,7 +42,7 @@ GATHER_ALL = Exercise(
             "y",
             "All rows are there, and sorted wrongly. They arrive ordered by GPU and then by node, so `reshape` them to "
             "[GPUs, nodes, n], and not to [nodes, GPUs, n].",
-            _sorted_wrongly,
+            lambda seen: _gpus_first(replace(seen, want=_gpus_first(seen))),
         ),
     ),
 )
