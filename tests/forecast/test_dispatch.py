@@ -138,6 +138,11 @@ def test_fewer_copies_take_less_time_between_nodes():
         for dispatch in ("two_levels", "per_rank", "all_to_all", "gather")
     }
     assert sorted(taken, key=taken.__getitem__) == [*taken]
+    whole, halves = (
+        layer_seconds(MIXTURE, local(Plan(dp=16, ep=8, etp=etp)), cluster, 4096, find_stack("megatron")).ep
+        for etp in (None, 2)  # of one node, and of two
+    )
+    assert halves > 2 * whole
     copies = expected_copies(Model.find("deepseek-v3").routing, 8)
     levels = {one.axis: one for one in layer_traffic(Model.find("deepseek-v3"),
         Plan(dp=64, ep=64, dispatch="two_levels"), 4096, node_size=8) if one.phase == "forward"}  # fmt: skip

@@ -21,8 +21,7 @@ def over_cards(cluster: Cluster, cards: int | None) -> Cluster:
 
 
 def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
-    """The ranks of rank 0's group of an axis. "dp" includes cp; the experts' has another `size`, as has "ep" of which
-    each rank is of another node."""
+    """The ranks of rank 0's group of an axis. "dp" includes cp; that of experts, or nodes, has another `size`."""
     stride, ranks = {
         "tp": (1, plan.tp),
         "cp": (plan.tp, plan.cp),
@@ -58,12 +57,13 @@ def shown(
     chosen = [one for one in sent if one.axis in axes and (one.phase == "forward") == is_forward]
     if not chosen:
         return 0.0
-    shown = 1 - stack.hidden[0] if plan.overlap else 1.0
+    shown = once = 1 - stack.hidden[0] if plan.overlap else 1.0
     if axis == "ep" and plan.dispatch is None and not stack.plain:
-        nodes = 1 if cluster.node_size is None else -(-plan.ep // cluster.node_size)
-        shown *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
-    taken = [(one.count, price(cluster, one.op, one.bytes, ranks_along(plan, one.axis, one.ranks))) for one in chosen]
-    return sum(count * (cost.latency + shown * (cost.seconds - cost.latency)) for count, cost in taken)
+        nodes = 1 if cluster.node_size is None else -(-plan.ep * plan.expert_tp // cluster.node_size)
+        once *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
+    taken = [(one, price(cluster, one.op, one.bytes, ranks_along(plan, one.axis, one.ranks))) for one in chosen]
+    share = {"ep": once}
+    return sum(one.count * (c.latency + share.get(one.axis, shown) * (c.seconds - c.latency)) for one, c in taken)
 
 
 def sent_once(copies: int, groups: int) -> float:

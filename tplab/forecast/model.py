@@ -131,8 +131,8 @@ class Model:
         if self.experts:
             _ = self.routing
         if self.dense_layers and (not self.experts or self.dense_layers >= self.layers or self.dense_ffn is None):
-            few = f"dense_layers={self.dense_layers} of {self.layers} layers"
-            raise ShapeError(f"{few} come before those with experts; give experts, more layers, and dense_ffn")
+            few = f"dense_layers={self.dense_layers} of {self.layers} layers come before those with experts"
+            raise ShapeError(f"{few}; give experts, more layers, and dense_ffn")
         if not self.kv_rank and (self.q_rank or self.rope_dim or self.value_dim):
             raise ShapeError("q_rank, rope_dim and value_dim belong to an attention with latents; give kv_rank too")
         if self.kv_rank and (self.num_kv_heads < self.heads or self.rope_dim >= self.head_width):
@@ -209,10 +209,8 @@ class Model:
     def layer_parts(self) -> Mapping[str, Part]:
         """The parameters of one layer: attention, mlp, router and norms."""
         h, ffn, latents = self.hidden, self.ffn_width, self.q_rank + self.kv_rank
-        split, copied = (
-            sum(inner * outer for inner, outer, is_split in self.projections.values() if is_split == which)
-            for which in (True, False)
-        )
+        matrices = self.projections.values()
+        split, copied = (sum(a * b for a, b, is_split in matrices if is_split == which) for which in (True, False))
         if self.bias or self.qkv_bias:  # with latents, what makes these has one
             split += 0 if self.kv_rank else self.attention_width + 2 * self.kv_width
             copied += latents + self.rope_dim

@@ -216,8 +216,7 @@ class Plan:
         if 0 < model.window < sequence:
             who = model.name or "the model"
             return f"a token of {who} attends to {model.window} tokens in some layers, and sequence is {sequence}"
-        etp = self.expert_tp if self.etp else 1
-        over = f"ep={self.ep}" if etp == 1 else f"ep x etp = {self.ep} x {etp}"
+        over, etp = (f"ep x etp = {self.ep} x {self.etp}", self.etp) if self.etp else (f"ep={self.ep}", 1)
         tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
         whole = (
             (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),

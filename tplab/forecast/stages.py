@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, bool, bool]:
-        """How many layers are in it that are as most are, how many dense first ones, embeddings and heads."""
+        """How many layers as most are, dense first ones, embeddings and heads are in it."""
         return self.layers - self.dense, self.dense, self.is_first, self.is_last
 
 
