@@ -224,7 +224,6 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
 
 def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a Model or a Plan that a row says."""
-    texts: dict[str, Callable[[str, str], Any]] = {"int": whole, "float": number, "bool": switch}
-    read = texts | {"str": lambda _, text: text}
+    read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
     types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
     return {name: read[type](name, given[name]) for name, type in types.items() if name in given}

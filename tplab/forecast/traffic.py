@@ -93,7 +93,8 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int
     latents = tokens * model.latent_width * size  # in place of one input of these
     if plan.tp > 1:
         for phase in [*forward, "backward"]:
-            is_back, sent = phase == "backward", Counter({("all_reduce", whole): 2})
+            is_back, apart = phase == "backward", stack.plain and shares and model.shared_ffn > 0  # has sums of its own
+            sent = Counter({("all_reduce", whole): 2 + apart})
             if plan.sequence_parallel:
                 again = times if is_back and not stack.plain else 0
                 if stack.gathers_each:  # q, k and v; and of a gated MLP, both of its first matmuls
