@@ -103,7 +103,7 @@ def test_ranks_do_what_the_plan_says(name: str):
 )
 @pytest.mark.parametrize("sizes", [{"tp": 1, "zero": 1}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_ranks_with_experts_send_and_hold_what_the_plan_says(
-    blocks: tuple[int, ...] | None, shared: int, sizes: dict[str, int]
+    blocks: tuple[int, ...] | None, shared: int, sizes: dict[str, Any]
 ):
     """Every token goes to every rank, so that it does not matter which experts it chooses."""
     experts = GPTExperts(Routing(4, 2), 24, blocks=blocks, shared=shared)

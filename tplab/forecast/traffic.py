@@ -85,16 +85,14 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int
     tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
     whole = tokens * model.hidden * size
     forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
-    is_one = (
-        plan.ep == 1 and plan.expert_tp == plan.tp and plan.dispatch in (None, "gather")
-    )  # tp takes them for an MLP
+    is_one = plan.ep == 1 and plan.expert_tp == plan.tp and plan.dispatch in (None, "gather")  # MLP, whose tokens stay
     shares = model.experts > 0 and not is_one
     times = 1 if shares and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
     latents = tokens * model.latent_width * size  # in place of one input of these
     if plan.tp > 1:
         for phase in [*forward, "backward"]:
             is_back, apart = phase == "backward", stack.plain and shares and model.shared_ffn > 0  # has sums of its own
-            sent = Counter({("all_reduce", whole): 2 + apart})
+            sent: Counter[tuple[str, int]] = Counter({("all_reduce", whole): 2 + apart})
             if plan.sequence_parallel:
                 again = times if is_back and not stack.plain else 0
                 if stack.gathers_each:  # q, k and v; and of a gated MLP, both of its first matmuls
