@@ -130,7 +130,7 @@ def test_a_layer_that_gathers_the_batch_too_is_refused():
 
     def more(x: Any, piece: Any) -> Any:
         unused = [tt.all_gather(x.detach(), "dp", 0) for _ in range(2)]
-        return layer(tt.all_gather)(x + 0 * sum(unused)[: len(x)], piece)
+        return layer(tt.all_gather)(x + 0 * torch.stack(unused).sum(0)[: len(x)], piece)
 
     expect(check_layer(more), False, "and x stays on its rank")
 
