@@ -62,9 +62,13 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(asked)
     assert "of a class that was measured; plans(..., inside=False)" in capsys.readouterr().err
-    main([*asked, "--outside"])
+    main([*asked, "--outside", "--etp", "2", "--dispatch", "per_rank", "--skew", "0.5"])
     said = capsys.readouterr().out
-    assert " ep " in said and "outside what was measured, so there is no interval" in said
+    assert re.search(r" ep \d+,.* dispatch per_rank, skew 0.5, ", said)
+    assert "outside what was measured, so there is no interval" in said
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--dispatch", "gather", "--outside"])
+    assert "dispatch=gather, but llama3.2-1b has no experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

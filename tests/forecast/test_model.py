@@ -65,7 +65,7 @@ def test_matmuls_are_six_n_flops_and_twelve_lhs(name: str, tp: int):
     assert counted == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.parametrize("blocks", [None, (1, 2), (2,)])
+@pytest.mark.parametrize("blocks", [None, (1, 2), (2,), ()])
 @pytest.mark.parametrize("shared", [0, 14])
 def test_a_gpt_with_experts_is_described_exactly(blocks: tuple[int, ...] | None, shared: int):
     experts = GPTExperts(Routing(4, 2), 10, blocks=blocks, shared=shared)
@@ -104,11 +104,11 @@ def test_impossible_models_are_refused():
     for given, why in (
         ({**experts, "groups": 3}, "4 experts cannot be 3 equal groups"),
         ({**experts, "dense_layers": 3, "dense_ffn": 9}, "dense_layers=3 of 3 layers"),
-        ({**sizes, "dense_layers": 1, "dense_ffn": 9}, "this needs experts"),
+        ({**sizes, "dense_layers": 1, "dense_ffn": 9}, "give experts, more layers"),
         ({**experts, "dense_layers": 1}, "and dense_ffn"),
         ({**sizes, "q_rank": 8}, "give kv_rank too"),
-        ({**sizes, "kv_rank": 8, "rope_dim": 4}, "4 of 4 features are rotated"),
-        ({**sizes, "kv_rank": 8, "kv_heads": 6}, "6 key heads are made for 12 query heads"),
+        ({**sizes, "kv_rank": 8, "rope_dim": 4}, "rope_dim=4 of head_dim=4 are impossible"),
+        ({**sizes, "kv_rank": 8, "kv_heads": 6}, "kv_heads=6 and"),
     ):
         with pytest.raises(ShapeError, match=why):
             Model(**given)

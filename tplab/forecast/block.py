@@ -21,7 +21,7 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.stages import Stage, stages_on
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-MICRO = ("tp", "cp", "ep", "sequence_parallel", "microbatch")
+MICRO = ("tp", "cp", "ep", "etp", "sequence_parallel", "microbatch")
 """The fields of a plan on which depends what a microbatch takes and keeps in a layer."""
 
 
@@ -203,7 +203,7 @@ class Block:
         held, way = family.ranks[place], self.ways[family.ways[0]]._asdict()
         layers, dense, first, last = zip(*(one.counts for one in held))
         has = (sum(layers), sum(dense), any(first), any(last), held[0].share)
-        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "sequence_parallel"), way)
+        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "etp", "sequence_parallel"), way)
 
     def _each(
         self,

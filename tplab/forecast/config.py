@@ -314,14 +314,15 @@ def _of_gpt(config: GPTConfig, name: str) -> dict[str, Any]:
 
 def _of_experts(config: GPTConfig) -> dict[str, Any]:
     """The MLPs of a GPT: those of its experts, and of the blocks before them."""
-    experts = config.experts
+    has = [config.experts_in(block) for block in range(config.num_layers)]
+    experts = next(filter(None, has), None)
     if experts is None:
         return {"ffn": config.hidden_width}
-    first = next(block for block in range(config.num_layers) if config.experts_in(block))
-    if any(config.experts_in(block) is None for block in range(first, config.num_layers)):
+    first, rule = has.index(experts), experts.routing
+    if not all(has[first:]):
         raise ValueError(f"experts of blocks {experts.blocks} are not read, but only those of all blocks from some on")
     if experts.bias_rate:
         raise ValueError(f"bias_rate={experts.bias_rate} is not read: a Model's routers have no bias; take 0")
-    rule, dense = experts.routing, {"dense_layers": first, "dense_ffn": config.hidden_width} if first else {}
     about = {"experts": rule.experts, "experts_per_token": rule.top_k, "groups": rule.groups}
-    return about | {"top_groups": rule.top_groups, "ffn": experts.hidden, "shared_ffn": experts.shared} | dense
+    about |= {"top_groups": rule.top_groups, "ffn": experts.hidden, "shared_ffn": experts.shared}
+    return about | ({"dense_layers": first, "dense_ffn": config.hidden_width} if first else {})

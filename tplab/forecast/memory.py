@@ -158,15 +158,15 @@ def _peaks(block: Block, family: Family, way: int) -> Iterator[Peaks]:
     for microbatches in np.unique(seen[possible]).tolist():
         pairs = np.flatnonzero((seen == microbatches) & possible)
         shape = Shape(plan.rule_name, plan.pp, plan.virtual, microbatches, family.stages)
-        kinds, begins, *columns = _moments(shape, places)[..., None, None]
+        kinds, is_head, *columns = _moments(shape, places)[..., None, None]
         now, more = columns[:5], (block.counts[pairs] - microbatches)[:, None]
         layers, dense, first, last, ends = (of + more * grows for of, grows in zip(now, columns[5:]))
         kept = Kept(*np.moveaxis(block.kept[pairs], -1, 0))
         whole = layers * kept.layer + dense * kept.dense + first * kept.embedding + last * kept.head
-        whole = whole + np.choose(begins, [kept.layer_again, kept.dense_again, kept.head_again])
+        whole = whole + np.where(is_head, kept.head_again, kept.layer_again)
         last = last * kept.keeps_logits
-        logits = np.where(begins == 2, np.maximum(1, last), np.maximum(0, last - ends)) * kept.logits
-        work = np.choose(begins, [kept.layer_work, kept.dense_work, kept.head_work])
+        logits = np.where(is_head, np.maximum(1, last), np.maximum(0, last - ends)) * kept.logits
+        work = np.where(is_head, kept.head_work, kept.layer_work)
         yield Peaks(pairs, kinds[:, 0, 0], layers + dense, np.stack(np.broadcast_arrays(whole, logits, work)))
 
 
@@ -175,9 +175,8 @@ def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
     """The moments when ranks may hold most [12, moments].
 
     That is when a backward pass begins: in the head, or in the layers, when that microbatch's logits are gone. Rows:
-    the kind of rank, and where it begins: 0 in a layer, 1 in a stage whose first layers are dense, 2 in the head; how
-    many layers, dense ones, embeddings and heads are kept of all microbatches, and how many of these heads end then;
-    and how many more of the five each further microbatch brings.
+    the kind of rank, and whether it begins in the head; how many layers, dense ones, embeddings and heads are kept of
+    all microbatches, how many of these heads end then, and how many more of the five each further microbatch brings.
     """
     rule, ranks, virtual, microbatches, stages = shape
     placement, found = Plan(pp=ranks, virtual=virtual, schedule=rule).placement, list[tuple[int, ...]]()
@@ -188,9 +187,8 @@ def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
     for kind, place in ((kind, place) for kind, of_kind in enumerate(places) for place in of_kind):
         held = np.array([stages[number] for number in placement[place]], np.intp)
         for active, counts in moments[place]:
-            (_, dense, _, ends), grows = held[active], (np.array(counts) == microbatches) & repeats
-            begins = [int(dense > 0), *[2] * ends]
-            found += [(kind, at, *counts @ held, -ends, *grows @ held, 0) for at in begins]
+            ends, grows = held[active, 3], (np.array(counts) == microbatches) & repeats
+            found += [(kind, head, *counts @ held, -ends, *grows @ held, 0) for head in range(1 + ends)]
     rows = largest(np.array(found, np.intp), 2).T
     rows[6] = -rows[6]
     return rows

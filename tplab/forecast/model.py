@@ -20,7 +20,7 @@ class Part(NamedTuple):
     """How many numbers a part of the model has, by how tensor parallelism and expert parallelism divide them.
 
     split     divided over the tensor-parallel ranks     copied    on each of them
-    experts   divided over the ranks that share experts, each of which is whole; if ep is 1, over tensor-parallel ranks
+    experts   divided over the ep x etp ranks that have one copy of all experts together: see `Plan.etp`
     """
 
     split: int = 0
@@ -31,9 +31,14 @@ class Part(NamedTuple):
     def total(self) -> int:
         return sum(self)
 
-    def on_rank(self, tp: int = 1, ep: int = 1) -> int:
+    def on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """The numbers that one rank has."""
-        return self.split // tp + self.copied + self.experts // (ep if ep > 1 else tp)
+        return self.split // tp + self.copied + self.experts // (ep * expert_tp(tp, ep, etp))
+
+
+def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
+    """Over how many ranks each expert is divided; if nothing is said, none where ranks share experts, and else tp."""
+    return etp or (1 if ep > 1 else tp)
 
 
 _ONE, _NONE = ("layers", "hidden", "heads", "vocab", "end_norms"), ("dense_layers", "q_rank", "kv_rank", "rope_dim")
@@ -126,17 +131,13 @@ class Model:
         if self.experts:
             _ = self.routing
         if self.dense_layers and (not self.experts or self.dense_layers >= self.layers or self.dense_ffn is None):
-            raise ShapeError(
-                f"dense_layers={self.dense_layers} of {self.layers} layers have an MLP, and those after them experts: "
-                "this needs experts, more layers, and dense_ffn"
-            )
+            few = f"dense_layers={self.dense_layers} of {self.layers} layers come before those with experts"
+            raise ShapeError(f"{few}; give experts, more layers, and dense_ffn")
         if not self.kv_rank and (self.q_rank or self.rope_dim or self.value_dim):
             raise ShapeError("q_rank, rope_dim and value_dim belong to an attention with latents; give kv_rank too")
         if self.kv_rank and (self.num_kv_heads < self.heads or self.rope_dim >= self.head_width):
-            raise ShapeError(
-                f"from a latent, {self.num_kv_heads} key heads are made for {self.heads} query heads, and "
-                f"{self.rope_dim} of {self.head_width} features are rotated; leave out kv_heads, and rotate fewer"
-            )
+            those = f"kv_heads={self.kv_heads} and rope_dim={self.rope_dim} of head_dim={self.head_width}"
+            raise ShapeError(f"{those} are impossible: latents make a key for each query head, and rotate a part of it")
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
@@ -182,8 +183,8 @@ class Model:
 
     @property
     def latent_width(self) -> int:
-        """Features that tensor parallelism gathers for attention: h, or with latents those."""
-        return (self.q_rank or self.hidden) + self.kv_rank + self.rope_dim if self.kv_rank else self.hidden
+        """Features that tensor parallelism gathers for attention: h, or those of latents."""
+        return (self.q_rank or self.hidden) + self.kv_rank + self.rope_dim
 
     @cached_property
     def dense(self) -> Model:
@@ -208,10 +209,8 @@ class Model:
     def layer_parts(self) -> Mapping[str, Part]:
         """The parameters of one layer: attention, mlp, router and norms."""
         h, ffn, latents = self.hidden, self.ffn_width, self.q_rank + self.kv_rank
-        split, copied = (
-            sum(inner * outer for inner, outer, is_split in self.projections.values() if is_split == which)
-            for which in (True, False)
-        )
+        matrices = self.projections.values()
+        split, copied = (sum(a * b for a, b, is_split in matrices if is_split == which) for which in (True, False))
         if self.bias or self.qkv_bias:  # with latents, what makes these has one
             split += 0 if self.kv_rank else self.attention_width + 2 * self.kv_width
             copied += latents + self.rope_dim
@@ -268,9 +267,9 @@ class Model:
         unused = experts - experts * self.experts_per_token // self.experts
         return self.parameters - (self.layers - self.dense_layers) * unused
 
-    def layer_on_rank(self, tp: int = 1, ep: int = 1) -> int:
+    def layer_on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """The parameters of one layer that one rank has."""
-        return sum(part.on_rank(tp, ep) for part in self.layer_parts.values())
+        return sum(part.on_rank(tp, ep, etp) for part in self.layer_parts.values())
 
     def vocab_on_rank(self, tp: int = 1) -> int:
         """The vocabulary entries of the first of `tp` ranks: where tp does not divide the vocabulary, the last ones
@@ -280,15 +279,24 @@ class Model:
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def matmuls(
-        self, tokens: int, keys: int, tp: int = 1, ep: int = 1, *, sequence_parallel: bool = False
+        self,
+        tokens: int,
+        keys: int,
+        tp: int = 1,
+        ep: int = 1,
+        *,
+        sequence_parallel: bool = False,
+        etp: int | None = None,
+        load: float = 1.0,
     ) -> dict[str, tuple[int, int, int, int]]:
         """The forward matmuls of one layer on one rank, as (m, n, k, batch): 2 m n k batch FLOPs each.
 
         tokens   of this rank, all sequences together       keys   how many positions each of them attends to
-        ep       ranks that share the experts, each of which is whole; 1: tensor parallelism divides all of them
+        ep, etp  ranks that share the experts, and ranks that divide each of them: see `Plan`
+        load     of a rank's experts, beside the mean
         sequence_parallel    whether each of the tensor-parallel ranks makes the latents of its own tokens only
-        Scores and values are counted for all heads, without the half that a causal mask could save. Experts are
-        counted as if tokens were spread equally over them.
+        Scores and values are counted for all heads, without the half that a causal mask could save. Each of a rank's
+        experts is counted with as many tokens.
         """
         h, heads = self.hidden, self.heads // tp
         up, ffn = (2 if self.gated else 1), self.ffn_width // tp
@@ -304,8 +312,9 @@ class Model:
         if not self.experts:
             return found | {"up": (tokens, up * ffn, h, 1), "down": (tokens, h, ffn, 1)}
         found["router"] = (tokens, self.experts, h, 1)
-        several, ffn = (ep, self.ffn_width) if ep > 1 else (tp, ffn)  # of these ranks, tp have the same tokens
-        routed, mine = -(-tokens * several * self.experts_per_token // (tp * self.experts)), self.experts // ep
+        etp = expert_tp(tp, ep, etp)  # of ep x etp ranks, tp have the same tokens
+        ffn, rows = self.ffn_width // etp, round(load * tokens * ep * etp * self.experts_per_token)
+        routed, mine = -(-rows // (tp * self.experts)), self.experts // ep
         found |= {"up": (routed, up * ffn, h, mine), "down": (routed, h, ffn, mine)}
         if self.shared_ffn:
             shared = self.shared_ffn // tp

@@ -25,8 +25,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 TAKES = np.array([[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5], [0, 0.5, -0.5]])
 """F, B, I and W of a stage as sums of its (forward, backward, recompute): all of recomputation is before I."""
 TERMS = 13
-"""A path is a sum of so many: forward, backward and recompute of a layer, of a dense first one, of the embedding and of
-the head; and messages."""
+"""A path is a sum of so many: forward, backward and recompute of each of `Stage.counts`, and messages."""
 CELLS = 1 << 21
 """How many numbers are simulated at once."""
 

@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, bool, bool]:
-        """How many layers are in it that are as most are, how many dense first ones, embeddings and heads."""
+        """How many layers as most are, dense first ones, embeddings and heads are in it."""
         return self.layers - self.dense, self.dense, self.is_first, self.is_last
 
 
@@ -89,7 +89,7 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
             copied += layers * part.copied
             split += layers * part.split
             experts += layers * part.experts
-    dense, experts = copied + split // plan.tp, experts // (plan.ep if plan.ep > 1 else plan.tp)
+    dense, experts = copied + split // plan.tp, experts // (plan.ep * plan.expert_tp)
     words, embedding = model.vocab_on_rank(plan.tp) * model.hidden, 0
     has_first, has_last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
     if has_first:
@@ -100,6 +100,8 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
         dense += ends["final norm"]
         if not (model.tied and has_first and not stack.plain):
             dense += words
-    unit = max(model.layer_on_rank(plan.tp, plan.ep), words if has_first or has_last else 0)  # a dense one is smaller
+    unit = max(
+        model.layer_on_rank(plan.tp, plan.ep, plan.etp), words if has_first or has_last else 0
+    )  # a dense one is smaller
     is_tied = model.tied and has_first != has_last
     return Parameters(dense + embedding, experts, embedding, words, copied, unit, is_tied)
