@@ -14,9 +14,14 @@ def check_run(fn: Any, mesh: Any, *, seed: Any, keep_values: Any) -> None:
     """Raise TypeError if `run` was not given a function and a mesh, and ValueError if a number makes no sense."""
     if not isinstance(mesh, Mesh) or not callable(fn):
         raise TypeError(f"run takes a function and a mesh, as run(f, Mesh(tp=4), ...), not {fn!r} and {mesh!r}")
-    for name, given in (("seed", seed), ("keep_values", keep_values)):
-        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
-            raise ValueError(f"{name} is {given!r}; it must be a whole number, 0 or more")
+    check_counts(seed=seed, keep_values=keep_values)
+
+
+def check_counts(**given: Any) -> None:
+    """Raise ValueError unless each of these is a whole number, 0 or more."""
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+            raise ValueError(f"{name} is {number!r}; it must be a whole number, 0 or more")
 
 
 def check_entries(specs: Any, count: int, name: str, what: str) -> None:

@@ -74,8 +74,13 @@ LIMITS = """\
 - On a B200 in 16 bit, computing takes as much longer than its kernels one by one as it did in four runs. No row is of a
   dense model in FP8 on a B200. There, kernels count as they were measured one by one.
 - What converts numbers to FP8 is not counted for dense models. For experts it is part of what routing takes.
-- Experts are counted as if tokens were spread equally, and as if their kernels ran in one launch. What routing takes is
-  one number per layer and microbatch, whatever their size, and it is known of Megatron on H100s and B200s only.
+- Experts are counted as if tokens were spread equally, unless a plan has a skew, and as if their kernels ran in one
+  launch. What routing takes is one number per layer and microbatch, whatever their size, and it is known of Megatron on
+  H100s and B200s only.
+- No step of a model with latent attention, or with dense layers before its experts (DeepSeek-V2 and V3), was fitted,
+  and none is in a class: their forecasts have no interval. What predicts a further token (DeepSeek-V3's MTP) is left
+  out. No step is known whose plan says `etp`, `dispatch` or `skew`, so these have no interval either. The bytes are
+  those of tplab's own layers (tests/forecast/test_dispatch.py); what a skew costs in a training step, no row says.
 - Small kernels that run one by one wait for their launches. On simulated ranks of "h100-measured", a step of tplab's
   own GPT on 512 tokens took 2.0 times its forecast with 16 layers of 1,024 features, and 2.6 times with 8 of 512.
 - Failures, checkpoints, data loading and evaluation are not in a step.

@@ -11,7 +11,8 @@ import numpy as np
 
 from benchmarks.fit import experts as kernels
 from benchmarks.fit import steps as fit
-from tplab.forecast import Plan, measured
+from tplab.cost import find
+from tplab.forecast import Plan, forecast, measured
 from tplab.forecast.classes import SIZES
 from tplab.forecast.experts import constants
 from tplab.forecast.measured import Run
@@ -19,6 +20,17 @@ from tplab.forecast.memory import peak_bytes
 from tplab.forecast.stacks import FSDP, STACKS
 from website.device import table
 
+DEEPSEEK = (
+    ("26.04.01", "b200-measured", Plan(dp=32, pp=8, virtual=2, ep=32), 4096, 3328),
+    ("26.04", "b200-measured", Plan(dp=16, pp=16, ep=8), 4096, 2815),
+    ("26.02.01", "b200-measured", Plan(dp=16, pp=16, ep=8), 4096, 2790),
+    ("26.02", "b200-measured", Plan(dp=16, pp=16, ep=8), 4096, 2689),
+    ("25.11", "b200-measured", Plan(dp=16, pp=16, ep=8), 2048, 2139),
+    ("25.09", "b200-measured", Plan(dp=16, pp=16, ep=8), 2048, 2265),
+    ("25.09", "h100-measured", Plan(dp=64, tp=2, pp=8, virtual=4, ep=64, sequence_parallel=True), 8192, 1297),
+)
+"""DeepSeek-V3 as Megatron-Bridge's page has it, on sequences of 4,096 tokens in 8 bit: release, cluster, plan,
+sequences in a step, tokens per second of each GPU."""
 EVERY = 20
 """Of nanotron's rows one in so many is printed by itself."""
 
@@ -183,7 +195,35 @@ of a row says what a release does.
   send every copy.
 - On 25.09, tokens beyond an equal share for every expert are dropped. The step is then shorter than what is forecast.
 
+{_deepseek()}
 {_kernels()}"""
+
+
+def _deepseek() -> str:
+    """Steps whose rows do not say what was recomputed, so that no class can have them."""
+    lines, took = [], {"none": list[float](), "full": list[float]()}
+    for release, cluster, plan, batch, rate in DEEPSEEK:
+        where = find(cluster, fabric="infiniband-ndr") if cluster == "h100-measured" else find(cluster)
+        cells = list[str]()
+        seconds = batch * 4096 / rate / plan.ranks
+        for recompute, ratios_of in took.items():
+            chosen = replace(plan, zero=1, dtype="float8", recompute=recompute)
+            found = forecast("deepseek-v3", chosen, where, batch=batch, sequence=4096)
+            assert found.measured is None
+            ratios_of.append(seconds / found.seconds)
+            cells.append(f"{found.seconds:.3g}")
+        about = f"{release}: {plan.ranks:,} {where.chip.name.split()[0]}s, tp {plan.tp}, pp {plan.pp}, ep {plan.ep}"
+        lines.append([about, f"{seconds:.3g}", *cells])
+    none, full = (f"{min(of):.2f} to {max(of):.2f}" for of in took.values())
+    head = ["DeepSeek-V3 in Megatron-Bridge", "measured, s", "forecast, nothing recomputed", "all recomputed"]
+    return f"""\
+DeepSeek-V3 has latent attention, three dense layers before its experts, and a shared expert. The rows that were
+published (bridge, as above) do not say what was recomputed. Nothing was fitted to them, and they are in no class. That
+of 25.11 predicts a further token, too, and on B200s that of 25.09 drops tokens.
+
+{table(head, lines)}
+They took {none} times what is forecast if nothing is recomputed, and {full} times if all is.
+"""
 
 
 def _kernels() -> str:

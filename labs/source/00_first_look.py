@@ -11,8 +11,8 @@
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
 # *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
-# adds its own number to it. After seven steps every sum is 250. This picture was drawn from a run of the program
-# below.*
+# adds its own number to it. After seven steps every sum is 250; the still shows step 4. This picture was drawn from a
+# run of the program below.*
 
 # %%
 import subprocess
@@ -69,7 +69,7 @@ print(totals)
 # <details><summary>Answer</summary>
 #
 # 960 bytes: sixteen ranks make fifteen steps, and 16 · 15 · 4 = 960. Eight ranks send 8 · 28 = 224 bytes together. So
-# twice as many ranks send more than four times as many bytes.
+# twice as many ranks send more than four times as many bytes: in total it is $R\,(R - 1)$ messages.
 #
 # </details>
 #
@@ -134,7 +134,7 @@ from tplab.errors import RankError
 def loses_its_number(x):
     if tt.axis_index("ring") == 2:
         raise ValueError("where is my number?")
-    return tt.all_reduce(x, "ring")
+    return tt.ring_shift(x, "ring")
 
 try:
     tt.run(loses_its_number, Mesh(ring=8), np.arange(8), in_specs=P("ring"))
@@ -144,7 +144,8 @@ except RankError as error:
 # %% [markdown]
 # ## A bug to repair
 #
-# A colleague needs one variable less. The new program runs, and it is right on two ranks, but not on eight:
+# A colleague has rewritten it with one variable fewer. The new version runs, and it is right on two ranks, but not on
+# eight:
 
 # %%
 def total_of_ring(x):  # x [1]: this rank's own number
@@ -157,7 +158,8 @@ for ranks in (2, 8):
     print(f"{ranks} ranks: {out.per_rank[0].item()} instead of {numbers[:ranks].sum()}")
 
 # %% [markdown]
-# The check below says what is wrong. Repair the program, run its cell, and then run the check.
+# The check below says what is wrong. Repair the program, still with `ring_shift` and one hop at a time, run its cell,
+# and then run the check.
 
 # %%
 from tplab.exercises.first_look import check_total
@@ -214,9 +216,9 @@ print("the same sums:", same, "with", one_call.trace.bytes_sent(rank=0), "bytes"
 # With $R$ ranks and tensors of $n$ bytes, each rank sends $(R - 1)\,n$ bytes in whole tensors, and
 # $2\,\frac{R - 1}{R}\,n$ bytes in pieces.
 #
-# **Predict.** Are pieces always faster? Here are both ways on eight H100s, with eight numbers and with as many as a
-# matrix of a seven-billion-parameter model has. The times are modelled from the data sheet. (On torch's `meta` device,
-# tensors have shapes but no numbers.)
+# **Predict.** Are pieces always faster? Here are both ways on eight H100s, which are GPUs, with eight numbers and with
+# 4,096 × 4,096, the size of one matrix in a seven-billion-parameter model. The times are modelled from the GPU's data
+# sheet. (On torch's `meta` device, tensors have shapes but no numbers.)
 
 # %%
 for size in (8, 4096 * 4096):
@@ -230,9 +232,10 @@ for size in (8, 4096 * 4096):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Each step takes some microseconds before the first byte arrives: 5 µs for a launch, in this model, and the latency
-# of the link. With eight numbers that is nearly all of the time, so seven steps are faster than fourteen. With a large
-# tensor the bytes decide: in pieces, it takes less than a third of the time.
+# No. Each step takes some microseconds before the first byte arrives: 5 µs to start an operation on the GPU (a
+# **launch**), in this model, and then the **latency** of the link. With eight numbers that is nearly all of the time,
+# so seven steps are faster than fourteen. With a large tensor the bytes decide: in pieces, it takes less than a third
+# of the time.
 #
 # </details>
 
@@ -263,8 +266,8 @@ check_largest(largest)
 # | `ring_shift` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `all_reduce` | `dist.all_reduce` | `lax.psum` |
 #
-# `dist.all_reduce` overwrites its tensor, and autograd does not know about it. [Lab 01](01_split_a_layer.ipynb) says what
-# that means for gradients.
+# `dist.all_reduce` overwrites its tensor, and autograd, which computes torch's gradients, does not know about it. [Lab
+# 01](01_split_a_layer.ipynb) says what that means for gradients.
 #
 # ## To take away
 #

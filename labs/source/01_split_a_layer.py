@@ -3,7 +3,8 @@
 #
 # **Why does a row-parallel layer need an all-reduce, when a column-parallel layer does not?**
 #
-# Prerequisites: matmuls, the chain rule, and the all-reduce of [lab 00](00_first_look.ipynb). Time: 50 minutes.
+# Prerequisites: matmuls, the chain rule, and the all-reduce of [lab 00](00_first_look.ipynb). Time: an hour and a
+# quarter.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/01_split_a_layer.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/01_split_a_layer.ipynb)
 #
@@ -376,16 +377,16 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # they are slower than one up to a width of 4,096, because latencies and launches take most of the time. With many
 # tokens, only $F$ and the hardware matter. By its data sheet, an H100 does 2,198 bfloat16 operations in the time that
 # it takes to send one byte. With 2 bytes per element, all-reduce and matmuls then take the same time at $F = (R - 1)
-# \cdot 2198$, about 15,000 on eight ranks. Surprisingly, the forecast agrees: real matmuls miss the data sheet by about
-# as much as real messages do.
+# \cdot 2198$, about 15,000 on eight ranks. Surprisingly, the forecast agrees, with many tokens: real matmuls miss the
+# data sheet by about as much as real messages do.
 #
 # </details>
 
 # %% [markdown]
 # ## A bug to repair
 #
-# This backward pass follows a [well-known tutorial](https://www.mishalaskin.com/posts/tensor_parallel). It runs, and it
-# is wrong. (`all_gather` gives every rank all columns of `y`. You may leave out `dX`, as it does.)
+# This backward pass follows a [tutorial](https://www.mishalaskin.com/posts/tensor_parallel). It runs, but one line is
+# wrong. (`all_gather` gives every rank all columns of `y`. You may leave out `dX`, as it does.)
 
 # %%
 def backward(x, a, b, target):  # x [N, D]   a [D, F/tp]   b [F/tp, K]   target [N, K]
@@ -455,8 +456,8 @@ check_gated(gated)
 # | $g$, `reduce_from` | `reduce_from_tensor_model_parallel_region` | done by `DTensor` | `lax.psum` |
 #
 # Neither $f$ nor $g$ is in torch.distributed. Autograd ignores `dist.all_reduce`, which works in place. The all-reduce
-# of `torch.distributed.nn.functional` adds up *again* in the backward pass: as $g$, it makes every gradient before it
-# $R$ times too large.
+# of `torch.distributed.nn.functional` adds up *again* in the backward pass: used as $g$, it makes every gradient before
+# it $R$ times too large.
 #
 # ## To take away
 #

@@ -64,8 +64,7 @@ out = tt.run(in_two_steps, Mesh(tp=4), rows, in_specs=P("tp"))
 print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"]))
 
 # %% [markdown]
-# A rank sees only its own row. So we build everything from `ring_shift`, which sends a tensor to the next rank and
-# returns what the previous rank sent.
+# A rank sees only its own row. So we build everything from `ring_shift` (lab 00).
 #
 # ## Pass it on: all-gather
 #
@@ -93,8 +92,8 @@ for rank, arrived in enumerate(out.per_rank):
 # ## Add on the way: reduce-scatter
 #
 # Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
-# third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is
-# $4 + 0 + 7 + 4 = 15$, a diagonal of the table that wraps around. Find the other three first.
+# third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is $4 + 0 + 7
+# + 4 = 15$, a diagonal that wraps around. Find the other three first.
 
 # %%
 def add_on(parts):  # R parts, in the order in which a passing sum collects them
@@ -130,8 +129,8 @@ animate(ring.trace)
 #
 # ## Why the busiest rank cannot send less
 #
-# Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds them up and sends the sum
-# back. `ppermute` sends along the pairs of ranks that you give it.
+# Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds up and sends the sum back.
+# `ppermute` sends along the pairs of ranks that you give it.
 
 # %%
 def star(x):
@@ -165,8 +164,10 @@ for name, out in (("star", wheel), ("ring", ring)):
 animate(wheel.trace)
 
 # %% [markdown]
-# So the ring saves no bytes. It spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
-# data sheets. In the star, rank 0 receives three tensors at once, and then sends three while the others wait.
+# The ring saves no bytes, and spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
+# data sheets. In the star, rank 0 sends three tensors one by one while the others wait. It receives three at once,
+# because the model limits only what a rank sends. On a real link the star takes 51 ms, not 34. (*Idle* ranks may be
+# sending.)
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -198,7 +199,7 @@ for piece in range(4):
 #
 # ## What it costs
 #
-# One collective of the first table is left, the all-to-all:
+# One collective of the first picture is left, the all-to-all:
 
 # %%
 def trade(x):
@@ -223,8 +224,8 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `broadcast`, as a tree: the ranks that have it double with every hop | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# `tplab.cost` has these formulas, and our programs send just those bytes. **Turn the knob:** with more and more ranks, which of
-# the four bars stop growing? Guess first.
+# `tplab.cost` has these formulas, and the four that we built send just those bytes. **Turn the knob:** with more and
+# more ranks, which of the four bars level off?
 
 # %%
 built = {
@@ -290,8 +291,8 @@ animate(out.trace)
 # </details>
 #
 # In this **modelled** picture a message takes its latency plus bytes over bandwidth. Bandwidths are from data sheets,
-# NVLink's latency is from NCCL's source, and Ethernet's is assumed. The lines are formulas, the circles are runs, and the
-# diamonds are NCCL on eight real H100s.
+# NVLink's latency is from NCCL's source, and Ethernet's is assumed. The lines are formulas, the circles are runs, and
+# the diamonds are NCCL on eight real H100s. Grey is below the lower bound.
 
 # %%
 from tplab.cost.measured import collective_times
@@ -320,18 +321,20 @@ curves(
     sizes, lines, floor=floor, dots=dots, crossings=meet, by="aiconfigurator",
     measured={"H100 node, NVLink": collective_times("h100", "all_reduce", 8)},
     title="All-reduce over eight ranks", about="modelled, data sheet; NCCL measured",
-    sentence="Recursive doubling is faster for small tensors, the ring for large ones.",
+    sentence="Of the two that we built, recursive doubling is faster for small tensors,"
+             " the ring for large ones.",
 )
 
 # %% [markdown]
 # The third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few
-# hops *and* few bytes. But it assumes that any two ranks can talk at full speed, as through NVIDIA's switch. Where ranks are
-# wired as a ring or a torus, messages to ranks four places away share links. A ring sends to neighbours only.
+# hops *and* few bytes. So in this model it always beats the ring. But it assumes that any two ranks can talk at full
+# speed, as through NVIDIA's switch. Where ranks are wired as a ring or a torus, messages to ranks four places away
+# share links. A ring sends to neighbours only.
 #
-# For small tensors NCCL is faster than our ring, because its protocol LL has shorter hops.
+# For small tensors NCCL is faster than our ring: its protocol LL has shorter hops.
 #
 # **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
-# bandwidth, the speed of the links. Do they?
+# bandwidth, at most the speed of the links. Do they?
 
 # %%
 for gpu in ("a100", "h100"):
@@ -342,10 +345,10 @@ for gpu in ("a100", "h100"):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# On A100s they nearly do. On H100s the all-reduce is a quarter *faster* than the all-gather, its own second half, on
-# the same links. NVIDIA's newer switches can add (**NVLS**, or SHARP): each rank sends its tensor once and receives the
-# sum once, about $n$ bytes instead of $2\frac{R-1}{R}n$. The lower bound holds for ranks that only talk to each other,
-# and a switch that adds is one more participant.
+# On A100s they nearly agree, at about 70% of the data sheet. On H100s the all-reduce reaches a quarter more than the
+# all-gather, its own second half: it takes 1.5 times as long, and not twice. NVIDIA's newer switches can add (**NVLS**,
+# or SHARP): each rank sends its tensor once and receives the sum once, about $n$ bytes instead of $2\frac{R-1}{R}n$.
+# For the lower bound, such a switch is one more participant.
 #
 # </details>
 #
@@ -395,8 +398,8 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check uses other numbers, with one piece per row. Every rank must send the same number of bytes. Fix `sum_up`
-# above, run its cell, then run this one.
+# The check uses other numbers, with one piece per row. Build it from `ring_shift`: each rank sends $2(R-1)$ pieces. Fix
+# `sum_up` above, run its cell, then run this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up
@@ -458,15 +461,15 @@ check_puzzle(3, puzzle_3)
 # | `ring_shift`, `ppermute` | `dist.batch_isend_irecv` | `lax.ppermute` |
 # | `start`, `wait` | `async_op=True`, `work.wait()` | XLA decides |
 #
-# `dist.all_reduce` works in place, and autograd does not see it. NCCL chooses between ring, tree and NVLS, unless you set
-# `NCCL_ALGO`.
+# NCCL chooses between ring, tree and NVLS, unless you set `NCCL_ALGO`.
 #
 # ## To take away
 #
 # - A reduce-scatter adds on the way, an all-gather passes on, and an all-reduce does one after the other.
 # - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes, and `busbw` counts these. In any other method, some rank
 #   sends at least as much, unless a switch adds.
-# - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops.
+# - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops, and large ones only if any two ranks can talk
+#   at full speed.
 #
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).
 # Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Hu et al. 2025, [Demystifying

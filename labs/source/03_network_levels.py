@@ -83,8 +83,8 @@ animate(out.trace)
 # ## It cannot be less
 #
 # Could a cleverer program send fewer bytes across? No. Look at a node from outside, as if it were one large rank. The
-# other node needs the sums of its eight GPUs, and these are $n$ bytes that no other node can compute. So **each of two nodes
-# must send $n$ bytes**, and our program sends just that.
+# other node needs the sums over this node's eight GPUs: $n$ bytes, which only this node can compute. So **each of two
+# nodes must send $n$ bytes**, and our program sends just that.
 #
 # With $k$ nodes, each is one of $k$ large ranks. By the lower bound of lab 02, $2\,\frac{k-1}{k}\,n$ bytes leave each
 # node if they share the work evenly. The number of GPUs in a node does not matter. What matters is how many of them can
@@ -123,8 +123,9 @@ for program in (one_ring, two_levels, library):
 # %% [markdown]
 # All three send the same number of bytes. Only the way differs:
 #
-# - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card.
-# - **Two levels** send $n$ per node through eight cards. While one level is busy, the other is idle, so their times add up.
+# - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card: at 50 GB/s, 40.3 ms.
+# - **Two levels** send $n$ per node through eight cards. While one level is busy, the other is idle, so their times add
+#   up: 4.2 ms inside and 2.7 ms across.
 # - **Eight rings** is what NCCL does. It cuts the tensor into eight parts and sends each around a ring of its own, and every
 #   ring leaves the node from a different GPU. So a GPU sends over NVLink in seven rings, and over its card in one. Both go on
 #   at the same time, and the slower of the two levels sets the pace:
@@ -158,17 +159,18 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # <details><summary>What there is to discover</summary>
 #
 # Every doubling halves the time, up to eight cards. Sixteen would save only another fifth: eight cards of 50 GB/s carry
-# 400 GB/s, and then NVLink, with 450 GB/s for seven eighths of the bytes, sets the pace. With one card per GPU, as in a DGX,
-# the two levels are nearly balanced. On the data sheet, the number of nodes hardly matters.
+# 400 GB/s, and NVLink, with 450 GB/s for seven eighths of the bytes, carries 514 GB/s in all, however many cards there
+# are. With one card per GPU, as in a DGX, the two levels are nearly balanced. On the data sheet, the number of nodes
+# hardly matters.
 #
 # </details>
 #
 # ## What was measured
 #
-# On paper, more nodes hardly slow down an all-reduce. Is that so? People usually report an all-reduce by its **bus
-# bandwidth**, $2\,\frac{R-1}{R}\,\frac{n}{t}$: the bandwidth that the links of a ring would need
-# for it. Here it is for 256 MB on 1 to 64 nodes of a real cluster, the one on which the Ultra-Scale Playbook was measured,
-# beside the data sheet and tplab's forecast. Other labs call what joins its nodes **the playbook's network**.
+# On paper, more nodes hardly slow down an all-reduce. Is that so? Here is the bus bandwidth of lab 02,
+# $2\,\frac{R-1}{R}\,\frac{n}{t}$, for 256 MB on 1 to 64 nodes of a real cluster, the one on which the Ultra-Scale
+# Playbook was measured, beside the data sheet and tplab's forecast. Other labs call what joins its nodes **the
+# playbook's network**.
 
 # %%
 nodes = [2**k for k in range(7)]
@@ -188,7 +190,7 @@ levels(
     by="users of one cluster, Ultra-Scale Playbook",
     along="nodes", doubling=True, unit="GB/s",
     title="What a network delivers", about="all-reduce of 256 MB, 8 H100s per node",
-    sentence="On paper the bandwidth stays. On this cluster it falls below a tenth.",
+    sentence="On paper the bandwidth holds. Here it falls to less than a tenth.",
 )
 
 # %%
@@ -200,9 +202,9 @@ for k, row, *both in zip(nodes, rows, forecast, sheet):
           f"({took.latency / took.seconds:3.0%} of its time) {both[1]:13.0f}")
 
 # %% [markdown]
-# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured. The
-# forecast has two reasons: each card reaches less of its bandwidth, as if others shared the network, and an all-reduce
-# waits for its hops from node to node: on 64 nodes, 70 % of the time.
+# On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured.
+# The forecast gives two reasons: each card reaches less of its bandwidth, as if others shared the network, and an
+# all-reduce waits for its hops from node to node: on 64 nodes, 70 % of the time.
 #
 # The forecast was fitted to these points and to training steps on this cluster, so where it agrees, that proves little. On
 # two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to 177 GB/s.
@@ -229,8 +231,8 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
 # nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
-# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`. A GPU's rank
-# is node × (GPUs per node) + gpu.
+# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`: its owner's,
+# or a sum over ranks. The check says which. A GPU's rank is node × (GPUs per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #
@@ -258,7 +260,7 @@ check_gather_all(gather_all)
 # | `tt.all_reduce(x, ("node", "gpu"))` | `dist.all_reduce(x)` over all ranks | several rings, or a tree, over all cards | `lax.psum(x, ("node", "gpu"))` |
 # | bus bandwidth | | the column `busbw` of nccl-tests | |
 # | `two_levels`, of gradients | `fully_shard` on a mesh of two dims (HSDP) | | parameters with `P("gpu")` |
-# | nodes of a cluster | the order of ranks in `torchrun` | `NCCL_TOPO_FILE`, found by itself | `mesh_utils.create_hybrid_device_mesh` |
+# | nodes of a cluster | the order of ranks in `torchrun` | detected; `NCCL_TOPO_FILE` overrides it | `mesh_utils.create_hybrid_device_mesh` |
 #
 # You rarely write `two_levels` for one all-reduce, because NCCL's rings are better. You write its three steps when something
 # happens between them: hybrid sharding (HSDP) updates the weights before it gathers them.

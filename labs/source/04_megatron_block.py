@@ -196,7 +196,7 @@ timeline(modelled(4))
 #
 # Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
 # second process usually gains less than in the model of a `laptop`: real processes share the memory and copy each
-# message.
+# message. (Compare gains, not times: your machine is not that laptop.)
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -239,12 +239,13 @@ matrices(first, "The gradient of scale_2, its first four entries")
 # Each rank would now train a different `scale_2`. With `out_specs`, as above, `run` compares the copies and raises an
 # error.
 #
-# ## Why people stop at eight
+# ## Why tensor parallelism stops at eight
 #
 # Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks,
-# in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the network on which the Ultra-Scale
-# Playbook was measured. Operations that are as large on two ranks as on one are *not divided*. Change the number of
-# tokens. How much does each doubling save?
+# in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the playbook's network ([lab
+# 03](03_network_levels.ipynb)). (±: the forecast's median error on measured rows that its fit has not seen.) Operations
+# that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does each doubling
+# save?
 
 # %%
 from tplab import cost
@@ -270,10 +271,10 @@ def bars(tokens):
     rows = [Row(f"{n} rank{'s' * (n > 1)}", parts_of(n, tokens, playbook))
             for n in (1, 2, 4, 8)]
     rows += [Row(f"16 ranks, {name}", parts_of(16, tokens, cluster))
-             for name, cluster in [("InfiniBand", infiniband), ("Playbook", playbook)]]
+             for name, cluster in [("InfiniBand", infiniband), ("playbook", playbook)]]
     on_ib, on_playbook = (rows[3].total / row.total for row in rows[4:])
     return Bars(rows, f"16 ranks are {on_ib:.2f} times as fast as 8 ranks on InfiniBand"
-                      f", and {on_playbook:.2f} times on the Playbook's network.")
+                      f", and {on_playbook:.2f} times on the playbook's network.")
 
 options = {tokens: bars(tokens) for tokens in (1024, 4096, 16384)}
 kinds = playbook.kind_on(8), playbook.kind_on(16)
@@ -283,18 +284,21 @@ knob("More and more ranks", "tokens", options, start=4096, about=about)
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Inside the node, each doubling saves less than the one before. The matmuls get shorter, but norms and residuals are the
-# same on every rank, there are as many launches as before, and the all-reduces do not become shorter.
+# Inside the node, each doubling saves less than the one before. The matmuls get shorter, but norms and residuals are
+# the same on every rank, there are as many launches as before, and an all-reduce takes about as long on eight ranks as
+# on four.
 #
 # Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on InfiniBand,
-# and less than half as fast on the Playbook's network. (With fused kernels there is less to compute, so all-reduces
-# weigh more.)
+# and less than half as fast on the playbook's network. But that takes twice the GPUs. If there are enough samples, give
+# the other eight samples of their own ([lab 16](16_data_parallel.ipynb)). (With fused kernels there is less to compute,
+# so all-reduces weigh more.)
 #
 # </details>
 #
-# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. Each pair of these runs
-# differs in `tp` alone. How many times as many tokens per second do twice as many ranks get through? Here are the
-# medians, and forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
+# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. Each pair of these runs has
+# the same GPUs and the same batch, with twice the `tp` and half the `dp`. So each replica of the model has twice as
+# many ranks and twice as many samples: its speed-up is twice the ratio of the times. Here are the medians, and
+# forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
 
 # %%
 from statistics import median
@@ -306,7 +310,7 @@ def seconds(run, cluster):  # None: as measured
     found = run if cluster is None else forecast(run.model, run.plan, cluster, **sizes)
     return found.seconds
 
-print("tp       microbatch  pairs  measured             Playbook  InfiniBand")
+print("tp       microbatch  pairs  measured             playbook  InfiniBand")
 for few, many in ((4, 8), (8, 16)):
     for microbatch in (1, 2, 4):
         found = pairs(few, many, microbatch)
@@ -318,14 +322,14 @@ for few, many in ((4, 8), (8, 16)):
                   median(taken[0]), least, most, *map(median, taken[1:])))
 
 # %% [markdown]
-# On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen GPUs get through
-# fewer tokens than eight. The Playbook's network was fitted to these runs, so its column had to agree. No published run
-# tests the one for InfiniBand. By the forecast, the latency of each message is the price, four times in every block. So
-# eight is not a law: in an NVL72 rack, 72 GPUs share NVLink.
+# On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen ranks process fewer
+# tokens per second than eight. The playbook's network was fitted to these runs, so its column had to agree. No
+# published run tests the other column. By the forecast, the cost is latency, paid four times per block. So eight is not
+# a law: in an NVL72 rack, 72 GPUs share NVLink.
 #
-# **A block of today.** Our block is GPT-3's. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven matrices per block, and
-# still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped queries**). On sixteen ranks,
-# each of these would be copied.
+# **A block of today.** Our block has GPT-3's matrices. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven
+# matrices per block, and still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped
+# queries**). On sixteen ranks, each of these would be copied.
 #
 # With $N$ parameters, a block's matmuls (without scores) take $6\,BSN/R$ operations per step. Its all-reduces send
 # $8\frac{R-1}{R}BSD$ elements. By the data sheet, both take equally long when
@@ -458,8 +462,9 @@ check_parallel_block(parallel_block)
 #   block has two such pairs, so a training step has four all-reduces.
 # - A forgotten $f$ or a bias that is added too early raises no error. Compare gradients, with parameters that are not
 #   zero.
-# - Over two nodes of the Playbook's cluster, sixteen ranks get through fewer tokens than eight, because every
-#   all-reduce waits for the network.
+# - Over two nodes of the playbook's cluster, sixteen ranks process fewer tokens per second than eight, because every
+#   all-reduce waits for the network. Even where sixteen are a little faster, more replicas use the GPUs better, if
+#   there are enough samples.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311). Throughput on 16 GPUs: the interactive plot of the [Ultra-Scale

@@ -58,8 +58,7 @@ print_in_sbh(**GPT3)
 #
 # $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
 #
-# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 lets a program use 85 GB (79.2
-# of 80 GiB).
+# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 has about 79 GiB for a program.
 #
 # <details><summary>Answer</summary>
 #
@@ -84,7 +83,8 @@ LLAMA3 |= {"dropout": model.dropout, "scores": False}
 print_in_sbh(**LLAMA3)
 
 # %% [markdown]
-# These are $34\,sbh$ again, by chance: the wider MLP takes what the masks and the keys leave.
+# These are $34\,sbh$ again, by chance: the wider MLP uses up exactly what the missing masks and the smaller keys and
+# values save.
 #
 # ## Turn the knob
 #
@@ -111,7 +111,7 @@ def bars(ranks):
     split = {"sequence_parallel": True}
     gpt3, llama3 = parts(GPT3, ranks), parts(LLAMA3, ranks)
     rows = [Row("GPT-3", gpt3), Row("GPT-3, tokens split", parts(GPT3, ranks, **split)),
-            Row("and no scores", parts(GPT3, ranks, scores=False, **split)),
+            Row("GPT-3, split, no scores", parts(GPT3, ranks, scores=False, **split)),
             Row("Llama 3 8B", llama3),
             Row("Llama, tokens split", parts(LLAMA3, ranks, **split))]
     shares = [kept["outside f and g"] / sum(kept.values()) for kept in (gpt3, llama3)]
@@ -242,9 +242,10 @@ for ranks in (2, 3, 4, 6, 12):
 # %% [markdown]
 # ## What it saves, and what it costs
 #
-# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps the
-# *gathered* input of each matmul. Megatron keeps only the rank's own tokens, and gathers a second time in the backward
-# pass. It pays for memory with messages. `tt.gather_again` does the same:
+# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps two
+# *gathered* inputs, those of query, key and value and of up. On four ranks these are $2 \cdot 2 \cdot \frac34$ more,
+# and make $8.5\,sbh$ into $11.5\,sbh$. Megatron keeps only the rank's own tokens, and gathers a second time in the
+# backward pass. It saves memory and pays with messages. `tt.gather_again` does the same:
 
 # %%
 def kept_again(x):
@@ -258,9 +259,9 @@ for name, found in (("whole", whole), ("split", halves), ("gathered again", agai
     print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
 
 # %% [markdown]
-# The last number is $34/4 = 8.5$, apart from the small tensors. What about time? Here is the MLP half at real size, on
-# four H100s, **modelled** from their data sheet (with unfused norms, as in eager PyTorch). The timeline is that of the
-# last program:
+# So it is, apart from the small tensors. What about time? Here is the MLP half at real size, on four H100s,
+# **modelled** from their data sheet (with unfused norms, as in eager PyTorch). The timeline is that of the last
+# program:
 
 # %%
 sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))
@@ -317,7 +318,8 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 # There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's
 # piece of the gradient, and sends nothing. After `all_gather` each rank does something *different*, so its backward
 # pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is
-# the MLP with the wrong one. Its output is right, and so is the loss.
+# the MLP with the wrong one. Its output is right, and so is the loss. Repair it, but do not let a rank keep `x` of all
+# tokens.
 
 # %%
 def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]
@@ -334,7 +336,7 @@ check_sequence_mlp(sequence_mlp)
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$,
 # in torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads`
-# from below. Mind `scale`, and send as little as you can.
+# from below. Mind `scale`, and send and keep as little as you can.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]
@@ -367,8 +369,8 @@ check_tokens_split(tokens_split)
 #
 # - GPT-3's block keeps $sbh(34 + 5as/h)$ bytes, and Llama 3 8B's keeps $34\,sbh$. Tensor parallelism divides what is between
 #   $f$ and $g$, and leaves $10\,sbh$ or $8\,sbh$ on every rank.
-# - Splitting the tokens there divides that as well, and sends only a little more: the gradients of the norms. To divide
-#   everything, gather the tokens again in the backward pass.
+# - Splitting the tokens outside $f$ and $g$ divides that part as well, and sends only a little more: the gradients of
+#   the norms. To divide everything, gather the tokens again in the backward pass.
 # - Ranks that share a parameter and use it on different tokens must add up its gradient.
 #
 # **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198).

@@ -65,9 +65,7 @@ matrices(panels, 'Outside: dropout(x, 0.5)    Inside: dropout(x, 0.5, axis="tp")
 
 # %% [markdown]
 # With data parallelism, the ranks along `dp` have different samples, so their masks must differ too. The axis is then
-# `"dp"` outside, and `("dp", "tp")` inside. Here every rank's mask is compared with every other's. (Under sequence
-# parallelism, [lab 05](05_block_memory.ipynb), ranks have different tokens outside as well, so the axis is `"tp"` there,
-# too. PaddleFleetX once missed that, and [fixed it](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).)
+# `"dp"` outside, and `("dp", "tp")` inside. Here every rank's mask is compared with every other's.
 
 # %%
 def compared(mesh, axis):
@@ -83,8 +81,8 @@ matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
 # %% [markdown]
 # ## Different masks outside: the copies drift apart
 #
-# torch's own `F.dropout` draws from each rank's own generator. After $g$, that is wrong. `run` compares
-# tensors that should be copies, and names the ranks that differ:
+# torch's own `F.dropout` draws from each rank's own generator, which `run` seeds differently. After $g$, that is wrong.
+# `run` compares tensors that should be copies, and names the ranks that differ:
 
 # %%
 def after_g(y):
@@ -101,6 +99,7 @@ except ReplicationError as error:
 # steps of training with masks that differ:
 
 # %%
+torch.manual_seed(0)
 samples = torch.randn(20, 2, 2, 4)  # 20 steps; x and target of 2 tokens, on every rank
 
 def train(drop):
@@ -181,8 +180,8 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # ## How ranks agree on a mask
 #
 # The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
-# outside. The seed of the second includes the rank's number. (Megatron-LM switches to the second one with
-# `get_cuda_rng_tracker().fork()`.) Let us build this:
+# outside. The seed of the second also depends on the rank. (Here we may add, because a run has only one seed.)
+# (Megatron-LM switches to the second one with `get_cuda_rng_tracker().fork()`.)
 
 # %%
 def two_generators(seed):
@@ -268,8 +267,8 @@ for axis in (None, "tp"):
 # %% [markdown]
 # **What truly differs.** There is no state that can get out of step. While JAX compiles, it tracks along which axes a
 # value may differ. So tplab's `dropout` knows *before* a mask is drawn whether all ranks have the same key, and refuses
-# one that already differs. On the other hand, JAX allows a mistake that torch rules out. If you use a key twice, two
-# layers get the same mask. Split the key instead:
+# one that already differs. On the other hand, JAX allows a mistake that a generator with a state makes unlikely. If you
+# use a key twice, two layers get the same mask. Split the key instead:
 
 # %%
 def two_layers(key_1, key_2):
@@ -292,7 +291,9 @@ for program in (one_key_twice, split_key):
 #
 # Dropout sends nothing, but it needs memory: each rank keeps the mask for the backward pass, one byte per number. For
 # $T$ tokens and $D$ features on $R$ ranks, a mask inside takes $TD/R$ bytes. Outside it takes $TD$, unless sequence
-# parallelism splits the tokens there. The count for $T = D = 1024$ and $R = 8$ agrees:
+# parallelism ([lab 05](05_block_memory.ipynb)) splits the tokens there. Then ranks have different tokens outside as
+# well, so the axis is `"tp"` there, too. (PaddleFleetX once [missed
+# that](https://github.com/PaddlePaddle/PaddleFleetX/pull/1005).) The count for $T = D = 1024$ and $R = 8$ agrees:
 
 # %%
 def mask_bytes(x, axis):
@@ -309,8 +310,8 @@ for place, (spec, axis) in places.items():
 # %% [markdown]
 # Is that much? A block has two masks outside. With 80 blocks, $D = 8192$ and a sequence of 4,096 tokens, every rank
 # would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So use dropout together with sequence
-# parallelism or recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are pretrained
-# without dropout. Then there is nothing to agree on.
+# parallelism or recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are
+# pretrained without dropout.
 #
 # A good test of all this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one seed:
 
@@ -387,7 +388,7 @@ check_drop(drop)
 #
 # | here | Megatron-LM | torch | JAX |
 # |---|---|---|---|
-# | `dropout(x, p)`, outside | `F.dropout` with the same seed on all ranks | `DTensor`'s random operations, replicated | `random.bernoulli` with a shared key |
+# | `dropout(x, p)`, outside | `F.dropout`, with one seed on all ranks | `DTensor`'s random operations, replicated | `random.bernoulli` with a shared key |
 # | `dropout(x, p, axis="tp")`, inside | the same within `get_cuda_rng_tracker().fork()` | `DTensor`, sharded | the key folded with `lax.axis_index("tp")` |
 # | the seed of the run | `model_parallel_cuda_manual_seed` | `torch.manual_seed` on all ranks | `random.key` |
 #
@@ -395,7 +396,7 @@ check_drop(drop)
 #
 # - Outside, where ranks hold copies, all ranks draw the same mask. Inside, each rank draws its own.
 # - Different masks outside make copies drift apart. The same mask inside drops features together, so the number that a
-#   token keeps has about $R$ times the variance. Neither mistake raises an error.
+#   token keeps has about $R$ times the variance. In ordinary training, neither raises an error.
 # - To agree on a mask, ranks share a seed or a key, and send nothing.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), appendix B. [Megatron-LM to

@@ -3,7 +3,8 @@
 #
 # **Where should a model be cut into stages, so that no rank waits and no rank runs out of memory?**
 #
-# Prerequisites: [lab 13](13_pipeline_memory.ipynb), for what a rank has to keep. Time: 45 minutes.
+# Prerequisites: 1F1B from [lab 10](10_pipeline_schedules.ipynb), and what a rank has to keep from
+# [lab 13](13_pipeline_memory.ipynb). Time: 45 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/14_cut_a_pipeline.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/14_cut_a_pipeline.ipynb)
 #
@@ -77,9 +78,8 @@ for inner in reversed([*combinations(range(1, 5), 3)]):
 # $$7 + 8 \cdot 3 \cdot 4 + 14 = 117$$
 #
 # In [1, 4, 4, 2] the slow ranks come earlier, so both trips are shorter. With more microbatches the difference stays
-# the same, and matters less and less. `partition` makes the largest stage as small as possible. Among ties it takes the
-# most even cut. These two are equally even, and it returns the slower one. So with few microbatches, let the simulation
-# decide.
+# the same, and matters less. `partition` makes the largest stage as small as possible. Among ties it takes the most
+# even cut, by the sum of squares. These two have the same sizes, and it returns the slower one.
 
 # %%
 chosen = partition(layers, 4)
@@ -90,6 +90,9 @@ for m in (8, 32, 128):
     print(f"{m:3} microbatches: {early:g} and {late:g} steps, {apart:.1f}% apart")
 
 # %% [markdown]
+# With few microbatches, let the simulation decide: even a larger largest stage can win. Of layers 1, 5, 7, 3, 3, 9 on three
+# ranks, [6, 10, 12] takes 336 steps, and [13, 6, 9] takes 331.
+#
 # ## Build it
 #
 # Trying all cuts is too slow for a hundred layers. There is a quick way for costs that are whole numbers. First answer
@@ -144,8 +147,8 @@ check_fill(fill)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# No stage has to be as small as the mean. It may have up to `smallest(costs, ranks)` steps. With that much room, stages
-# can run out of layers: a layer must also begin a new stage if only as many layers as stages are left.
+# No stage has to be as small as the mean. It may have up to `smallest(costs, ranks)` steps. With that much room, the layers
+# can run out before every stage has one: a layer must also begin a new stage if only as many layers as stages are left.
 #
 # </details>
 #
@@ -214,7 +217,7 @@ pipeline_lab(stage_costs="1, 1, 1, 2", task="cut")
 # ## Turn the knob: a limit on memory
 #
 # A balanced cut can still run out of memory, because the first rank keeps the most microbatches. Under 1F1B on $p$
-# ranks, rank $r$ needs
+# ranks, with at least $p$ microbatches, rank $r$ needs
 #
 # $$\text{parameters, gradients and Adam states of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
 #
@@ -271,7 +274,7 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
     print(sizes, f"at least {bound(sizes)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
-# When is an uneven cut worth it? Here it saves up to 15% of the memory for 16% more time. Recomputation ([lab
+# When is an uneven cut worth it? Here the first one saves up to 15% of the memory for 16% more time. Recomputation ([lab
 # 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if you need a little more
 # memory, move a layer. If you need much more, recompute.
 
@@ -284,8 +287,8 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
 # rank should have as little to do as possible. Write the search yourself, without `partition`: you may try every cut
 # with `combinations`, as above.
 #
-# The check tries your function on five models that you can work out in your head, then on the GPT of this lab, which it
-# runs with your cut.
+# The check tries your function on five models that you can work out by hand, then on the GPT of this lab, which it runs
+# with your cut.
 
 # %%
 def my_cut(costs, weights, kept, ranks, limit):
@@ -321,7 +324,8 @@ check_cut(my_cut, gpt(65), ids[:4])
 #
 # ## To take away
 #
-# - The largest stage sets the pace. Among cuts with the same largest stage, slow stages near the start are better.
+# - Once the pipeline is full, the largest stage sets the pace. Among cuts with the same largest stage, slow stages near the
+#   start are better. With few microbatches, simulate.
 # - Balance time, and measure it. Parameters are a poor guess for embeddings and heads.
 # - The first rank keeps the most microbatches. With a memory limit it gets fewer layers, and the step takes longer.
 

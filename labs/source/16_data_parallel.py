@@ -3,8 +3,7 @@
 #
 # **How can eight ranks learn from eight batches and hardly wait for one another?**
 #
-# Time: 50 minutes. Prerequisites: `all_reduce` and its ring ([lab 02](02_collectives.ipynb)), and what overlap is
-# ([lab 08](08_overlap.ipynb)).
+# Time: 50 minutes. Prerequisites: a ring that adds up numbers ([lab 00](00_first_look.ipynb)).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_data_parallel.ipynb)
 #
@@ -73,7 +72,7 @@ print("w after a step with the mean:", round(w - rate * mean, 2))
 
 # %% [markdown]
 # With their own gradients, the replicas would drift apart. With the mean, they stay equal, as on one device with both
-# examples: 19 is the gradient of the mean loss. So an `all_reduce` of the gradients is all that data parallelism needs.
+# examples: 19 is the gradient of the mean loss. So an `all_reduce` of the gradients is all that has to be sent.
 #
 # ## Build it
 #
@@ -102,8 +101,8 @@ for R in (2, 3, 4, 8):
 #
 # <details><summary>Answer</summary>
 #
-# In a ring `all_reduce`, each rank sends $2\frac{R-1}{R}$ times its input. That is $1.75\,M$ with 8 ranks, $1.998\,M$
-# with 1,000, and never $2M$.
+# In a ring `all_reduce` ([lab 02](02_collectives.ipynb)), each rank sends $2\frac{R-1}{R}$ times its input. That is
+# $1.75\,M$ with 8 ranks, $1.998\,M$ with 1,000, and never $2M$.
 #
 # </details>
 
@@ -133,8 +132,9 @@ for bucket_bytes in (None, 25e6):
     print(f"{count:2} messages: {trace.makespan * 1e3:.2f} ms")
 
 # %% [markdown]
-# The backward pass begins at the loss, so the gradient of the *last* layer is complete first, and can leave early. In
-# torch, `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of `p` is complete.
+# The backward pass begins at the loss, so the gradient of the *last* layer is complete first. If it leaves at once, it
+# travels while other layers compute: such **overlap** hides a message. In torch,
+# `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of `p` is complete.
 # `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to the first. It
 # starts the `all_reduce` of a bucket as soon as it is full. When the backward pass ends, the means are written to
 # `p.grad`.
@@ -144,8 +144,9 @@ for bucket_bytes in (None, 25e6):
 #
 # <details><summary>Answer</summary>
 #
-# Nearly all, about 70%, and nothing. The last bucket holds the gradients of the *first* layers. It is full only when the
-# backward pass is over, so nothing is left to hide it behind. A single bucket *is* the last one.
+# Nearly all, about 70%, and nothing. The last bucket holds the gradients of the *first* layers. It is complete only when
+# the backward pass is over, so nothing is left to hide it behind. Of whole layers, buckets of 50 MB
+# hold 48, 48 and 38 MB, and the last is 28% of the bytes. A single bucket *is* the last one.
 #
 # </details>
 
@@ -201,8 +202,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# With 2,048 tokens, one node and two nodes hide nine tenths, although a network card has only a ninth of NVLink's
-# bandwidth: the all-reduce uses all eight cards of a node at once, as in [lab 03](03_network_levels.ipynb).
+# With 2,048 tokens, one node hides nine tenths and two nodes three quarters. With 4,096 tokens, both hide over nine tenths,
+# although a network card has only a ninth of NVLink's bandwidth: the all-reduce uses all eight cards of a node at once,
+# as in [lab 03](03_network_levels.ipynb).
 #
 # </details>
 #
@@ -215,9 +217,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
 # The size of the model cancels. What matters is the tokens per rank, and how fast a chip computes compared with its
-# links. Between nodes, $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for a
-# transformer block of width 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and
-# collectives, with each of two networks.
+# links. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens per rank. Between nodes, $B$ is 400 GB/s: eight
+# cards of 50 GB/s. Here is the same from the modelled clock, for a transformer block of width 8,192: at the data sheet's
+# rates, and as a **forecast** from measured matmuls and collectives, with each of two networks.
 
 # %%
 for ranks in (8, 16, 64):
@@ -226,20 +228,27 @@ for ranks in (8, 16, 64):
         print(row)
 
 # %% [markdown]
-# At the data sheets' rates, it takes about 1,900 tokens per rank inside a node, and about 2,500 tokens per rank on 64 GPUs.
-# By the forecast, a node needs about 1,400 tokens per rank: measured matmuls are slower, and hide more. With InfiniBand
-# NDR, 64 GPUs need no more than a node. On the playbook's network ([lab 03](03_network_levels.ipynb)), they need about 3,300
-# tokens per rank. The range in brackets comes from that network's error.
+# At the data sheets' rates, about 1,900 tokens per rank are enough inside a node, and 2,500 on 64 GPUs. The forecast asks
+# for 1,400 in a node: measured matmuls are slower, and hide more. With InfiniBand NDR, 64 GPUs need no more than a node,
+# and on the playbook's network ([lab 03](03_network_levels.ipynb)) 3,300. The range in brackets comes from that network's
+# error.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide?
 #
 # <details><summary>Answer</summary>
 #
-# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only 600,
-# because with 600 GPUs each needs about 6,500 tokens per rank.
+# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only 600.
+# The more GPUs there are, the more tokens each needs, as below.
 #
 # </details>
-#
+
+# %%
+for ranks in (600, 1600, 2696):  # in whole nodes
+    print(f"{ranks} H100s have {4e6 / ranks:,.0f} tokens per rank, and need")
+    for row in thresholds("data parallel", ranks):
+        print(row)
+
+# %% [markdown]
 # What do real runs lose? The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per
 # step on 8 to 128 H100s. The chart compares the speed of each GPU with that in one node, measured and by the forecast
 # with each network:
@@ -283,6 +292,8 @@ for row in zip(NODES, measured, theirs, ndr):
     print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(*row))
 
 # %% [markdown]
+# On two nodes the fastest run has microbatches of two sequences, and on one node of one, so its GPUs are worth over 100%
+# by the forecasts.
 # On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet more than a third is lost.
 # Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab 17](17_zero.ipynb)), whose gather of
 # new parameters is not hidden. The forecast counts both. But its network was fitted to such runs, so its agreement with
@@ -374,8 +385,8 @@ check_loss(my_loss)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# All ranks must divide the *sum* of their losses by the same number. Which one? `F.cross_entropy` has
-# `reduction="sum"`, and `all_reduce` can add up counts.
+# All ranks must divide the *sum* of their losses by the same number. Which one, if gradients are averaged over the ranks
+# afterwards? `F.cross_entropy` has `reduction="sum"`, and `all_reduce` can add up counts.
 #
 # </details>
 #

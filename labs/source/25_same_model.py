@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/25_same_model.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/25_same_model.ipynb)
 #
-# ![Bars of the loss after 40 steps, for a right script and six wrong ones. Three of the wrong ones have a lower loss.](images/25_same_model.png)
+# ![Bars of the loss after 40 steps, for a right script and six wrong ones.](images/25_same_model.png)
 #
 # *The loss of a script after 40 steps on 3 x 2 simulated ranks, and of six versions with a bug in the function that
 # names the bar. All of them learn, and three have a lower loss than the right script.*
@@ -36,7 +36,7 @@ from tplab.torch import all_reduce, axis_size, copy_to, scatter_to
 # A bug that stops a program is found the same day. This lab is about bugs that stop nothing.
 #
 # Our script trains a small tensor-parallel MLP on several data-parallel ranks. It accumulates the gradients of five
-# microbatches, averages them over `dp`, and clips them. What does every rank have, and what do only some of them have?
+# microbatches, averages them over `dp`, and clips them.
 
 # %%
 WIDTH, HIDDEN, BATCH, PARTS = 8, 32, 30, 5
@@ -134,7 +134,8 @@ timeline(tt.run(one_step, MESH, distributed=True, cluster="h100").trace)
 #
 # <details><summary>Answer</summary>
 #
-# x is R, h is V(1), y is P, and the result is I. The loss is P along dp: each rank has the loss of its own rows.
+# x is R, h is V(1), y is P, and the result is I. The loss is P along dp: each rank has the loss of its own rows. `report`
+# adds them up and divides by 3.
 # </details>
 #
 # With `types=True`, `run` works out the type of every tensor:
@@ -143,12 +144,12 @@ timeline(tt.run(one_step, MESH, distributed=True, cluster="h100").trace)
 print(tt.run(one_step, MESH, types=True, distributed=True).types)
 
 # %% [markdown]
-# Every type changes at a collective, or where pieces meet in a product.
+# A type changes at a collective, where pieces meet in a product, or where a sum or a mean runs over a dim that is cut.
 #
 # ## Build it: compare with one rank
 #
-# Types say what a line may do. Does the script compute the right numbers? `scale` is the same on all ranks, so each
-# must have the gradient that one rank alone computes. The second model below lacks `copy_to`:
+# Types say what a line may do, not whether its numbers are right. `scale` is the same on all ranks, so each must have the
+# gradient that one rank alone computes. The second model below lacks `copy_to`:
 
 # %%
 class Model2(MLP):
@@ -190,10 +191,12 @@ print(doctor())
 # ## Six versions
 #
 # Each version replaces one function of the script. Guess what is wrong and by which factor, and then run the doctor. To find
-# the cause, it runs the script again with one thing changed. If the step is right then, the change is the proof. Repair the
-# version until the cell prints `None`.
+# the cause, it runs the script again with one thing changed. If the step is right then, the change is the proof. Cells are
+# numbered in the order in which they ran.
 #
-# **Version 1.** The loop that averages gradients, now with `torch.distributed`.
+# Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are.
+#
+# **Version 1.** `average`, now with `torch.distributed`.
 
 # %% tags=["nbval-ignore-output"]
 def average_1(net):
@@ -212,7 +215,7 @@ print(doctor(average=average_1).first)
 # [Megatron-LM](https://github.com/NVIDIA/Megatron-LM/issues/906) had such a factor. Adam hides it, because its step hardly
 # depends on the size of gradients.
 #
-# **Version 2.** This is `Model2`, from the cell that compares it with one rank. Repair it there.
+# **Version 2.** This is `Model2` again.
 
 # %% tags=["nbval-ignore-output"]
 print(doctor(model=Model2).first)
@@ -222,7 +225,7 @@ print(doctor(model=Model2).first)
 #
 # The gradient of scale is partial along tp: each rank has only the part that comes through its own columns of up. copy_to
 # turns I into R, and its backward pass is the missing sum. There is no factor, because the missing terms are no multiple of
-# the others.
+# the others. The doctor proves no cause here, but types will name it.
 # </details>
 #
 # The same happened in [torchtitan](https://github.com/pytorch/torchtitan/issues/1805).
@@ -297,8 +300,7 @@ print(doctor(report=report_6).first)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The model is right. Rank 0 logs the loss of its own rows, which is off by a different factor in each step. This makes all
-# other bugs harder to find.
+# The model is right. Rank 0 logs the loss of its own rows, which is off by a different factor in each step.
 # </details>
 #
 # ## Turn the knob
@@ -335,9 +337,10 @@ knob("Seven scripts", "steps", options, start=40, about="mean squared error", un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Versions 1, 3 and 5 take larger steps than they should, and here that even lowers the loss. After ten steps, versions 1
-# and 3 still equal the right script, because clipping takes any factor out. Only version 4 stands out, and it looks like a
-# learning rate that is too small.
+# After one step, only version 6 differs. In the first nine steps the norm is above 0.4, and clipping takes any factor out,
+# so versions 1 and 3 still equal the right script. Later they take larger steps than they should, as version 5 does from
+# the start, and here that even lowers the loss. After 40 steps only version 4 stands out, and it looks like a learning rate
+# that is too small.
 #
 # </details>
 #
@@ -353,12 +356,12 @@ for model in (MLP, Model2, Model3):
     print(f"{model.__name__:6} rank 0 sends {sent} B along tp")
 
 # %% [markdown]
-# With 4,096 tokens of 4,096 bfloat16 numbers, each of these all-reduces sends 32 MiB per rank, so it is tempting to remove
-# one. The doctor costs a few runs of a small model on a CPU. **Decide:** run it for each new layout, before it gets a GPU.
+# With 4,096 tokens of 4,096 bfloat16 numbers, each of these all-reduces sends 32 MiB per rank. The doctor costs a few runs
+# of a small model on a CPU. **Decide:** run it for each new layout, before it gets a GPU.
 #
 # ## Types find it without a reference
 #
-# Some bugs give a tensor a type that cannot be right. Then types name a line without a second run, as in version 2:
+# Some bugs give a tensor a type that cannot be right. Types name the line, as in version 2:
 
 # %% tags=["nbval-ignore-output"]
 def version_2():
@@ -457,8 +460,6 @@ check_step(step)
 # | no run on one rank to compare with | `python -m tplab.torchrun --check-copies ...`, which compares the ranks' copies |
 # | a cell of a notebook | `%%ranks dp=3 tp=2 --doctor` on its first line |
 # | a JAX step | `tplab.jax.same_model(make_step, args, mesh=Mesh(dp=4))` |
-#
-# The exit code is 0 for the same model, and 1 for another one.
 
 # %% [markdown]
 # ## To take away
@@ -471,7 +472,7 @@ check_step(step)
 # **Sources.** The threads linked above. [spmd_types](https://github.com/meta-pytorch/spmd_types) has these types for torch, and
 # [JAX's shard_map](https://docs.jax.dev/en/latest/notebooks/shard_map.html) has varying axes.
 #
-# Next: [26 Three dimensions](26_three_dimensions.ipynb), which puts data, pipeline and tensor parallelism together.
+# Next: [26 Three dimensions](26_three_dimensions.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

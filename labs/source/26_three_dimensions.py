@@ -68,6 +68,7 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 #
 # Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Below, the rows of
 # the tensor are eight layers. Each row of ranks is a pipeline, and the ranks in a column hold copies of the same stage.
+# (The order of the axes does not matter yet.)
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
@@ -143,8 +144,8 @@ timeline(trace)
 # The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare, and
 # a stage computes between them. Those along `dp` come once, at the end, and would cost less if they ran beside the
 # backward pass, as in [lab 16](16_data_parallel.ipynb). So `tp` stays inside a node, and `dp` and `pp` may cross. Which
-# of these two should be outermost depends on the model and the batch: a stage sends one activation per microbatch,
-# however many blocks it has, but the gradients grow with every block.
+# of these two should be outermost depends on the model and the batch. Compare their rows in the table: a stage sends one
+# activation per microbatch, however many blocks it has, but the gradients grow with every block.
 #
 # ## Build it
 #
@@ -204,7 +205,7 @@ done = subprocess.run(command, capture_output=True, text=True)
 print(done.stderr if done.returncode else done.stdout)
 
 # %% [markdown]
-# Now it trains on eight simulated ranks. The dotted line is one device.
+# Now it trains on eight simulated ranks. The dotted line, under the other one, is one device.
 
 # %%
 def quiet(progress):
@@ -244,11 +245,16 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 # ## Turn the knob
 #
 # At the top, InfiniBand joins the nodes, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25 GB/s? For each
-# order, guess how many times as long a step takes. Then turn the knob at the top.
-#
+# order, guess how many times as long a step takes. Then turn the knob, which is the one at the top once more.
+
+# %%
+knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
+     about="modelled", unit="s")
+
+# %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, by the data sheet, a step takes 41, 43 and 55 ms: only tensor parallelism across the nodes costs much.
+# On InfiniBand, by the data sheet, a step takes 41.5, 43.0 and 54.7 ms: only tensor parallelism across the nodes costs much.
 # On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism, and
 # 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of the
 # Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)) are 57, 60 and 82 ms. The first two orders are close, and
@@ -265,7 +271,7 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 # model, some of which other ranks hold too, and the embedding is tied. The gradients have been averaged over "dp".
 #
 # - `for number, stage in stages.items()` goes through this rank's stages, and `stage.named_parameters()` has their names.
-# - `specs[number][name]` is the parameter's `P`, which says how it is split over "tp".
+# - `"tp" in specs[number][name]` says whether the parameter is split over "tp".
 # - `stages.tied` is a list with one entry per tied parameter: all its places, as `[(number, name), ...]`. Each of them
 #   has the whole gradient already.
 
@@ -283,8 +289,9 @@ check_clipping(my_clip)
 #
 # You have eight H100 GPUs, the model from the top, and a batch of 16 sequences, in two microbatches per pipeline. The
 # GPUs are in one node, in four machines of two, or in eight machines; between machines there is 10 Gb Ethernet for each
-# GPU. Choose the fastest layout for each, by the data sheets. Count what each rank sends, and remember that with $m$
-# microbatches a pipeline of $p$ stages is idle for $(p-1)/(m+p-1)$ of the time. The check may take a minute.
+# GPU. Choose the fastest layout for each, by the data sheets. Gradients are averaged after the backward pass. Count what
+# each rank sends, and remember that with $m$ microbatches a pipeline of $p$ even stages is idle for $(p-1)/(m+p-1)$ of
+# the time. The check may take a minute or two.
 
 # %%
 print(", ".join(LAYOUTS))  # ranks along the last axis are neighbours
@@ -303,11 +310,12 @@ check_layouts(my_layouts)
 # %% [markdown]
 # <details><summary>Why each winner wins</summary>
 #
-# With two microbatches, the two stages of a pipeline are idle for a third of the time. In one node, that costs more
-# than the sending it saves. Of the layouts without a pipeline, `4 dp x 2 tp` sends the fewest bytes per rank. On four
+# With two microbatches, two even stages are idle for a third of the time, and these for more of it, because the last one
+# also has the head. In one node, that costs more than the sending it saves. Of the layouts without a pipeline, `4 dp x 2
+# tp` sends the fewest bytes per rank. On four
 # machines of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the
 # gradients of its own stage across the network. On eight machines no axis has fast links. There, `4 dp x 2 pp` is the
-# fastest, although three dimensions send a little less: every stage contains messages of `tp`, and so does the bubble.
+# fastest, although three dimensions send a little less: messages of `tp` add to the time of a stage, and so to the bubble.
 #
 # In one node two layouts are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms averaging
 # gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest.

@@ -56,7 +56,7 @@ PARTS = (
 
 PATHS = (
     Path(
-        "Two hours",
+        "The shortest way in",
         "What travels when a layer or a batch is split, and what that costs.",
         ("00", "01", "16"),
     ),

@@ -203,7 +203,7 @@ RESIDUALS = {
     "doubled": (REST + "3 times the reference", WITHOUT),
     "mean": (REST + "1/3 of the reference", "with a sum in place of"),
     "started": (REST + "1/3 of the reference", "with a sum in place of"),
-    "divided": (REST + "1/3 of the reference", "returns not divided by the number of ranks"),
+    "divided": (REST + "1/3 of the reference", "returns is not divided by the number of ranks"),
     "largest": ("off by", "with a sum in place of"),
     "another factor": (REST + "3 times the reference", ""),
     "missing": ("own part.* over 'tp' the parts add up to the reference; all outputs are right with an all_reduce", ""),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
 from tplab import Mesh, P
+from tplab.errors import ShapeError
 
 DIRECTIONS = ("up", "down", "both", "split")
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(tp=8), Mesh(dp=2, tp=3)]
@@ -302,3 +303,12 @@ def test_each_round_of_a_tree_is_a_step(fw, size, cluster):
         distance = event.peer - event.rank
         assert event.step == distance.bit_length() - 1
         assert cluster is not None or event.start == event.step
+
+
+@pytest.mark.parametrize("shape, dim, has", [((), -1, "0 dims"), ((4,), 2, "1 dims")])
+def test_a_dim_that_is_not_there_cannot_be_split(fw, shape, dim, has):
+    x = fw.array(np.ones(shape, np.float32))
+    with pytest.raises(ShapeError, match=f"direction='split' along dim {dim}: the tensor has {has}"):
+        fw.lab.run(lambda x: fw.lab.ring_all_gather(x, "tp", "split", dim), Mesh(tp=3), x)
+    with pytest.raises(ShapeError, match=f"direction='split' along dim {dim}"):
+        fw.lab.run(lambda x: fw.lab.ring_reduce_scatter([x] * 3, "tp", "split", dim), Mesh(tp=3), x)

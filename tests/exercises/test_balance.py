@@ -99,6 +99,15 @@ def only_q(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return tt.ring_attention(tt.rope(q, by_hand(q.shape[2])), k, v, "cp", layout="zigzag")
 
 
+def only_k(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return tt.ring_attention(q, tt.rope(k, by_hand(q.shape[2])), v, "cp", layout="zigzag")
+
+
+def one_piece_late(n: int) -> Tensor:
+    early, late = by_hand(n).chunk(2)
+    return torch.cat([early, late + n // 2])
+
+
 def as_if_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     where = by_hand(q.shape[2])
     return tt.ring_attention(tt.rope(q, where), tt.rope(k, where), v, "cp")
@@ -111,11 +120,13 @@ def as_if_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (layer_with(lambda n: tt.axis_index("cp") * n + torch.arange(n)), "consecutive"),
         (layer_with(lambda n: torch.arange(n) * tt.axis_size("cp") + tt.axis_index("cp")), "striped"),
         (layer_with(for_two_ranks), "Mesh(cp=3)"),
-        (layer_with(backwards), "o"),
+        (layer_with(backwards), "The late piece is not reversed"),
+        (layer_with(one_piece_late), "pieces count from 0"),
         (layer_with(up_to_four), "cp=6"),
         (layer_with(lambda n: torch.zeros(n, dtype=torch.long)), "not rotated"),
         (gathers, "does the work"),
-        (only_q, "o"),
+        (only_q, "Only q is rotated"),
+        (only_k, "Only k is rotated"),
         (as_if_consecutive, "o"),
         (lambda q, k, v: tt.ring_attention(q, k, v, "cp", layout="zigzag"), "not rotated"),
         (lambda q, k, v: layer_with(by_hand)(q.detach(), k, v), "dq is not right yet"),

@@ -51,6 +51,11 @@ def test_both_repairs_of_the_all_reduce_pass(begin: int, sort: int):
     assert verdict.passed, verdict
 
 
+def test_a_program_in_jax_without_the_word_is_told_of_it():
+    verdict = check_sum_up(lambda x: tplab.jax.all_reduce(x, "tp"))
+    assert verdict.passed is False and 'add "jax" to its arguments' in verdict.text, verdict
+
+
 def test_the_repair_in_jax_passes():
     def sum_up(x):
         R, i = tplab.jax.axis_size("tp"), tplab.jax.axis_index("tp")

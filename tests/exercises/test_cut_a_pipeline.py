@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from labs.source import build
+from tests.labs.prose import sentences
 from tplab.exercises.cut_a_pipeline import SMALL, Trial, check_cut, check_fill, measured_layers
 from tplab.pipeline import partition
 from tplab.pipeline.layer_spec import LayerSpec
@@ -61,12 +62,20 @@ def checked(cut):
     return check_cut(cast(Any, cut), MODEL, IDS)
 
 
+def test_a_cut_with_a_larger_largest_stage_can_be_faster():
+    trial = Trial("lab 14's example", [1, 5, 7, 3, 3, 9], [0] * 6, [0] * 6, 3, float("inf"))
+    assert list(trial.best().stage_costs) == [6, 10, 12]
+    assert [trial.makespan(bounds) for bounds in ((0, 2, 4, 6), (0, 3, 5, 6))] == [336, 331]
+    assert "6, 10, 12 takes 336 steps, and 13, 6, 9 takes 331" in " ".join(sentences("14_cut_a_pipeline"))
+
+
 def test_the_right_cut():
     verdict = checked(best_cut(max))
     assert verdict.passed, verdict
     assert "my_cut is right: no cut within the limit has a smaller largest stage." in verdict.text
     assert [panel.title for panel in verdict.panels] == ["yours: share of the limit", "yours: share of the work"]
     assert "ran your model with this cut on 4 ranks. The fullest rank took" in verdict.text
+    assert "your cut makes the batch 1." in verdict.text
 
 
 def test_the_small_models_can_be_checked_in_the_head():
@@ -88,7 +97,11 @@ def test_the_small_models_can_be_checked_in_the_head():
             best_cut(lambda sums: max(sums) - min(sums)),
             "The busiest rank does 53.8% of the work, where 46.2% is possible",
         ),
-        (best_cut(max, lambda rank, ranks: ranks), "Only rank 0 does: later ranks have more room"),
+        (
+            best_cut(max, lambda rank, ranks: ranks),
+            "rank r of 2 keeps 2 - r microbatches: which ranks have room",
+        ),
+        (best_cut(max, lambda rank, ranks: rank + 1), "Under 1F1B, rank r of"),
         (
             best_cut(max, lambda rank, ranks: 1),
             "[0, 2, 4, 6] gives rank 0 10 B.\nIts layers' weights take 4 B, with their gradients",
@@ -97,7 +110,10 @@ def test_the_small_models_can_be_checked_in_the_head():
         (best_cut(max, lambda rank, ranks: 0), "rank 1 24 B.\nIts layers' weights take 18 B"),
         (best_cut(max, lambda rank, ranks: 0), "rank 1 of 2 keeps 1 microbatch, 6 B."),
         (without_weights, "[0, 1, 7] gives rank 1 24 B.\nIts layers' weights take 18 B"),
-        (lambda costs, *rest: [0, 2, 3, 4], "is within the limit, but takes"),
+        (
+            lambda costs, *rest: [0, 2, 3, 4],
+            "is within the limit.\nThe busiest rank does 53.8% of the work",
+        ),
         (lambda costs, *rest: [0, 1, 4], "it returned [0, 1, 4]; the bounds of 3 stages are [0, ..., 4], 4 rising"),
         (lambda costs, *rest: [0, 1, 1, 4], "4 rising numbers"),
         (lambda costs, *rest: costs.clear(), "it returned None"),

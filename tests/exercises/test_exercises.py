@@ -115,6 +115,14 @@ def passes_its_own(x):
     return best
 
 
+def starts_at_zero(x):
+    best = torch.zeros_like(x)
+    for _ in range(tt.axis_size("ring") - 1):
+        x = tt.ring_shift(x, "ring")
+        best = torch.maximum(best, x)
+    return best
+
+
 @pytest.mark.parametrize("shift", [1, -1])
 def test_largest(shift: int):
     expect(check_largest(largest(tt, torch.maximum, shift=shift)), True, "result equals the unsharded result")
@@ -126,6 +134,7 @@ def test_largest(shift: int):
     [
         (lambda x: x, "own number"),
         (largest(tt, torch.maximum, too_few=1), "R - 1 hops"),
+        (starts_at_zero, "The rank's own number is missing"),
         (largest(tt, torch.add), "This is the sum"),
         (keeps_the_last, "arrived last"),
         (passes_its_own, "the number that has just arrived"),
@@ -173,7 +182,7 @@ def test_the_lab_shows_a_bug_whose_repair_passes():
     ("fn", "hint"),
     [
         (lambda x: x, "This is the rank's own number"),
-        (lambda x: total_of_ring(x, -1), "One number is missing"),
+        (lambda x: total_of_ring(x, -1), "The number of the next rank is missing"),
         (lambda x: total_of_ring(x, 1), "Is there one hop too many?"),
         (keeps_the_last, "arrived last"),
         (lambda x: total_of_ring(x, 7 - tt.axis_size("ring") + 1), "These are seven hops, which is right on eight"),
@@ -206,11 +215,15 @@ def hops(number: int | None) -> Callable[..., Any]:
 
 def test_seven_hops_are_not_right_on_every_ring():
     """They are on the lab's ring of eight."""
-    expect(check_largest(hops(7)), False, "the check uses rings of several lengths", "Mesh(ring=9)")
+    expect(check_largest(hops(7)), False, "The check uses rings of several lengths", "Mesh(ring=9)")
 
 
 def test_a_hop_too_many_is_remarked_upon():
-    expect(check_largest(hops(None)), True, "On Mesh(ring=4) it sends 128 bytes, where 96 would do")
+    expect(
+        check_largest(hops(None)),
+        True,
+        "On Mesh(ring=4) it sends 128 bytes, where 96 would do: what are the other 32 for?",
+    )
     verdict = check_largest(largest(tt, torch.maximum))
     assert "would do" not in verdict.text
 
@@ -339,6 +352,15 @@ def row_linear(ops: Any, bias_in: bool = False, bias_out: bool = True, sums: boo
     return solution
 
 
+def bias_cancels(x, w, bias):
+    """Right numbers. On two ranks the bias receives dy once, and -dy once."""
+    return row_linear(tt, bias_in=True, bias_out=False)(x, w, bias) - (tt.axis_size("tp") - 1) * bias
+
+
+def f_of_the_rows(x, w, bias):
+    return row_linear(tt)(x, tt.copy_to(w, "tp"), bias)
+
+
 def test_row_linear():
     expect(check_row_linear(row_linear(tt)), True, "y, dw, dbias equal the unsharded result")
     expect(check_row_linear(row_linear(tj), framework="jax"), True)
@@ -351,6 +373,8 @@ def test_row_linear():
         (row_linear(tt, bias_out=False), "The bias is missing"),
         (row_linear(tt, sums=False), "the sum over the ranks is missing"),
         (row_linear(tt, index=False), "Every rank took the first columns"),
+        (bias_cancels, "the gradient of the bias is zero: it is detached, or used twice so that both cancel"),
+        (f_of_the_rows, "pieces of this gradient are added up"),
         (lambda x, w, bias: tt.all_reduce(x @ w, "tp"), "RuntimeError on rank"),
         (lambda x, w, bias: x.sum(), "y has shape []"),
     ],

@@ -169,6 +169,11 @@ class NoReturn(Row):
         all_reduce(x @ self.weight, "tp")
 
 
+class ShareOfTheBias(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_from(x @ self.weight + self.bias / axis_size("tp"), "tp")
+
+
 class Raises(Row):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T
@@ -185,13 +190,23 @@ def test_the_layer():
     [
         (BiasInside, ("output of transformer.h.0.mlp.c_proj", "bias is added 2 times")),
         (NoSum, ("output of transformer.h.0.mlp.c_proj", "over 'tp' the parts add up to the reference")),
-        (NoBias, ("output of transformer.h.0.mlp.c_proj", "its bias is not added")),
+        (
+            NoBias,
+            (
+                "output of transformer.h.0.mlp.c_proj",
+                "its bias is not added; what goes in is right. Add it once, after",
+            ),
+        ),
         (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 has that of rank 1")),
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
         (Changes, ("it changes its argument given.weight in place",)),
+        (
+            ShareOfTheBias,
+            ("1/2 of the reference on every rank (there are 2 ranks of 'tp'). Does each rank add a share",),
+        ),
         (DividedBias, ("value of transformer.h.0.mlp.c_proj.bias", "1/2 of the reference on every rank")),
         (AsLinear, ("its weight has shape [32, 64]", "of nn.Linear is the transpose")),
         (OtherNames, ("its parameters are w. ", "make self.weight and self.bias")),
@@ -249,6 +264,10 @@ def test_a_plan_that_computes_something_else_is_told_where_it_begins(monkeypatch
         ({"model.layers.*.self_attn.k_proj": "replicate"}, "k_proj"),
         ({"model.layers.*.mlp.down_proj": "replicate"}, "plan it as 'row'"),
         ({"model.layers.*.mlp.gate": "column"}, "matches no module"),
+        ({"model.layers.*.mlp.up_proj": "row"}, "read the same input, as gate and up do, plan both as 'column'"),
+        ({"model.layers.*.self_attn.o_proj": "column"}, "plan the layer that takes these features as 'row'"),
+        ({"lm_head": "column"}, "plan it as 'replicate', or a model's head as 'vocab'"),
+        ({"lm_head": "row"}, "plan it as 'replicate', or a model's head as 'vocab'"),
         (
             {"model.embed_tokens": "replicate", "lm_head": "replicate"},
             "Every rank holds all of model.embed_tokens.weight, and 1 more",

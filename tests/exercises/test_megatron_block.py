@@ -67,7 +67,7 @@ def on_rank_0(hidden, b, bias):
         (lambda hidden, b, bias: reduce_from(hidden @ b + bias / axis_size("tp"), "tp"), "learns R times too slowly"),
         (on_rank_0, "only one rank adds it"),
         (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") + copy_to(bias, "tp"), "dy is the same on every rank"),
-        (lambda hidden, b, bias: reduce_from(copy_to(hidden, "tp") @ b, "tp") + bias, "dhidden is not right"),
+        (lambda hidden, b, bias: reduce_from(copy_to(hidden, "tp") @ b, "tp") + bias, "pieces of this gradient are"),
         (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") - bias, "entries are off"),
     ],
     ids=["no bias", "no sum", "divided", "rank 0", "f of the bias", "f of hidden", "sign"],
@@ -151,7 +151,12 @@ def test_a_block_with_half_the_sums():
     verdict = check_parallel_block(parallel_block)
     expect(verdict, True, "y, dx, dscale, dq, dk, dv, do, da, db equal the unsharded result")
     assert "do without" not in verdict.text
-    expect(check_parallel_block(two_sums), False, "4,608 bytes, where 3,072 would do", "half of what the block needs")
+    expect(
+        check_parallel_block(two_sums),
+        False,
+        "4,608 bytes, where 3,072 would do",
+        "With f after the norm, the gradient of scale needs none",
+    )
 
 
 def test_other_peoples_blocks_pass():

@@ -73,14 +73,14 @@ def by_regions(x):
 
 
 def test_which_gradient_a_row_gets_is_said():
-    """`all_gather` adds up what all ranks say of a row, and `gather_from` takes what its owner says. Both are right."""
+    """`all_gather` adds up all ranks' gradients for a row, and `gather_from` takes its owner's. Both are right."""
 
     def both_ways(x):
         return in_the_ranks_order(tt.gather_from(tt.all_gather(x, "node"), "gpu", 0))
 
-    expect(check_gather_all(across_first(tt)), True, "Its gradient adds up what all ranks say of a row")
-    expect(check_gather_all(by_regions), True, "Its gradient is what the owner of a row says of it")
-    expect(check_gather_all(both_ways), True, "the ranks along node say of a row, but not those along gpu")
+    expect(check_gather_all(across_first(tt)), True, "the sum of all ranks' gradients for it")
+    expect(check_gather_all(by_regions), True, "The gradient of a row is its owner's")
+    expect(check_gather_all(both_ways), True, "the sum of those along node, but not along gpu")
 
 
 def into_place(x):
@@ -123,6 +123,11 @@ def padded_inside_in_jax(x):
     return tj.all_reduce(y, "gpu").reshape(-1, x.shape[1])
 
 
+def sorted_wrongly(x):
+    rows = tt.all_gather(tt.all_gather(x, "node"), "gpu")
+    return rows.reshape(tt.axis_size("node"), tt.axis_size("gpu"), -1).transpose(0, 1).flatten(0, 1)
+
+
 def of_three_columns(x):
     gathered = across_first(tt)(x)
     return gathered.reshape(-1, 3)
@@ -148,6 +153,7 @@ NO_GRADIENT = "the result is right, but it has no gradient: something cuts it of
             ("a GPU sends 2 rows in messages that may leave its node, where 1 would do", "adding them to zeros"),
         ),
         (padded, ("a GPU sends 10 rows in messages that may leave its node, where 1 would do", "adding them to zeros")),
+        (lambda x: across_first(tt)(x + 0 * tt.all_reduce(x, "node")), ("Something is added up here",)),
         (lambda x: tt.all_gather(across_first(tt)(x), "gpu")[: tt.axis_size(("node", "gpu"))], ("already there",)),
         (lambda x: across_first(tt)(x.detach()), (NO_GRADIENT,)),
         (lambda x: across_first(tt)(x).detach(), (NO_GRADIENT,)),
@@ -161,6 +167,7 @@ NO_GRADIENT = "the result is right, but it has no gradient: something cuts it of
         "padded inside",
         "padded across",
         "padded",
+        "a needless sum",
         "twice inside",
         "detached first",
         "detached",
@@ -194,11 +201,12 @@ def test_a_gather_of_another_kind_is_refused_in_jax():
         ),
         (
             lambda x: tt.all_gather(x, ("node", "gpu")),
-            "a GPU sends 5 rows in messages that may leave its node, where 1 would do",
+            "where 1 would do.\nIt begins with all ranks at once",
         ),
+        (sorted_wrongly, "`reshape` them to [GPUs, nodes, n]"),
         (lambda x: tt.all_gather(x, "gpu"), "shape [3, 5]"),
     ],
-    ids=["unsorted", "inside first", "one ring", "inside only"],
+    ids=["unsorted", "inside first", "one ring", "sorted wrongly", "inside only"],
 )
 def test_what_is_wrong_with_a_gather_is_told_and_shown(gather_all: Callable, hint: str):
     verdict = check_gather_all(gather_all)

@@ -132,13 +132,24 @@ def test_the_librarys_own_layers_are_refused():
     assert expect in check_product_scatter(lambda x, w: matmul_reduce_scatter(x, w, "tp")).text
 
 
+def all_matmuls_first(x, w):
+    """Each piece is waited for before the next hop; then all are multiplied."""
+    num_ranks, index = axis_size("tp"), axis_index("tp")
+    pieces, columns = [x], w.chunk(num_ranks, 1)
+    for _ in range(num_ranks - 1):
+        pieces.append(start(ring_shift, pieces[-1], "tp").wait())
+    return sum(piece @ columns[(index - k) % num_ranks].T for k, piece in enumerate(pieces))
+
+
 def test_right_and_blocking():
     for verdict in (
         check_gather_product(lambda x, w: all_gather(x, "tp", -1) @ w.T),
+        check_gather_product(all_matmuls_first),
         check_gather_product(lambda x, w: gather_by_hand(x, w, waits_at_once=True)),
         check_product_scatter(lambda x, w: reduce_scatter(x @ w.T, "tp", -1)),
     ):
         assert verdict.passed is False and ": the numbers are right, but it hides 0% of" in verdict.text, verdict
+        assert "Matmuls before or after it do not hide it" in verdict.text
         shows_a_timeline(verdict)
 
 

@@ -292,7 +292,7 @@ def test_solutions_pass():
     [
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
-        (lambda x: tt.reduce_scatter(x, BOTH), "Which of the two levels should come first"),
+        (lambda x: tt.reduce_scatter(x, BOTH), "It begins with all ranks at once"),
         (lambda x: tt.quantized_reduce_scatter(x, BOTH, bits=None, inside="gpu"), "does the work"),
         (lambda x: x[tt.axis_index(BOTH)][None], "nothing is added"),
         (sums_for_all, "one row for each node"),

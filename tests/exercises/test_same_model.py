@@ -159,7 +159,7 @@ def a_float(losses, mask):
         (two_ranks, "3, 0, 8 and 2 tokens: the gradients are 0.5 times as large"),
         (only_a_sum, "4 times as large as they should be.\nWhat do you divide the sum by"),
         (averages_means, "no multiple"),
-        (over_every_axis, "Mesh(dp=3, tp=2), where the ranks of 'dp' have 1, 7 and 4 tokens: the gradients are 0.5"),
+        (over_every_axis, "7 and 4 tokens: the gradients are 0.5 times as large as they should be.\nThe ranks of 'tp'"),
         (detached, "Do not detach it"),
         (no_number, "it must return one number, as a tensor; it returned a tensor [10]"),
         (in_place, "it changes its argument mask in place"),

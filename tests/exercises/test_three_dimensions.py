@@ -24,6 +24,11 @@ def sum_over_all(stages, max_norm, specs):
     scaled(stages, max_norm, all_reduce(squares, ("dp", "pp", "tp")))
 
 
+def adds_norms(stages, max_norm, specs):
+    norm = torch.stack([parameter.grad.norm() for parameter in stages.parameters()]).sum()
+    scaled(stages, max_norm, all_reduce(norm, ("pp", "tp")) ** 2)
+
+
 def largest(stages, max_norm, specs):
     squares = torch.stack([parameter.grad.square().sum() for parameter in stages.parameters()]).sum()
     scaled(stages, max_norm, all_reduce(squares, ("dp", "pp", "tp"), "max"))
@@ -113,8 +118,8 @@ def steps_too(stages, max_norm, specs):
         (by_branch, True, "scales by the same factor"),
         (clip_of(lambda most, norm: most / (norm + 1e-6)), False, "The norm is below max_norm"),
         (clip_of(lambda most, norm: torch.clamp(0.1 / norm, max=1.0)), False, "With max_norm 0.05 on Mesh(dp=1, pp=1"),
-        (clip_of(lambda most, norm: min(1.0, most / norm**2)), False, "All ranks agree, but the factor is"),
-        (clip_of(lambda most, norm: min(1.0, most / norm), untied=False), False, "counted more than once"),
+        (clip_of(lambda most, norm: min(1.0, most / norm**2)), False, "The factor is too large"),
+        (clip_of(lambda most, norm: min(1.0, most / norm), untied=False), False, "counted twice"),
         (to_nothing, False, "Are the new gradients written to `.grad`?"),
         (clip_gradients, False, "`clip_gradients` does the work"),
         (lambda *args: clip_gradients(*args), False, "`clip_gradients` does the work"),
@@ -124,7 +129,8 @@ def steps_too(stages, max_norm, specs):
         (seeds, False, "leaves torch's global generator in another state"),
         (steps_too, False, "it changes its argument 0.0.embedding.weight in place"),
         (own_norm, False, "The ranks do not agree"),
-        (sum_over_all, False, "counted more than once"),
+        (sum_over_all, False, "counted twice"),
+        (adds_norms, False, "are norms added and not squares?"),
         (largest, False, "is something missing in the norm that other ranks hold?"),
         (lambda stages, most, specs: 1 / 0, False, "division by zero"),
     ],
@@ -140,7 +146,7 @@ def test_layouts_of_four_machines():
     assert "not started" in str(check_layouts({"4 machines of 2": ""}))
     for layout, hint in (
         ("8 tp", "send activations over the slow links"),
-        ("4 dp x 2 pp", "Nothing is divided inside a machine"),
+        ("4 dp x 2 pp", "Only the pipeline is inside a machine, where links are fast"),
         ("8 dp", "Nothing is divided inside a machine"),
         ("4 dp x 2 tp", "Only gradients cross the slow links"),
         ("9 tp", "'9 tp' is not among the layouts"),

@@ -144,7 +144,7 @@ def test_the_librarys_loss_is_not_an_answer():
         (token_loss(largest="sum"), "far larger than all of its logits"),
         (token_loss(largest="of all"), "The sum of exponentials is 0 for some token"),
         (token_loss(largest="attached"), "the maximum of logits.detach()"),
-        (lambda z, t: token_loss()(tt.copy_to(z, "tp"), t), "each rank has logits of its own"),
+        (lambda z, t: token_loss()(tt.copy_to(z, "tp"), t), "pieces of this gradient are added up"),
         (lambda z, t: tt.copy_to(token_loss()(z, t), "tp"), "R times too large"),
         (token_loss(in_label=False), "not from the logit of the right entry"),
         (

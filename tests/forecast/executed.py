@@ -15,7 +15,7 @@ from tplab.errors import ScheduleError
 from tplab.forecast import Model, Plan
 from tplab.models.gpt import GPTConfig
 from tplab.schedules import RULES
-from tplab.training.recipe import Recipe, context_axis, data_axes
+from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes
 
 TEXT = Text(b"abcdefghijklmnopqrstuvwxyz" * 40)
 
@@ -35,6 +35,8 @@ class Case(NamedTuple):
     @property
     def plan(self) -> Plan:
         recipe, axes = self.recipe, dict[str, Any](self.mesh.shape)
+        if self.config.experts is not None:
+            axes |= {"dp": axes["dp"] * axes["ep"], "etp": axes["tp"], "dispatch": recipe.dispatch}
         ranks = axes["pp"]
         stages = RULES[self.schedule](ranks, 2 * ranks).num_stages // ranks
         return Plan(
@@ -147,7 +149,8 @@ def _executed(config: GPTConfig, recipe: Recipe, mesh: Mesh, cluster: Cluster | 
 
     def program() -> None:
         torch.set_default_dtype(torch.float32)
-        more = {"context_axis": context_axis(mesh), "layout": recipe.layout, "scheme": recipe.scheme}
+        more: dict[str, Any] = {"context_axis": context_axis(mesh), "layout": recipe.layout, "scheme": recipe.scheme}
+        more |= {"dispatch": recipe.dispatch} if config.experts else {}
         layers = gpt_layers(config, sequence_parallel=recipe.sequence_parallel, data_axis="dp", **more)
         stages = stages_of(layers, recipe.schedule_on(this_rank().mesh))
         load_whole(stages, config, whole)
@@ -155,7 +158,7 @@ def _executed(config: GPTConfig, recipe: Recipe, mesh: Mesh, cluster: Cluster | 
             for module in stages.values():
                 shard_parameters(module, data_axes(mesh))
         optimizer = Optimizer(stages, config, recipe)
-        place = {"rank": axis_index("dp"), "num_ranks": axis_size("dp")}
+        place = {"rank": axis_index(batch_axes(mesh)), "num_ranks": axis_size(batch_axes(mesh))}
         _run_batch(stages, TEXT.batch(0, recipe.batch_size, config.context, **place), 0, config, recipe)
         optimizer.step(recipe.rate(0))
 

@@ -57,6 +57,20 @@ def test_a_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert capsys.readouterr().out.startswith("tiny on 2 x A100 SXM 80GB\n")
 
 
+def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.CaptureFixture[str]):
+    asked = ["deepseek-v3", "--gpus", "512", "--batch", "1024", "--virtual", "1", "--top", "1"]
+    with pytest.raises(SystemExit):
+        main(asked)
+    assert "of a class that was measured; plans(..., inside=False)" in capsys.readouterr().err
+    main([*asked, "--outside", "--etp", "2", "--dispatch", "per_rank", "--skew", "0.5"])
+    said = capsys.readouterr().out
+    assert re.search(r" ep \d+,.* dispatch per_rank, skew 0.5, ", said)
+    assert "outside what was measured, so there is no interval" in said
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--dispatch", "gather", "--outside"])
+    assert "dispatch=gather, but llama3.2-1b has no experts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

@@ -34,6 +34,13 @@ OPT |= {"vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_d
 MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1}
 NEOX = llama(44, 6144, 64, 64, 24576, 50432, model_type="gpt_neox", hidden_act="gelu_fast", rotary_pct=0.25)
 
+DEEPSEEK_V3 = llama(61, 7168, 128, 128, 18432, 129280, model_type="deepseek_v3", kv_lora_rank=512, q_lora_rank=1536)
+DEEPSEEK_V3 |= {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+DEEPSEEK_V3 |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048}
+DEEPSEEK_V3 |= {"n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "ep_size": 1}
+DEEPSEEK_V3 |= {"moe_layer_freq": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "attention_bias": False}
+DEEPSEEK_V3 |= {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}
+
 # The numbers of parameters that the index files of the weights have at huggingface.co, under the names that are given;
 # gpt-neox-20b's is also in Black et al. 2022 (arXiv:2204.06745), bloom's in Le Scao et al. 2022 (2211.05100). The
 # configurations are the config.json there, without what changes no size.
@@ -122,6 +129,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         3_075_098_624,
         llama(36, 2048, 16, 4, 11008, 128256, model_type="smollm3", no_rope_layers=[1, 1, 1, 0] * 9),
     ),
+    "deepseek-ai/DeepSeek-V3": (671_026_404_352, DEEPSEEK_V3),  # the main model's, as transformers makes it: see below
     "openai-community/gpt2": (
         124_439_808,
         {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
@@ -142,7 +150,13 @@ TINY |= dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_si
 TINY |= {"max_position_embeddings": 24, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 TINY |= {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 40, "no_rope_layers": [1, 1], "rotary_dim": 4}
 TINY |= {"layer_types": ["full_attention"] * 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TINY |= {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+TINY |= {"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 3, "n_group": 2, "topk_group": 1}
 OTHERS = [
+    *((kind, {"q_lora_rank": None}) for kind in ("deepseek_v2", "deepseek_v3")),
+    *(("deepseek_v3", {"first_k_dense_replace": first}) for first in (0, 2, 3)),
+    ("deepseek_v3", {"attention_bias": True}),
+    ("deepseek_v2", {"attention_bias": True, "q_lora_rank": None}),
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -185,13 +199,19 @@ def test_a_model_of_transformers_has_as_many_parameters(kind: str, more: dict[st
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 LLAMA = PUBLISHED["meta-llama/Meta-Llama-3-8B"][1]
-DEEPSEEK_V3 = llama(61, 7168, 128, 128, 18432, 129280, model_type="deepseek_v3", kv_lora_rank=512, q_lora_rank=1536)
-DEEPSEEK_V3 |= {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+DEEPSEEK_V3_2 = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_topk": 2048}
 GLM_4_5 = llama(92, 5120, 96, 8, 12288, 151552, model_type="glm4_moe", n_routed_experts=160, first_k_dense_replace=3)
 NEMOTRON_H = llama(52, 4096, 32, 8, 21504, 131072, model_type="nemotron_h", hybrid_override_pattern="M-M-M-MM-M*-")
 QWEN3_NEXT = llama(48, 2048, 16, 2, 5120, 151936, model_type="qwen3_next", linear_num_key_heads=16, num_experts=512)
 REFUSED: dict[str, dict[str, Any]] = {
-    "model_type 'deepseek_v3' is not read, and with it kv_lora_rank, q_lora_rank, first_k_dense_replace": DEEPSEEK_V3,
+    "model_type 'deepseek_v32' is not read, and with it kv_lora_rank, q_lora_rank, first_k_dense": DEEPSEEK_V3_2,
+    "moe_layer_freq=2 of a 'deepseek_v3' is not read, but only 1": {**DEEPSEEK_V3, "moe_layer_freq": 2},
+    "mlp_bias=True of a 'deepseek_v3' is not read": {**DEEPSEEK_V3, "mlp_bias": True},
+    "quantization_config={'quant_method': 'awq'} of a 'deepseek_v3' is not read, but only fp8": {
+        **DEEPSEEK_V3,
+        "quantization_config": {"quant_method": "awq"},
+    },
+    "the configuration of a 'deepseek_v3' has no 'kv_lora_rank'": without("kv_lora_rank", DEEPSEEK_V3),
     "model_type 'glm4_moe' is not read, and with it n_routed_experts, first_k_dense_replace. Those": GLM_4_5,
     "model_type 'nemotron_h' is not read, and with it hybrid_override_pattern. Those that are: llama,": NEMOTRON_H,
     "model_type 'qwen3_next' is not read, and with it linear_num_key_heads, num_experts. Those": QWEN3_NEXT,
@@ -297,8 +317,14 @@ def test_a_configuration_by_its_path(tmp_path: Path):
     model = Model.of_config(LLAMA, "tiny")
     assert Model.of_config(folder) == Model.of_config(folder / "config.json") == model
     assert Model.of_config(str(folder)) == model
-    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    with pytest.raises(ValueError, match=r"config.json: model_type 'deepseek_v3' is not read"):
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3_2))
+    with pytest.raises(ValueError, match=r"config.json: model_type 'deepseek_v32' is not read"):
         Model.of_config(folder)
     with pytest.raises(FileNotFoundError):
         Model.of_config(tmp_path / "none.json")
+
+
+def test_deepseek_v3_is_the_known_one():
+    """Its 671B parameters, of which 37B meet a token (arXiv:2412.19437)."""
+    model = Model.of_config(DEEPSEEK_V3, "deepseek-v3")
+    assert model == Model.find("deepseek-ai/DeepSeek-V3") and 37.5e9 < model.active_parameters < 37.6e9

@@ -1,15 +1,18 @@
 """What a plan says each rank sends and holds is what the ranks send and hold that execute it, byte for byte."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 
 from tests.forecast.executed import Case, case, cases, sent_by_axis
+from tplab import Mesh
+from tplab.experts import Routing
 from tplab.forecast.memory import memory
 from tplab.forecast.stages import stages_on
 from tplab.forecast.traffic import bytes_by_axis
-from tplab.models.gpt import GPTConfig
+from tplab.models.gpt import GPTConfig, GPTExperts
 
 LAYER_NORM = GPTConfig(132, 24, 4, 12, 12, num_kv_heads=6, activation="gelu", hidden=36)
 GATED = GPTConfig(132, 24, 4, 12, 12, activation="swiglu", norm="rms", bias=False, hidden=36)
@@ -28,9 +31,12 @@ def check(case: Case) -> None:
 
 
 def check_traffic(case: Case, out: Any) -> None:
+    """With experts, each message between stages also has the balance loss so far, a number."""
+    balance = 4 * case.recipe.microbatches if case.config.experts else 0
     expected = bytes_by_axis(case.model, case.plan, case.recipe.batch_size, case.config.context, "tplab")
     for rank in case.mesh.ranks:
         said = {axis: bytes for axis, bytes in expected[case.plan.pipeline_rank(rank)].items() if bytes}
+        said |= {"pp": said["pp"] + balance} if "pp" in said else {}
         assert sent_by_axis(out, rank) == said, f"rank {rank}"
 
 
@@ -54,7 +60,7 @@ def check_memory(case: Case, out: Any) -> None:
         if recipe.checkpoint_every and case.plan.virtual > 1:
             # Which of its stages a rank recomputes at its peak is not known: an input of a layer or two more, or less.
             mesh = case.mesh
-            tokens = recipe.batch_size * case.config.context / mesh.axis_size("dp") / mesh.axis_size("cp")
+            tokens = recipe.batch_size * case.config.context / mesh.axis_size("dp") / mesh.shape.get("cp", 1)
             input_bytes = 4 * case.config.width * tokens / recipe.microbatches
             near = pytest.approx(said["activations"], rel=0.1, abs=2 * input_bytes)
             assert activations == near, f"activations of rank {rank}"
@@ -90,6 +96,25 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_do_what_the_plan_says(name: str):
     check(CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shared"), [(None, 0), ((1, 2), 12)], ids=["all layers", "after a dense one, shared"]
+)
+@pytest.mark.parametrize("sizes", [{"tp": 1, "zero": 1}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_ranks_with_experts_send_and_hold_what_the_plan_says(
+    blocks: tuple[int, ...] | None, shared: int, sizes: dict[str, Any]
+):
+    """Every token goes to every rank, so that it does not matter which experts it chooses."""
+    experts = GPTExperts(Routing(4, 2), 24, blocks=blocks, shared=shared)
+    one = case(replace(GATED, num_layers=3, experts=experts), dp=4, dispatch="gather", **sizes)
+    one = one._replace(mesh=Mesh(pp=sizes.get("pp", 1), dp=2, ep=2, tp=sizes["tp"]))
+    out = one.executed()
+    check_traffic(one, out)
+    held = memory(one.model, one.plan, one.recipe.batch_size, one.config.context, "tplab")
+    for rank in one.mesh.ranks:
+        said = held[one.plan.pipeline_rank(rank)].by_kind
+        assert out.memory[rank].of("parameters").max() == said["parameters"]
 
 
 @settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink one takes minutes

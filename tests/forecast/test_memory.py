@@ -37,6 +37,22 @@ def test_a_layer_keeps_what_korthikanti_counts(parallel: bool, attention: str | 
     assert sum(tensors.values()) - small == expected
 
 
+def test_latents_and_dense_first_layers_are_kept():
+    """DeepSeek-V3 on one rank for one token's share: heads of 192 and 128 features, latents twice, two kinds of MLP."""
+    model, plan, tokens = Model.find("deepseek-v3"), Plan(tp=2, pp=16, dp=8, ep=16, sequence_parallel=True), 4096
+    tensors = layer_tensors(model, plan, tokens)
+    heads = {"query": 192, "key": 192, "value": 128, "input of the output projection": 128}
+    assert {name: tensors[name] for name in heads} == {name: tokens * 64 * d * 2 for name, d in heads.items()}
+    assert tensors["latents, and these normalised"] == 2 * tokens // 2 * (1536 + 512) * 2
+    first = layer_tensors(model.dense, plan, tokens)
+    assert first["up"] == tokens // 2 * 18432 * 2 and tensors["up"] == tokens // 2 * 8 * 2048 * 2
+    layer, dense = (sum(one.values()) for one in (tensors, first))
+    held = memory(model, plan, 128, tokens)
+    for place, kinds in enumerate([(0, 3), (4, 0), (4, 0)]):  # the embedding counts as a layer where stages are cut
+        of_one = kinds[0] * layer + kinds[1] * dense
+        assert held[place].activations == pytest.approx((16 - place) * of_one, rel=1e-6), place
+
+
 @pytest.mark.parametrize(
     ("rule", "ranks", "virtual", "microbatches"),
     [

@@ -7,13 +7,14 @@ import pytest
 
 from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
-from tplab.forecast import Model, Plan
+from tplab.forecast import Model, Plan, forecast, plans
 from tplab.forecast.layers import Layer, layer_seconds, local
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
 from tplab.forecast.pipelines import Shape, makespans
 from tplab.forecast.plan import few, takes_virtual
 from tplab.forecast.stacks import find_stack
+from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.step import step
 from tplab.schedules import RULES, Costs, simulate
 
@@ -51,18 +52,63 @@ def test_rounds_repeat_themselves(rule: str):
     """Whatever the stages take, the makespan of many microbatches is that of the simulation of all of them."""
     draw, ranks, virtual = np.random.default_rng(0), 4, 2 if takes_virtual(rule) else 1
     stages = Plan(pp=ranks, virtual=virtual, schedule=rule).num_stages
-    what = tuple((1 + number % 2, number == 0, number == stages - 1) for number in range(stages))
+    what = tuple((n % 2 + (n > 1), int(n < 2), n == 0, n == stages - 1) for n in range(stages))
     for count in (3 * ranks + 2, 8 * ranks, 14 * ranks):
         schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(count)
         for again, head, send in ((0.0, 1.0, 0.0), (0.9, 3.0, 0.1), (0.0, 0.2, 0.3)):
             layer, end = np.array([1.0, 1.8 + again, again]), np.array([head, 2 * head, 0.0])
-            seconds = np.array([*layer, *0.1 * draw.random(3), *end, send])
-            forward, backward, recompute = (np.array(what, float) @ seconds[:9].reshape(3, 3)).T
+            seconds = np.array([*layer, *0.9 * layer, *0.1 * draw.random(3), *end, send])
+            forward, backward, recompute = (np.array(what, float) @ seconds[:-1].reshape(4, 3)).T
             inputs, weights = (backward + recompute) / 2, (backward - recompute) / 2
             costs = Costs(forward, inputs, weights, send, full_backward=backward)
             shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), what)
             ((found,),) = makespans([shape], [seconds[None]], [np.array([count])])
             assert found == pytest.approx(simulate(schedule, costs).makespan, rel=0.01 if count > 15 else 1e-9)
+
+
+DEEPSEEK = Model.find("deepseek-v3")
+
+
+def test_dense_first_layers_take_their_own_time():
+    """Without a pipeline all layers are on each rank; with one, the first ranks have them."""
+    cluster, stack = find("h100-measured"), find_stack("megatron").on(find("h100-measured"))
+    plan = Plan(dp=8, ep=8)
+    kinds = [layer_seconds(kind, local(plan), cluster, 4096, stack) for kind in (DEEPSEEK, DEEPSEEK.dense)]
+    took = step(DEEPSEEK, plan, cluster, 8, 4096).parts
+    all_alike = step(replace(DEEPSEEK, dense_layers=0), plan, cluster, 8, 4096).parts
+    for name in ("computing", "ep"):
+        apart = 3 * (getattr(kinds[1], name) - getattr(kinds[0], name))
+        assert took[name] == pytest.approx(all_alike[name] + apart)
+    assert kinds[1].ep == 0 < kinds[0].ep and took["computing"] < all_alike["computing"]
+    over = Plan(dp=8, ep=8, pp=16, virtual=2)
+    assert [[one.dense for one in stages_on(DEEPSEEK, over, place)] for place in (0, 1, 2, 15)] == [
+        [1, 0], [2, 0], [0, 0], [0, 0]
+    ]  # fmt: skip
+    held = [held_parameters(DEEPSEEK, over, place) for place in range(16)]
+    experts = 58 * DEEPSEEK.layer_parts["mlp"].experts
+    assert sum(one.experts for one in held) == experts // 8
+    assert sum(one.dense for one in held) == DEEPSEEK.parameters - experts
+
+
+def test_of_a_model_with_dense_first_layers_the_search_finds_what_a_forecast_says():
+    model = replace(DEEPSEEK, layers=9, dense_layers=2)
+    found = plans(model, "h100-measured", gpus=64, batch=64, inside=False)
+    assert any(one.plan.pp > 1 and one.plan.ep > 1 for one in found[:200])
+    estimates = {one.plan: one for one in found.notable()}
+    for plan, one in estimates.items():
+        exact = forecast(model, plan, "h100-measured", batch=64, sequence=4096)
+        assert one.bytes == exact.peak.total
+        assert one.seconds == pytest.approx(exact.seconds, rel=0.012)  # an estimate: see `Plans.notable`
+    assert len(estimates) > 50 and all(one.measured is None for one in found[:3])
+
+
+def test_latent_attention_computes_as_wide_as_its_mean_head():
+    """Scores are of 192 features and values of 128: as many FLOPs and bytes as of 160 and 160."""
+    shapes = DEEPSEEK.matmuls(4096, 4096, 4)
+    flops = sum(2 * m * n * k * batch for m, n, k, batch in (shapes["scores"], shapes["values"]))
+    assert flops == 4 * 4096 * 4096 * 160 * 128 // 4 and DEEPSEEK.attention_width == 160 * 128
+    assert DEEPSEEK.matmuls(4096, 4096, 4, sequence_parallel=True)["query latent"] == (1024, 1536, 7168, 1)
+    assert shapes["key, value"] == (4096, 32 * 256, 512, 1)
 
 
 def test_gpus_wait_for_a_slow_host():

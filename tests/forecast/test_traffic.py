@@ -1,5 +1,8 @@
 """Traffic: what each axis of a plan sends, against the formulas of the literature."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from tplab.forecast import Model, Plan
@@ -28,6 +31,31 @@ def test_data_parallelism_sends_what_zero_says(zero: int):
     assert sent == pytest.approx(2 * LLAMA.parameters * 7 / 8 * (3 if zero == 3 else 2))
     twice = sum(one.total for one in traffic(LLAMA, plan, 32, 4096) if one.axis == "dp")
     assert twice == pytest.approx(sent * {0: 1, 1: 1, 2: 1.5, 3: 2}[zero])
+
+
+def test_latents_are_gathered_in_place_of_what_they_are_made_of():
+    """Megatron: the ranks of tp make the latents of their own tokens, and gather these; with sequence parallelism or
+    without, what leaves attention is as wide as the model."""
+    model, tokens = replace(Model.find("deepseek-v3"), experts=0, experts_per_token=0, groups=1, top_groups=1,
+        dense_layers=0), 4096  # fmt: skip
+    whole, latents = tokens * 7168 * 2, tokens * (1536 + 512 + 64) * 2
+    plain, divided = (
+        Counter({(one.op, one.phase, one.bytes): one.count for one in layer_traffic(model, plan, tokens)})
+        for plan in (Plan(tp=4), Plan(tp=4, sequence_parallel=True))
+    )
+    assert plain == {("all_reduce", "forward", whole): 2, ("all_reduce", "backward", whole): 1} | {
+        ("all_reduce", "backward", latents): 1
+    }
+    both = {(op, "forward", size): 1 for op, size in (("all_gather", whole), ("all_gather", latents))}
+    assert divided == both | {
+        ("reduce_scatter", "forward", whole): 2,
+        ("all_gather", "backward", whole): 3,  # the gradients of both outputs, and the MLP's input again
+        ("all_gather", "backward", latents): 1,
+        ("reduce_scatter", "backward", whole): 1,
+        ("reduce_scatter", "backward", latents): 1,
+    }
+    ring = [one for one in layer_traffic(model, Plan(cp=2, tp=4), tokens) if one.axis == "cp"]
+    assert ring[0].bytes == tokens // 2 * 128 * (192 + 128) // 4 * 2  # keys and values of a rank's heads
 
 
 def test_experts_and_long_sequences():

@@ -57,6 +57,22 @@ def test_specs_say_who_gets_what():
     assert [piece.shape for piece in out.per_rank] == [(3, 2), (3, 2)]
 
 
+def test_an_empty_argument_changes_no_other_ones_type():
+    """Its gradient is the sum of the ranks' parts, whatever else there is."""
+    w, x = np.ones(3, np.float32), np.arange(6, dtype=np.float32)
+    for unused in (np.zeros(1), np.zeros(0)):
+        gradient = run(
+            lambda w, x, _: jax.grad(lambda w: (w * x).sum())(w),
+            *(TP2, w, x, unused),
+            in_specs=(P(), P("tp"), P()),
+            out_specs=P(),
+        )
+        np.testing.assert_array_equal(gradient.value, [3, 5, 7])
+    mlp = lab.ParallelMLP(5, 6, "tp")
+    out = run(mlp, TP2, mlp.init(jax.random.key(0)), np.zeros((0, 5)), in_specs=(mlp.specs, P()), out_specs=P())
+    assert out.value.shape == (0, 5)
+
+
 def test_without_specs_everything_reaches_every_rank_and_comes_back():
     out = run(lambda x: x + axis_index("tp"), TP4, np.array([1.0, 2.0]))
     assert [piece.tolist() for piece in out.per_rank] == [[1, 2], [2, 3], [3, 4], [4, 5]]

@@ -254,3 +254,10 @@ def test_what_cannot_be_traced_is_said():
         trace(x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="compiled already"):
         trace(jax.jit(jnp.sin).lower(x).compile(), x)
+
+
+@pytest.mark.parametrize("options", [{"trips": -1}, {"trips": 1.5}, {"branch": "1"}, {"branch": True}])
+def test_a_branch_and_trips_are_whole_numbers(options):
+    ((name, given),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} is {given!r}; it must be a whole number, 0 or more"):
+        trace(jnp.sin, jnp.ones(3), **options)

@@ -82,6 +82,13 @@ def test_whole_heads(fw, mode, num_ranks):
         assert moved == [x.nbytes * (num_ranks - 1) // num_ranks] * 4
 
 
+@pytest.mark.parametrize("batch, tokens", [(0, 6), (2, 0)])
+def test_no_tokens_are_a_batch_too(fw, batch, tokens):
+    make = lambda lab: lab.ParallelSelfAttention(12, 6, "tp")  # noqa: E731
+    x, state, oracle = numbers(batch, tokens, 12), state_of(12, 6, 6, True), dense(6, 6, True)
+    check(fw, Mesh(tp=3), make, oracle, state, specs_of(True), x, P(), P())
+
+
 def check_grouped_heads(name, num_ranks, kv_heads, group, head_width, bias, causal, sequence_dim):
     kv_heads *= num_ranks
     heads = kv_heads * group

@@ -130,13 +130,12 @@ def one_rank(state: Mapping[str, torch.Tensor], x: torch.Tensor, case: Case) -> 
     gates = state.get("experts.gate", [None] * rule.experts)
     rows = []
     for token, experts in enumerate(chosen):
-        of_chosen = [scores[token, e] if e >= 0 else scores[token, 0] for e in experts]
+        of_chosen = [scores[token, e] for e in experts if e >= 0]
         total = sum(of_chosen) if rule.normalized else 1
         y = mlp(state["shared.up"], state["shared.down"], state.get("shared.gate"), x[token], case.activation)
-        for expert, score in zip(experts, of_chosen):
-            if expert >= 0:
-                up, down = state["experts.up"][expert], state["experts.down"][expert]
-                y = y + score / total * rule.scale * mlp(up, down, gates[expert], x[token], case.activation)
+        for expert, score in zip([e for e in experts if e >= 0], of_chosen):
+            up, down = state["experts.up"][expert], state["experts.down"][expert]
+            y = y + score / total * rule.scale * mlp(up, down, gates[expert], x[token], case.activation)
         rows.append(y)
     return torch.stack(rows), (chosen, scores, logits)
 
@@ -352,6 +351,49 @@ def test_routing_is_replayed_with_the_weights_of_the_router_that_replays_it(fw):
         recorded, replayed, scores, own, choices = map(fw.numpy, out.value)
         assert (recorded == replayed).all() and (recorded != choices).any()
         assert (scores == own).all()
+
+
+def test_a_dropped_choice_has_no_part_in_the_weights(fw):
+    """Those that are left add up to 1, and are the same where the choices are replayed."""
+    weight, x = numbers(8, WIDTH, seed=1), numbers(TOKENS, WIDTH)
+
+    def program(weight, x):
+        router = fw.lab.Router(WIDTH, TIGHT)
+        if fw.name == "torch":
+            router.weight.data = weight
+            apply = router
+        else:
+            apply = lambda x, *choices: router({"weight": weight}, x, *choices)  # noqa: E731
+        routed = apply(x)
+        return routed.choices, routed.weights, apply(x, routed.choices).weights, routed.scores
+
+    with double(fw):
+        out = fw.lab.run(program, Mesh(ep=1), fw.array(weight), fw.array(x)).per_rank[0]
+        choices, weights, replayed, scores = map(fw.numpy, out)
+    kept = np.where(choices < 0, 0, np.take_along_axis(scores, np.maximum(choices, 0), 1))
+    some = kept.any(1)
+    assert (choices < 0).any() and not some.all()
+    np.testing.assert_allclose(weights[some], kept[some] / kept[some].sum(1, keepdims=True))
+    assert not weights[~some].any() and (weights == replayed).all()
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "per_rank", "gather"])
+def test_in_jax_all_ranks_may_have_no_tokens(dispatch):
+    import jax
+
+    import tplab.jax as tj
+
+    case = Case(Mesh(ep=2), dispatch, TIGHT)
+    specs, state = specs_of(case), {name: value.astype(np.float32) for name, value in state_of(case).items()}
+    layer = case.layer(tj)
+
+    def program(state, x):
+        gradient = jax.grad(lambda state: tj.all_reduce(layer(nested(state), x)[0].sum(), "ep"))(state)
+        return layer(nested(state), x)[0], gradient
+
+    x = np.zeros((0, WIDTH), np.float32)
+    y, gradient = tj.run(program, case.mesh, state, x, in_specs=(specs, P("ep")), out_specs=(P("ep"), specs)).value
+    assert y.shape == (0, WIDTH) and not any(np.any(value) for value in gradient.values())
 
 
 def test_ranks_may_have_other_numbers_of_tokens_and_none():  # in JAX all ranks have one shape

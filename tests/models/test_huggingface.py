@@ -527,7 +527,7 @@ REFUSED = {
     "a parameter": ({f"{BLOCK}mlp.c_proj.bias": "column"}, "names a parameter.*added once, after the sum"),
     "an unknown kind": ({"transformer.wpe": "rows"}, "planned as 'rows'; it must be one of 'column', 'row'"),
     "a column without a row": (
-        {f"{BLOCK}mlp.c_proj": "replicate"}, "c_fc is a column.*c_proj, which takes them, is 'replicate'",
+        {f"{BLOCK}mlp.c_proj": "replicate"}, "c_fc are split.*c_proj, which takes them, is 'replicate'",
     ),
     "a row without a column": ({f"{BLOCK}mlp.c_fc": "replicate"}, "a row takes some of the features on each rank"),
     "a fused weight in one piece": (
@@ -698,7 +698,7 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
         run(program, Mesh(tp=4), gpt2(heads=6), gpt2_plan, {})
     with pytest.raises(PlanError, match="k_proj has 2 heads of 2 features, which the 4 ranks"):
         run(program, Mesh(tp=4), llama(heads=8, kv_heads=2), llama_plan, {})
-    with pytest.raises(PlanError, match=r"q_proj.*are columns, and the others .*k_proj.* sharded together"):
+    with pytest.raises(PlanError, match=r"q_proj.* are split, and those of .*k_proj are not; .* sharded together"):
         run(program, Mesh(tp=2), llama(), llama_plan, {"model.layers.*.self_attn.k_proj": "replicate"})
     with pytest.raises(PlanError, match="c_fc has 30 output features, which the 4 ranks"):
         run(program, Mesh(tp=4), gpt2(heads=12, n_inner=30), gpt2_plan, {})

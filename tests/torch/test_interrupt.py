@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to itself")
 
 SCRIPT = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, weakref
 import torch
 from tplab import Mesh
 from tplab.torch import all_reduce, axis_index, barrier, ring_shift, run, start
@@ -70,6 +70,16 @@ def in_runs_inside_all_ranks():
         run(lambda: all_reduce(torch.ones(1), "q"), Mesh(q=3))
         barrier()
 
+class Something:
+    pass
+
+def in_callbacks_that_swallow_exceptions():
+    while True:  # whatever is raised while a WeakSet drops what has gone, Python prints and forgets
+        for something in [Something() for _ in range(1000)]:
+            many.add(something)
+            something = None
+
+many = weakref.WeakSet()
 gate = threading.Lock()
 gate.acquire()
 
@@ -125,6 +135,7 @@ def test_ctrl_c_ends_ranks_that_compute_talk_or_wait():
         "loop_that_swallows_exceptions",
         "one_loops_while_the_others_wait",
         "in_short_tensor_operations",
+        *["in_callbacks_that_swallow_exceptions"] * 6,
         "in_a_run_inside_a_rank",
         "in_a_loop_of_a_run_inside_a_rank",
         *["in_runs_inside_all_ranks"] * 6,

@@ -6,13 +6,29 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 
 from tests.widgets.memories import held
 from tplab import Mesh, P
 from tplab.errors import ScheduleError
 from tplab.schedules import Costs, Schedule, gpipe, simulate
+from tplab.torch import run
 from tplab.trace import Memory, Recorder
-from tplab.widgets import Bars, Row, animate, curves, gantt, knob, levels, matrices, memory_timeline, shards, timeline
+from tplab.widgets import (
+    Bars,
+    Row,
+    animate,
+    curves,
+    experts,
+    gantt,
+    knob,
+    levels,
+    matrices,
+    memory_timeline,
+    shards,
+    tiles,
+    timeline,
+)
 
 ONCE = simulate(gpipe(2, 2))
 NO_TIME = simulate(gpipe(2, 2), Costs(0, 0, 0))
@@ -44,6 +60,18 @@ WITHOUT_TIME_OR_SIZE = {
     "memory of nothing": lambda: memory_timeline(Memory(Mesh(dp=1), [held([(0.0, {})])])),
     "memory in no time": lambda: memory_timeline(Memory(Mesh(dp=1), [held([(0.0, {}), (0.0, {"other": 8})])])),
     "curves at zero": lambda: curves([1, 2], {"p": {"l": [0, 0]}}, title="t", sentence="s"),
+    "levels that diverge": lambda: levels({"p": {"l": ([0, 1], [1, np.inf])}}, title="t", sentence="s", along="x"),
+    "levels of no number": lambda: levels({"p": {"l": ([0, 1], [np.nan] * 2)}}, title="t", sentence="s", along="x"),
+    "curves that diverge": lambda: curves([1, 2], {"p": {"l": [1, np.inf]}}, title="t", sentence="s"),
+    "curves of which one panel has more": lambda: curves(
+        *([1, 2], {"p": {"l": [1, 2]}, "q": {"l": [1, 2]}}),
+        floor={"p": [1, 1]},
+        dots={"p": [(1, 1)]},
+        crossings={"p": 1.5},
+        title="t",
+        sentence="s",
+    ),
+    "a weight of 16 bits": lambda: matrices({"w": torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)}),
     "curves of one size, zero": lambda: curves([0], {"p": {"l": [1e-6]}}, title="t", sentence="s"),
 }
 
@@ -53,6 +81,27 @@ def test_there_is_a_picture_without_time_or_size(name: str):
     card = WITHOUT_TIME_OR_SIZE[name]()
     assert card.picture().startswith(b"\x89PNG")
     assert card.sentence
+
+
+def test_numbers_that_cannot_be_drawn_are_named():
+    line = {"p": {"l": ([2, 1], [1, 2])}}
+    for x in (0, np.nan, np.inf):
+        for panels, predicted in (({"p": {"l": ([x, 1], [1, 2])}}, None), (line, {"p": {"l": ([x, 1], [1, 2])}})):
+            with pytest.raises(ValueError, match=f"a point at {x}; an axis of powers of two needs positive numbers"):
+                levels(panels, predicted=predicted, doubling=True, title="t", sentence="s", along="x")
+    for amount in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=f"'a' has {amount} for 'x'"):
+            knob("t", "c", {1: Bars([Row("a", {"x": amount})], "s")})
+    with pytest.raises(TypeError, match="'w' has complex numbers"):
+        matrices({"w": np.array([1j])})
+
+
+@pytest.mark.parametrize("show", [animate, timeline, experts, gantt, memory_timeline, tiles, matrices, shards])
+def test_a_widget_says_what_it_shows(show):
+    out = run(lambda: None, Mesh(tp=1))
+    way_out = {memory_timeline: "; give its memory", gantt: "", tiles: "", matrices: "", shards: ""}
+    with pytest.raises(TypeError, match=f", not a Result{way_out.get(show, '; give its trace')}$"):
+        show(out)
 
 
 def titled(text: str) -> dict:

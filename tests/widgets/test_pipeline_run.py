@@ -18,12 +18,12 @@ from tplab.exercises.three_dimensions import modelled
 from tplab.schedules import Costs, dualpipe, interleaved_1f1b, one_f_one_b, simulate, zb_v
 from tplab.widgets import animate, timeline
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, token
+from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, mix, token
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score import still_lanes, words
 from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.legends import of_animation, of_timeline
-from tplab.widgets.score.score import SEND, score
+from tplab.widgets.score.score import COMPUTE, SEND, score
 
 
 def executed(ranks: int = 3, microbatches: int = 5) -> Trace:
@@ -120,6 +120,16 @@ def test_on_a_page_a_message_has_the_colour_of_its_legend(name: str):
     header, columns = unpack(timeline(piece.trace).score)
     for row in np.flatnonzero(piece.bars["kind"] == SEND).tolist():
         assert header["tints"][columns["tint"][row]] == token((WORK, KINDS["F"], GRADIENT)[piece.bars["flow"][row]])
+
+
+def test_other_work_has_the_colour_of_its_legend():
+    """On a modelled clock, too, where it is known what kind of work it is."""
+    piece = score(modelled(Mesh(pp=2, dp=1, tp=1), find("h100")))
+    header, columns = unpack(timeline(piece.trace).score)
+    other = np.flatnonzero((piece.bars["kind"] == COMPUTE) & (piece.actions < 0))
+    assert len(other) and {header["tints"][tint] for tint in columns["tint"][other].tolist()} == {token(WORK)}
+    keys = {key.text: (key.fill, key.edge) for key in of_timeline(piece, Durations())}
+    assert keys["other work"] == (mix(WORK, 0.55), WORK) and keys["other messages"] == (mix(WORK, 0.24), WORK)
 
 
 def test_the_same_microbatch_of_several_pipelines_is_one_column():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -47,7 +48,13 @@ def test_groups_differ_also_without_colour():
     assert not re.search("#[0-9a-f]{6}", card().content["drawing"]), "a colour that no theme changes"
 
 
-@pytest.mark.parametrize("runs", [{}, {"a panel": {}}, {"a panel": {"fitted": [Dot(0.0, 1.0, "dp 8")]}}])
+@pytest.mark.parametrize("runs", [{}, {"a panel": {}}, {"a panel": {"fitted": []}}])
 def test_nothing_to_draw(runs: dict[str, dict[str, list[Dot]]]):
-    with pytest.raises(ValueError, match="without a dot, or a dot of 0 s"):
+    with pytest.raises(ValueError, match="there is no dot to draw"):
         scatter(runs, title="t", sentence="s")
+
+
+@pytest.mark.parametrize("dot", [Dot(0.0, 1.0, "dp 8"), Dot(math.nan, 1.0, "dp 8"), Dot(1.0, math.inf, "dp 8")])
+def test_times_that_no_axis_has(dot: Dot):
+    with pytest.raises(ValueError, match=r"'dp 8' has .* s; logarithmic axes need positive times"):
+        scatter({"a panel": {"fitted": [dot], "a group without runs": []}}, title="t", sentence="s")

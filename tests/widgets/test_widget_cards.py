@@ -282,7 +282,7 @@ def test_python_s_colours_are_those_of_the_style_sheet():
     names = ("ink", "dim", "line", "soft", "paper", "accent", "hatch", "work")
     assert {name: tokens[name] for name in names} == {name: getattr(palette, name.upper()) for name in names}
     assert [tokens[f"c{index}"] for index in range(8)] == list(palette.HUES)
-    assert {kind: tokens[f"o{kind}"] for kind in palette.OPS} == palette.OPS
+    assert {kind: tokens[palette.token(colour)] for kind, colour in palette.OPS.items()} == palette.OPS
     assert {kind: tokens[f"k{kind.lower()}"] for kind in "FIW"} == palette.KINDS
 
 

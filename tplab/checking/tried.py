@@ -50,7 +50,7 @@ SAME = 1e-4
 
 _WORDS = {
     LEFT_OUT: ("without {}, which adds up what is the same on every rank", "leaving out an all_reduce"),
-    UNDIVIDED: ("with what {} returns not divided by the number of ranks", "an all_reduce that is not divided"),
+    UNDIVIDED: ("if what {} returns is not divided by the number of ranks", "an all_reduce that is not divided"),
     SUMMED: ("with a sum in place of {}", "a sum in place of another all_reduce"),
     AVERAGED: ("with a mean in place of {}", "a mean in place of an all_reduce"),
 }

@@ -30,8 +30,8 @@ ROUNDING = 1e-5
 TOKENS = P(None, None, "cp")
 
 
-def _layout(size: int, num_ranks: int) -> TokenLayout:
-    return TokenLayout("zigzag", size, num_ranks)
+def _order(size: int, num_ranks: int) -> np.ndarray:
+    return TokenLayout("zigzag", size, num_ranks).order
 
 
 def _zigzag_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -49,9 +49,9 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Causal attention over tokens that are in this order, rotated by these positions."""
-    q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
+def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray, names: str = "qk") -> np.ndarray:
+    """Causal attention over tokens that are in this order, q and k (or one of them) rotated by these positions."""
+    q, k = (_rope(tensors[name], positions * (name in names)) for name in "qk")
     return attend(q, k, tensors["v"], order[:, None] >= order)
 
 
@@ -63,7 +63,7 @@ def _ranks_of(tensors: Tensors) -> int:
 
 def _with_positions(tensors: Tensors) -> Tensors:
     """The right output, and the gradients of sum(o * weight(o))."""
-    order = _layout(tensors["q"].shape[2], _ranks_of(tensors)).order
+    order = _order(tensors["q"].shape[2], _ranks_of(tensors))
     o = _rotated(tensors, order, order)
     q, k = (_rope(tensors[name], order) for name in ("q", "k"))
     do, scale = weight(o), WIDTH**-0.5
@@ -75,19 +75,25 @@ def _with_positions(tensors: Tensors) -> Tensors:
     return {"o": o, "dq": dq, "dk": dk, "dv": p.swapaxes(-1, -2) @ do}
 
 
-def _mistaken(positions: Callable[[int, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """What comes out where the tokens of all ranks are rotated by positions(number of tokens, ranks)."""
+def _mistaken(positions: Callable[[int, int], np.ndarray], names: str = "qk") -> Callable[[Seen], np.ndarray]:
+    """What comes out where q and k of all ranks are rotated by positions(number of tokens, ranks)."""
 
     def wrong(seen: Seen) -> np.ndarray:
         size, num_ranks = seen.tensors["q"].shape[2], seen.mesh.axis_size("cp")
-        o = _rotated(seen.tensors, _layout(size, num_ranks).order, positions(size, num_ranks))
+        o = _rotated(seen.tensors, _order(size, num_ranks), positions(size, num_ranks), names)
         return np.split(o, num_ranks, 2)[seen.mesh.index(seen.rank, "cp")]
 
     return wrong
 
 
-def _no_rope(seen: Seen) -> np.ndarray:
-    return _mistaken(lambda size, _: np.zeros(size))(seen)
+def _late(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+    """What comes out where the positions of each rank's late piece are changed so."""
+
+    def positions(size: int, num_ranks: int) -> np.ndarray:
+        early, late = _order(size, num_ranks).reshape(num_ranks, 2, -1).swapaxes(0, 1)
+        return np.stack([early, change(late)], 1).ravel()
+
+    return _mistaken(positions)
 
 
 POSITIONS = Exercise(
@@ -117,7 +123,17 @@ POSITIONS = Exercise(
             "These are positions of the striped layout, and the tokens came in zigzag.",
             _mistaken(lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order),
         ),
-        Mistake("o", "q and k are not rotated at all, so attention does not know where a token is.", _no_rope),
+        Mistake(
+            "o",
+            "q and k are not rotated at all, so attention does not know where a token is.",
+            _mistaken(_order, ""),
+        ),
+        Mistake("o", "Only q is rotated. k needs its positions too.", _mistaken(_order, "q")),
+        Mistake("o", "Only k is rotated. q needs its positions too.", _mistaken(_order, "k")),
+        Mistake("o", "The late piece is not reversed: its positions rise as well.", _late(lambda late: late[:, ::-1])),
+        Mistake(
+            "o", "Piece 2p - 1 - r is the late one: pieces count from 0.", _late(lambda late: late + late.shape[1])
+        ),
     ),
 )
 

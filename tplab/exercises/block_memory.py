@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ TOKENS = P(None, "tp")
 MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the backward pass, so that it is not kept
 
 _KEPT = (
-    "y is right, but dx is only the part that comes through this rank's own heads and hidden features. The "
-    "other ranks' parts are missing.\n"
+    "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts are "
+    "missing.\n"
     "gather_from is for ranks that all do the same afterwards, and here each rank uses its own weights. (Or is y added "
     "up on all ranks, and then cut?)"
 )
@@ -39,7 +40,7 @@ def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
 
 
 _OWN_FEATURES = (
-    "y and dx are right, but the gradient of scale comes from this rank's own heads and features only.\n"
+    "y and dx are right, but the gradient of scale comes through this rank's own weights only.\n"
     "The ranks share scale, and each then does different work. Which of f and g belongs there?"
 )
 _OWN_TOKENS = (
@@ -82,8 +83,8 @@ def _exercise(
             Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
             Mistake(
                 "y",
-                "The tokens are never gathered: each rank's heads and hidden features see only its own tokens, and "
-                "then terms of different tokens are added up.",
+                "The tokens are never gathered: each rank's weights see only its own tokens, and then terms of "
+                "different tokens are added up.",
                 _never_gathered,
             ),
             Mistake(
@@ -132,6 +133,8 @@ def _thrifty(answer: Answer) -> Verdict:
                 )
     if answer.framework == "jax":
         return answer.verdict
+    from tplab.torch import gather_again
+
     kept, keeps_all = _kept(answer)
     if keeps_all:
         but(
@@ -139,7 +142,8 @@ def _thrifty(answer: Answer) -> Verdict:
             "norm needs one token at a time. So which should come first, the norm or the gather?",
             panels,
         )
-    return answer.says(f"On {KEPT_ON} a rank keeps {kept:,} bytes.")
+    again, _ = _kept(replace(answer, fn=gather_again(answer.fn)))
+    return answer.says(f"On {KEPT_ON} a rank keeps {kept:,} bytes, and with `tt.gather_again` {again:,}.")
 
 
 def _kept(answer: Answer) -> tuple[int, bool]:

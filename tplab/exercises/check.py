@@ -89,7 +89,7 @@ def _graded(
                 sent = f"on {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do"
                 if num_bytes > needed * (exercise.slack if exercise.excess else 2):
                     wasteful = wasteful or f"{sent}.\n{exercise.excess or EXCESS}"
-                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: can you do without one of the messages?"
+                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: what are the other {num_bytes - needed:,} for?"
     if wasteful:
         but(wasteful)
     _divided(fn, exercise, framework)

@@ -40,12 +40,10 @@ class Trial:
     ranks: int
     limit: float
 
-    def memory(self, in_flight: Callable[[int], int] | None = None) -> list[list[int]]:
+    def memory(self) -> list[list[int]]:
         """The bytes that each layer would need on each rank [ranks, layers]."""
-        return [
-            [w + (in_flight(rank) if in_flight else self.ranks - rank) * k for w, k in zip(self.weights, self.kept)]
-            for rank in range(self.ranks)
-        ]
+        held = range(self.ranks, 0, -1)
+        return [[w + microbatches * k for w, k in zip(self.weights, self.kept)] for microbatches in held]
 
     def takes(self, bounds: Sequence[int]) -> list[int]:
         """The bytes that each rank needs."""
@@ -69,10 +67,9 @@ class Trial:
         forward = np.array(self.has(bounds), float)
         return simulate(one_f_one_b(self.ranks, microbatches), Costs(forward, forward, forward)).makespan
 
-    def best(self, memory: Sequence[Sequence[int]] | None = None) -> Partition:
-        """The cut whose busiest rank has the least to do, within the limit; with other memory needs if given."""
-        table = self.memory() if memory is None else memory
-        return partition(self.weights, self.ranks, self.costs, memory=table, memory_limit=self.limit)
+    def best(self) -> Partition:
+        """The cut whose busiest rank has the least to do, within the limit."""
+        return partition(self.weights, self.ranks, self.costs, memory=self.memory(), memory_limit=self.limit)
 
 
 def _cross_entropy(logits: Any, targets: Any) -> Any:
@@ -229,9 +226,10 @@ def _refuse_unless_best(trial: Trial, bounds: list[int]) -> None:
                 panels,
             )
     if max(has) > best.largest * (1 + 1e-9):
-        worse = trial.makespan(bounds) / trial.makespan(best.bounds)
-        text = f", {trial.name}: {bounds} is within the limit, but takes {worse:.2f} times as long as needed."
-        refuse(f"{text}\n{_hint(trial, bounds, max(has), best.largest)}", panels)
+        most, least = (f"{largest / sum(has):.1%}" for largest in (max(has), best.largest))
+        text = f", {trial.name}: {bounds} is within the limit.\nThe busiest rank does {most} of the work, where {least}"
+        room = f" Under 1F1B, rank r of {trial.ranks} keeps {trial.ranks} - r microbatches: which ranks have room left?"
+        refuse(f"{text} is possible.{room if trial.limit < math.inf else ''}", panels)
 
 
 def _panels(trial: Trial, bounds: list[int]) -> list[Panel]:
@@ -241,28 +239,6 @@ def _panels(trial: Trial, bounds: list[int]) -> list[Panel]:
         Panel("yours: share of the work", np.array(has) / sum(has), np.array(has) > best.largest),
         Panel("right: share of the work", np.array(best.stage_costs) / sum(has)),
     ]
-
-
-def _hint(trial: Trial, bounds: list[int], largest: float, least: float) -> str:
-    """A hint about a cut that is not the best."""
-    if _careful(trial) == tuple(bounds):
-        return (
-            "This would be the best cut if every rank kept as many microbatches as there are ranks. Only rank 0 does: "
-            "later ranks have more room."
-        )
-    all_work = sum(trial.costs)
-    return (
-        f"The busiest rank does {largest / all_work:.1%} of the work, where {least / all_work:.1%} is possible. All "
-        "other ranks wait for it."
-    )
-
-
-def _careful(trial: Trial) -> tuple[int, ...] | None:
-    """The best cut if every rank held as many microbatches as there are ranks; None if there is none."""
-    try:
-        return trial.best(trial.memory(lambda rank: trial.ranks)).bounds
-    except ShapeError:
-        return None
 
 
 def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) -> str:
@@ -286,6 +262,6 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
     free = replace(trial, limit=math.inf).best().bounds
     return (
         f"We ran your model with this cut on {trial.ranks} ranks. The fullest rank took {bytes_text(max(took))} of "
-        f"{bytes_text(trial.limit)}. Without the limit it would have taken {bytes_text(max(trial.takes(free)))}, and "
-        f"the batch {trial.makespan(free) / trial.makespan(bounds):.2f} times the time."
+        f"{bytes_text(trial.limit)}. Without the limit, it would have taken {bytes_text(max(trial.takes(free)))}, and "
+        f"your cut makes the batch {trial.makespan(bounds) / trial.makespan(free):.2f} times as long."
     )

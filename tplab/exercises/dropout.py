@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.exercises.calls import library_call
 from tplab.exercises.check import MOST_WORK
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Framework
@@ -61,6 +62,8 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
     _look_at_work(fn, framework)
     listed = ", ".join(map(str, BLOCK_MESHES))
     text = f" is right on {listed}.\nInside, each rank draws its own mask. Outside, all ranks draw the same one."
+    if library_call(fn, ("dropout", "Dropout"), ("torch",)):
+        text += "\ntorch's own dropout draws from each rank's generator. On a cluster, seed these differently."
     return right(text, panels)
 
 

@@ -30,6 +30,9 @@ def _met(seen: Seen, num_hops: int) -> np.ndarray:
     return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(num_hops + 1)])
 
 
+TOO_FEW = "The number of the next rank is missing: it needs R - 1 hops, and the last number to arrive counts, too."
+
+
 def _on_a_ring(
     name: str,
     tensors: Callable[[np.random.Generator, Mesh], Tensors],
@@ -86,7 +89,7 @@ TOTAL = _on_a_ring(
         ),
         Mistake(
             "result",
-            "One number is missing. With R ranks, a number needs R - 1 hops to reach every rank.",
+            TOO_FEW,
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).sum(keepdims=True),
         ),
         Mistake(
@@ -150,9 +153,13 @@ LARGEST = _on_a_ring(
         ),
         Mistake(
             "result",
-            "One number is missing: this is the largest of all the others. With R ranks, a number needs R - 1 hops to "
-            "reach every rank, and the check uses rings of several lengths: axis_size gives R.",
+            f"{TOO_FEW} The check uses rings of several lengths: axis_size gives R.",
             lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True),
+        ),
+        Mistake(
+            "result",
+            "The rank's own number is missing: this is the largest of those that arrive.",
+            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=0),
         ),
         Mistake(
             "result",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from html import escape
@@ -99,12 +100,23 @@ def _compare(mesh: Mesh, sharded: Callable[[Any], Any], model: Any) -> ParallelR
         report = check_parallel(sharded, model, inputs=(_ids(),), kwargs={"labels": _ids()}, mesh=mesh)
     if not report.ok:
         first = report.wrong[0]  # the one that explains most of the others
+        words = first.words.removeprefix("the first that is wrong: ")
+        for known, way in KNOWN.items():
+            if re.search(known, f"{first.title}: {words}"):
+                words = f"{words.split('; cause not known')[0]}. {way}"
         text = (
             f": on {mesh}, {len(report.wrong)} of {len(report.rows)} tensors differ from the unsharded model's.\n"
-            f"It begins with the {first.title}: {first.words.removeprefix('the first that is wrong: ')}."
+            f"It begins with the {first.title}: {words}."
         )
         raise Refused(Reported(False, text, report))
     return report
+
+
+KNOWN = {
+    "^output of .*: its bias is not added": "Add it once, after the sum",
+    "^gradient of .*bias: 1/. of the reference on every": "Does each rank add a share of it? Add all, after the sum",
+}
+"""What to do about two mistakes that `check_parallel` finds, but does not explain."""
 
 
 @check(takes=(type, FunctionType), how="Give the class itself.")

@@ -14,6 +14,7 @@ from tplab.exercises.exercise import (
     Mistake,
     Seen,
     Tensors,
+    added_over,
     added_up_again,
     bytes_of_a_sum,
     own_part,
@@ -28,7 +29,7 @@ from tplab.exercises.plain_block import (
     own_weights,
     rms_norm,
 )
-from tplab.exercises.split_a_layer import bias_mistakes
+from tplab.exercises.split_a_layer import APART, bias_mistakes
 from tplab.exercises.trials import weight
 from tplab.sharding import P
 
@@ -73,6 +74,7 @@ DOWN = Exercise(
         added_up_again(
             "dhidden", "tp", "This is R times too large: dy is the same on every rank, and it was added up."
         ),
+        added_over("dhidden", "tp", 2, _down, APART),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
     divided="tp",
@@ -168,7 +170,7 @@ PARALLEL_BLOCK = Exercise(
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
     excess=(
         "Attention and the MLP read the same h, and their terms are added to each other: one sum forward and one "
-        "backward will do, half of what the block needs."
+        "backward will do. With f after the norm, the gradient of scale needs none."
     ),
     divided="tp",
     tolerance=TOLERANCE,

@@ -38,6 +38,12 @@ GATHER_ALL = Exercise(
             "node and then by GPU.",
             _gpus_first,
         ),
+        Mistake(
+            "y",
+            "All rows are there, and sorted wrongly. They arrive ordered by GPU and then by node, so `reshape` them to "
+            "[GPUs, nodes, n], and not to [nodes, GPUs, n].",
+            lambda seen: _gpus_first(replace(seen, want=_gpus_first(seen))),
+        ),
     ),
 )
 
@@ -58,8 +64,8 @@ def _gathers_once(answer: Answer) -> Verdict:
 
 
 ADDED = (
-    "You join the rows by adding them to zeros, so the zeros travel too, and then the sums.\n"
-    "Nothing has to be added here: `all_gather` sends each row once."
+    "Something is added up here. If rows are joined by adding them to zeros, the zeros travel too, and then the sums.\n"
+    "Nothing has to be added: `all_gather` sends each row once."
 )
 
 
@@ -77,6 +83,8 @@ def few_rows(answer: Answer, again: str, added: str = "", late: str = "") -> Non
         across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / row - inside
         begins = next((event.axis for event in trace.events if event.kind == "collective"), "")
         first = late if late and begins == "gpu" else "Which of the two levels should come first?"
+        if "," in begins:
+            first = "It begins with all ranks at once. Use one level at a time: which of the two should come first?"
         if any(event.dtype == "float64" for event in trace.events):
             first = again = "It sends 8 bytes per number, and those of x take 4."
         for sent, enough, is_inside, where, why in (
@@ -99,8 +107,8 @@ def _what_flows_back(answer: Answer) -> str:
     """Which gradient a row gets, in words: the same on every mesh. Refuses a gather that lets none through, or leaves
     damage behind.
 
-    How often the gradient counts depends on who uses the rows: `all_gather` adds up what all ranks say of a row, and
-    `gather_from` takes what its owner says. Both are right.
+    How often the gradient counts depends on who uses the rows: `all_gather` adds up all ranks' gradients for a row, and
+    `gather_from` takes its owner's. Both are right.
     """
     said = list(GRADIENTS)
     for mesh in GATHER_ALL.meshes:
@@ -124,15 +132,11 @@ def _what_flows_back(answer: Answer) -> str:
 
 
 GRADIENTS: dict[str, Callable[[Mesh], int]] = {
-    "Its gradient is what the owner of a row says of it: right where all ranks go on with the same work.": lambda _: 1,
-    "Its gradient adds up what all ranks say of a row: right where each goes on with work of its own.": (
+    "The gradient of a row is its owner's: right if all ranks then do the same work.": lambda _: 1,
+    "The gradient of a row is the sum of all ranks' gradients for it: right if each rank then does different work.": (
         lambda mesh: mesh.size
     ),
-    "Its gradient adds up what the ranks along gpu say of a row, but not those along node.": (
-        lambda mesh: mesh.axis_size("gpu")
-    ),
-    "Its gradient adds up what the ranks along node say of a row, but not those along gpu.": (
-        lambda mesh: mesh.axis_size("node")
-    ),
+    "The gradient of a row is the sum of those along gpu, but not along node.": lambda mesh: mesh.axis_size("gpu"),
+    "The gradient of a row is the sum of those along node, but not along gpu.": lambda mesh: mesh.axis_size("node"),
 }
-"""What the gradient of a row may be, and how often it then counts what one rank says of it."""
+"""What the gradient of a row may be, and how many ranks' gradients it then adds up."""

@@ -175,7 +175,8 @@ def _graded(fn: Callable[..., Any], exercise: Exercise, remark: Callable[[Trace]
         if hidden < ENOUGH:
             wrong = (
                 f"it hides {hidden:.0%} of the communication that it could hide.\nBelow is your layer with {TOKENS:,} "
-                "tokens on a modelled H100 node. What is computed while a\nmessage travels, and is each one needed?"
+                "tokens on a modelled H100 node. What does a rank compute\nwhile each message travels? Matmuls before "
+                "or after it do not hide it."
             )
         elif times > MOST_WORK:
             wrong = f"a rank computes {times:.1f} times as much as in one matmul.\n"

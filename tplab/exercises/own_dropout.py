@@ -177,8 +177,8 @@ def _look_at_ranks(axis: Any, drawn: list[np.ndarray], mesh: Mesh) -> None:
         else:
             hint = (
                 f"ranks {one} and {other} draw different masks with axis={axis!r}, but they hold the same data.\n"
-                "A generator made from the key alone is the same on every rank. torch's own generator is not: "
-                "here the ranks\nhave drawn from it a different number of times."
+                f"A generator made from the key{'' if axis is None else f' and the place along {axis!r}'} alone is the "
+                "same on both.\nOne that knows another place is not, and neither is torch's own."
             )
         refuse(f", on {mesh}: {hint}", [corner(f"rank {rank}", drawn[rank]) for rank in (one, other)])
 

@@ -38,7 +38,7 @@ def check_token_mean(token_mean: Callable[[Any, Any], Any]) -> Verdict:
         found, sent = _token_gradients(token_mean, mesh, counts)
         want = _whole_token_gradient(counts)
         shown = _panels(found[0], want, "your gradient of w")
-        if text := _wrong_mean(found, want, len(counts)):
+        if text := _wrong_mean(found, want, mesh):
             refuse(f" on {mesh}, where the ranks of 'dp' have {listed(counts)} tokens: {text}", shown)
         if sent > 1.5 * 8 * LENGTH * (len(counts) - 1):
             text = f"the gradients are right, but rank 0 sends {sent:,} bytes, as if to gather all losses."
@@ -112,8 +112,9 @@ def _whole_token_gradient(counts: Sequence[int]) -> Tensor:
     return w.grad
 
 
-def _wrong_mean(found: Sequence[Tensor], want: Tensor, ranks: int) -> str:
+def _wrong_mean(found: Sequence[Tensor], want: Tensor, mesh: Mesh) -> str:
     """What is wrong with the gradients; "" if nothing is."""
+    ranks, parts = mesh.axis_size("dp"), mesh.axis_size("tp")
     if any(one.isnan().any() for one in found):
         return "the gradients are not numbers.\nA rank without tokens divides 0 by 0: what should all ranks divide by?"
     ratio = _ratio(found, want)
@@ -127,6 +128,7 @@ def _wrong_mean(found: Sequence[Tensor], want: Tensor, ranks: int) -> str:
     known = {
         "Averaging divides by the number of ranks: who has done that already?": 1 / ranks,
         "Something is summed over the ranks that is already whole.": ranks,
+        "The ranks of 'tp' have the same tokens: are these counted once for each of them?": 1 / parts,
     }
     why = hint(
         ratio, known, "What do you divide the sum by, and what does averaging over the ranks divide it by?", 1e-6

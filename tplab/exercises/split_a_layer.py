@@ -169,6 +169,12 @@ def _always_first(seen: Seen) -> np.ndarray:
     return _columns_of_x(seen, 0) @ sum(rows) + seen.own["bias"]
 
 
+APART = (
+    "The ranks' pieces of this gradient are added up. Along tp each rank has a piece of its own, and the gradients of "
+    "different pieces must stay apart.\nf (copy_to) belongs where a tensor that all ranks share enters divided work."
+)
+
+
 def bias_mistakes() -> tuple[Mistake, ...]:
     """The mistakes with a bias whose result is right and whose gradient is not."""
     return (
@@ -188,7 +194,11 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             for one in (0, -1)
         ),
         added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
-        Mistake("dbias", "y is right, but no gradient reaches the bias. Is it detached?", lambda seen: 0 * seen.want),
+        Mistake(
+            "dbias",
+            "y is right, but here the gradient of the bias is zero: it is detached, or used twice so that both cancel.",
+            lambda seen: 0 * seen.want,
+        ),
     )
 
 
@@ -218,14 +228,7 @@ ROW_LINEAR = Exercise(
             _always_first,
         ),
         *bias_mistakes(),
-        added_over(
-            "dw",
-            "tp",
-            0,
-            _row_linear,
-            "The ranks' pieces of dw are added up. copy_to is for a tensor that all ranks share, and each rank has "
-            "rows of its own.",
-        ),
+        added_over("dw", "tp", 0, _row_linear, APART),
         added_up_again(
             "dw",
             "tp",
@@ -276,11 +279,6 @@ def _one_way(summed: str, alone: str, hint: str) -> Mistake:
     return Mistake("dx", hint, wrong)
 
 
-_APART = (
-    "The ranks' pieces of this gradient are added up. Along tp each rank has a piece of its own, and the gradients of "
-    "different pieces must stay apart.\nf belongs where a tensor that all ranks share enters divided work."
-)
-
 GATED = Exercise(
     name="gated",
     tensors=lambda rng, mesh: {
@@ -304,7 +302,7 @@ GATED = Exercise(
         _one_way("a", "g", "The gradients that come through a are added up, but x also goes through g."),
         _one_way("g", "a", "The gradients that come through g are added up, but x also goes through a."),
         added_up_again("dx", "tp", "This is R times too large: gradients that were added up are added up again."),
-        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, _APART) for name in "agb"),
+        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, APART) for name in "agb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
     excess=(

@@ -117,11 +117,12 @@ def _hint(layout: str, cluster: str) -> str:
     if tp > node:
         return "Its tensor-parallel groups send activations over the slow links, several times per block."
     if pp > 1 and cluster == "one node of 8":
-        return "With two microbatches, a pipeline of two stages is idle for a third of the time."
+        return "With two microbatches, a pipeline of two even stages is idle for a third of the time."
     if cluster == "one node of 8":
         return "Every link is fast: work out with which layout of dp and tp a rank sends the fewest bytes."
     if tp == 1 and node > 1:
-        return "Nothing is divided inside a machine, where links are fast: which axis belongs there?"
+        there = "Nothing is divided" if pp == 1 else "Only the pipeline is"
+        return f"{there} inside a machine, where links are fast: which axis sends the most, and belongs there?"
     return "Only gradients cross the slow links: which axis would leave each rank with fewer of them?"
 
 
@@ -200,8 +201,8 @@ def _why(scales: list[float], whole: float) -> str:
     if abs(scales[0] - 1) <= NEAR:
         return "Nothing was scaled. Are the new gradients written to `.grad`?"
     if scales[0] < whole:
-        return "All ranks agree, but the factor is too small: is something counted more than once in the norm?"
-    return "All ranks agree, but the factor is too large: is something missing in the norm that other ranks hold?"
+        return "The factor is too small: is something counted twice in the norm, or are norms added and not squares?"
+    return "The factor is too large: is something missing in the norm that other ranks hold?"
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, ParamSpec
 
 import numpy as np
 
-from tplab.errors import RankError
+from tplab.errors import OutsideRunError, RankError
 from tplab.exercises.calls import LIBRARIES, library_call
 from tplab.exercises.damage import Untouched, moved_on
 from tplab.mesh import Mesh
@@ -179,6 +179,8 @@ def _told(error: BaseException, fns: Sequence[Any]) -> Refused:
     files = {code.co_filename for code in codes if code}
     mine = [one.line for one in traceback.extract_tb(cause.__traceback__) if one.filename in files and one.line]
     line = f"\nin the line: {mine[-1]}" if mine else ""
+    if isinstance(cause, OutsideRunError):
+        line += '\nIs your program in JAX? If the check takes JAX, add "jax" to its arguments.'
     return Refused(Verdict(False, f": {type(cause).__name__}{rank}{where}: {cause}{line}"))
 
 

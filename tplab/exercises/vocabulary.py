@@ -10,6 +10,7 @@ import numpy as np
 from tplab.exercises.any_vocabulary import for_any_vocabulary
 from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_over, added_up_again
+from tplab.exercises.split_a_layer import APART
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -197,14 +198,7 @@ TOKEN_LOSS = Exercise(
             "gradients of all ranks, but here each rank has already computed the whole gradient. That of all_reduce\n"
             "passes it on unchanged.",
         ),
-        added_over(
-            "dlogits",
-            "tp",
-            1,
-            _token_loss,
-            "The ranks' pieces of dlogits are added up. copy_to is for a tensor that all ranks share, and each "
-            "rank has logits of its own.",
-        ),
+        added_over("dlogits", "tp", 1, _token_loss, APART),
         Mistake(
             "dlogits",
             "The loss is right, but part of its gradient goes to each rank's largest logit, through the maximum. The "

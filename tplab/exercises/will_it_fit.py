@@ -257,7 +257,7 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
             f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
             "what stays? Once you know that, you will see whether it is the right remedy."
         ), False
-    said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB, in stage {stage}"
+    said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB ({peak / 2**30:.1f} GiB), in stage {stage}"
     if peak > LIMIT:
         return f"{said}, and the limit is {LIMIT / GB:.1f} GB. What is the largest part?", False
     if name != first_enough(job):

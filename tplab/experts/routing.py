@@ -32,7 +32,8 @@ class Routing:
     score        "softmax" over all experts, or "sigmoid" of each by itself
     groups       the experts are this many groups of neighbours, of which only `top_groups` are considered: those whose
                  two best experts together score highest
-    normalized   whether a token's k weights add up to 1
+    normalized   whether a token's k weights add up to 1. Those of dropped choices are left out, so that choices that
+                 were recorded and are replayed have the same weights
     scale        what the weights are multiplied by
     capacity     None: no token is dropped. Otherwise each expert takes at most `room(T)` of a rank's T tokens: first
                  the tokens' best choices, then their second ones, each in order. A choice that finds no room is

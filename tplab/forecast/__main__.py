@@ -21,10 +21,11 @@ from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
 from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
+from tplab.models.checks import DISPATCHES
 from tplab.parser import Parser, ended
 
-_CHOICES = ("attention", "compiled", "state_dtype")
-_COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", *_CHOICES)
+_CHOICES = ("attention", "compiled", "state_dtype", "dispatch", "skew")
+_COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", "etp", *_CHOICES)
 """Flags that are columns of a table, too."""
 _SEEN = 500
 """How many plans are looked at for the best of each layout."""
@@ -51,8 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
     parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
     parser.add_argument(
+        "--etp", type=int, nargs="+", help="search plans that divide each expert over so many ranks, too"
+    )
+    parser.add_argument(
+        "--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's way)"
+    )
+    parser.add_argument("--skew", type=float, help="how unequally experts are chosen (default: 0, equally)")
+    parser.add_argument(
         "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
     )
+    parser.add_argument("--outside", action="store_true", help="search plans of classes that nobody measured, too")
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -81,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_dtype(cluster, "bfloat16")
         chosen = {name: value for name in _CHOICES if (value := getattr(given, name)) is not None}
         chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
-        chosen |= {"virtual": given.virtual, "stack": stack}
+        chosen |= {"virtual": given.virtual, "stack": stack, "inside": not given.outside}
+        chosen |= {"etp": (None, *given.etp)} if given.etp else {}
         found = plans(model, cluster, gpus=given.gpus, batch=given.batch, sequence=sequence, **chosen)
     except (TplabError, ValueError) as error:
         parser.refuse(error)

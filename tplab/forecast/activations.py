@@ -15,10 +15,10 @@ class Kept(NamedTuple):
     """Bytes of one microbatch on one rank.
 
     layer, embedding, head   kept of a layer, of the embedding, of the final norm and the head
-    layer_again, head_again  what is computed again in their backward passes
+    layer_again, head_again  what is computed again in their backward passes, at most of any layer
     layer_work, head_work    what their backward passes need besides
     logits                   of this rank's entries, in all the copies that the loss makes of them
-    keeps_logits             whether they are kept, and not computed again
+    keeps_logits             whether they are kept, and not computed again      dense    kept of a dense first layer
     """
 
     layer: int
@@ -30,6 +30,7 @@ class Kept(NamedTuple):
     head_work: int
     logits: int
     keeps_logits: bool
+    dense: int
 
 
 def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> dict[str, float]:
@@ -59,6 +60,9 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
         gated=model.gated,
         gathered=stack.plain,
     )
+    if model.kv_rank:
+        found["value"] = found["input of the output projection"] = rows * model.heads * model.value_width * size // tp
+        found["latents, and these normalised"] = 2 * rows * (model.q_rank + model.kv_rank) * size // outside
     statistics = 1 if model.norm == "rms" else 2
     found["statistics of the norms"] = 2 * statistics * 4 * rows // outside
     if plan.flash:
@@ -68,7 +72,11 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
     if stack.plain and model.gated:
         found["silu"] = rows * model.ffn_width * size // tp
     if model.experts:
-        found["input of the experts"] = model.experts_per_token * rows * model.hidden * size // outside
+        load = plan.load(model, sequence)
+        for name in {"gate", "up", "input of gelu", "input of down"} & found.keys():
+            found[name] *= load
+        mine = rows if plan.tp > 1 and not plan.sequence_parallel else rows * plan.expert_tp / plan.tp
+        found["input of the experts"] = load * model.experts_per_token * mine * model.hidden * size
         found["router"] = 2 * 4 * rows * model.experts // outside
     if model.shared_ffn:
         found["shared MLP"] = 3 * rows * model.shared_ffn * size // tp
@@ -80,6 +88,15 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
 @lru_cache(maxsize=4096)
 def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> Kept:
     """What a rank keeps of one microbatch, and what its backward pass needs besides."""
+    found = _kept(model, plan, sequence, stack)
+    if not model.dense_layers:
+        return found
+    first = _kept(model.dense, plan, sequence, stack)
+    most = {name: max(getattr(found, name), getattr(first, name)) for name in ("layer_again", "layer_work")}
+    return found._replace(dense=first.layer, **most)
+
+
+def _kept(model: Model, plan: Plan, sequence: int, stack: str | Stack) -> Kept:
     stack, size = find_stack(stack), plan.kept_size
     rows = plan.microbatch * sequence // plan.cp
     outside = plan.tp if plan.sequence_parallel else 1
@@ -98,7 +115,7 @@ def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron
         # Backward through an MLP: the gradients of its output, which are gathered, and between its two matmuls.
         features = (2 if model.gated else 1) * max(1, model.experts_per_token) * model.ffn_width // plan.tp
         head_work = token * (2 if plan.sequence_parallel and plan.tp > 1 else 1)
-        return Kept(layer, mask, head, layer_again, 0, token + rows * features * size, head_work, logits, True)
+        return Kept(layer, mask, head, layer_again, 0, token + rows * features * size, head_work, logits, True, layer)
 
     head += token // outside if model.norm == "rms" else 0
     head += 18 * rows + 8  # of the loss: places of the targets, sums of exponentials, which targets count, how many
@@ -107,4 +124,4 @@ def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron
         embedding += 8 * rows // plan.microbatch  # and its position
     if plan.recompute == "full":
         embedding, head, head_again = 0, token // outside, head - token // outside
-    return Kept(layer, embedding, head, layer_again, head_again, 0, 0, logits, plan.recompute != "full")
+    return Kept(layer, embedding, head, layer_again, head_again, 0, 0, logits, plan.recompute != "full", layer)

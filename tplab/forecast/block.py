@@ -21,7 +21,7 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.stages import Stage, stages_on
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-MICRO = ("tp", "cp", "ep", "sequence_parallel", "microbatch")
+MICRO = ("tp", "cp", "ep", "etp", "sequence_parallel", "microbatch")
 """The fields of a plan on which depends what a microbatch takes and keeps in a layer."""
 
 
@@ -63,9 +63,9 @@ class Family(NamedTuple):
     places: list[list[int]]
 
     @property
-    def stages(self) -> tuple[tuple[int, bool, bool], ...]:
-        """What is in each stage of the model: (layers, whether the embedding is, whether the head is)."""
-        of = {stage.number: (stage.layers, stage.is_first, stage.is_last) for held in self.ranks for stage in held}
+    def stages(self) -> tuple[tuple[int, int, bool, bool], ...]:
+        """What is in each stage of the model: see `Stage.counts`."""
+        of = {stage.number: stage.counts for held in self.ranks for stage in held}
         return tuple(of[number] for number in range(len(of)))
 
 
@@ -147,21 +147,22 @@ class Block:
         plan, kinds = self.first(self.ways[ways[0]]), dict[Any, list[int]]()
         ranks = [stages_on(self.tables.model, plan, place) for place in range(plan.pp)]
         for place, held in enumerate(ranks):
-            kinds.setdefault(tuple((one.layers, one.is_first, one.is_last) for one in held), []).append(place)
+            kinds.setdefault(tuple(one.counts for one in held), []).append(place)
         return Family(ways, ranks, [*kinds.values()])
 
     # --- what is looked up -------------------------------------------------------------------------------------------
 
     @cached_property
     def micro(self) -> Array:
-        """One microbatch: the `Layer` of a layer, of the embedding and of the head [pairs, recomputes, 3, fields]."""
+        """One microbatch: the `Layer` of a layer, of a dense first one, of the embedding and of the head [pairs,
+        recomputes, 4, fields]."""
         model, cluster, sequence, stack = self.tables.given
 
         def seconds(plan: Plan) -> Any:
             again = plan.recompute != "none" and stack.plain  # plain ends are computed again, too
             ends = plan if again else replace(plan, recompute="none")
             of = (cluster, sequence, stack)
-            return layer_seconds(model, plan, *of), *ends_seconds(model, ends, *of)
+            return *(layer_seconds(kind, plan, *of) for kind in (model, model.dense)), *ends_seconds(model, ends, *of)
 
         return self._each("micro", seconds, [{"recompute": how} for how in self.recomputes], MICRO)
 
@@ -200,8 +201,9 @@ class Block:
         """What depends on the parameters of the rank at a place of its pipeline, and on how many ranks have the same
         [pairs, choices, ...]."""
         held, way = family.ranks[place], self.ways[family.ways[0]]._asdict()
-        has = (sum(one.layers for one in held), *(any(part) for part in list(zip(*held))[2:4]), held[0].share)
-        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "sequence_parallel"), way)
+        layers, dense, first, last = zip(*(one.counts for one in held))
+        has = (sum(layers), sum(dense), any(first), any(last), held[0].share)
+        return self._each((name, has), make, choices, ("pp", "tp", "copies", "ep", "etp", "sequence_parallel"), way)
 
     def _each(
         self,

@@ -52,6 +52,9 @@ def keys_of(stack: str, model: Model, plan: Plan, cluster: Cluster) -> Iterator[
     dtype, chip = f"{8 * min(4, ITEMSIZE[plan.dtype])} bit", cluster.chip.name.split()[0]
     many = next(name for most, name in SIZES if nodes <= most)
     kind = "experts" if model.experts else "dense"
+    unlike = {"latent attention": model.kv_rank, "dense layers": model.dense_layers}  # as no row that was measured
+    unlike |= {"etp": plan.etp, "a dispatch": plan.dispatch, "skew": plan.skew}
+    kind = " with ".join([kind, *(name for name, has in unlike.items() if has)])
     fixed = (stack, kind, f"tp {'over nodes' if plan.tp > size else 'in a node'}", f"{'no ' * (plan.pp == 1)}pipeline")
     for free in ((chip, dtype, many), (chip, ANY, many), (ANY, ANY, many), (chip, ANY, ANY), (ANY, ANY, ANY)):
         yield (*fixed, *free)

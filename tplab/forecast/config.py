@@ -37,6 +37,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "bloom": {**_GPT, "tied": True, "end_norms": 2},
     "falcon": {**_LAYER_NORM, "tied": True},
     "mpt": {"gated": False, "tied": True},  # as cohere
+    **{kind: {} for kind in ("deepseek_v2", "deepseek_v3")},
 }
 """The `model_type`s that are read, and what each says of a Model where the configuration does not."""
 FOUR_TIMES = ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom", "falcon", "mpt")
@@ -71,6 +72,7 @@ DROPOUT = ("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
+    "moe_layer_freq": (1,),
     "do_layer_norm_before": (True,),
     "layer_norm_elementwise_affine": (True,),
     "embedding_fraction": (1.0,),
@@ -98,6 +100,7 @@ HARMLESS = re.compile(
     r"|apply_residual_connection_post_layernorm|use_parallel_residual|_?attn_impl\w*|use_flash_attn|verbose"
     r"|pad_key_length|pre_allocate_kv_cache|validate_runner_input|inference_runner|max_(batch_size|sequence_length)"
     r"|gradient_checkpointing|chunk_size_feed_forward|router_\w+|norm_topk_prob|unsloth_\w+"
+    r"|routed_scaling_factor|scoring_func|topk_method|aux_loss_alpha|seq_aux|ep_size"
 )
 """Names of fields that change neither a model's sizes nor its matmuls, whatever they say."""
 
@@ -127,7 +130,8 @@ def sizes_of(config: Any, name: str = "") -> dict[str, Any]:
     found |= {of: value for of, names in MORE.items() if (value := fields.first(*names)) is not None}
     _biases(fields, found)
     found["dropout"] = any(fields.first(one) for one in DROPOUT)
-    found |= {"falcon": _falcon, "mpt": _mpt, "opt": _opt}.get(kind, _nothing)(fields, found)
+    own = {"falcon": _falcon, "mpt": _mpt, "opt": _opt, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek}
+    found |= own.get(kind, _nothing)(fields, found)
     if kind == "stablelm" and fields.first("use_parallel_residual"):
         found["norms"] = 1
     if kind in ("gpt2", "gpt_bigcode"):
@@ -260,6 +264,27 @@ def _opt(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
     return {"positions": fields.need("max_position_embeddings") + 2}  # the first two are never used
 
 
+def _deepseek(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Latents, and experts after dense layers. What predicts further tokens (num_nextn_predict_layers) is left out, as
+    transformers leaves it out, and weights that are stored in 8 bit are as many."""
+    if (fields.first("quantization_config") or {}).get("quant_method", "fp8") != "fp8":
+        fields.refuse("quantization_config", "is not read, but only fp8")
+    if found.get("mlp_bias"):
+        fields.refuse("mlp_bias", "is not read: experts have none")
+    _ = fields.first("num_nextn_predict_layers"), fields.first("qk_head_dim")
+    rope, dense = fields.need("qk_rope_head_dim"), min(fields.need("first_k_dense_replace"), found["layers"])
+    head, q_rank, greedy = fields.need("qk_nope_head_dim"), fields.first("q_lora_rank"), fields.first("topk_method")
+    ffn, groups, top = fields.need("moe_intermediate_size"), fields.first("n_group"), fields.first("topk_group")
+    groups = 1 if greedy == "greedy" else groups or 1
+    experts = {"experts": fields.need("n_routed_experts"), "experts_per_token": fields.need("num_experts_per_tok")}
+    experts |= {"groups": groups, "top_groups": min(groups, top or groups)}
+    experts |= {"ffn": ffn, "shared_ffn": ffn * (fields.first("n_shared_experts") or 0)}
+    experts |= {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+    latent = {"q_rank": q_rank or 0, "kv_rank": fields.need("kv_lora_rank"), "value_dim": fields.need("v_head_dim")}
+    latent |= {"head_dim": head + rope, "rope_dim": rope, "kv_heads": found["heads"]}
+    return latent | (experts if dense < found["layers"] else {})
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -271,12 +296,11 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _of_gpt(config: GPTConfig, name: str) -> dict[str, Any]:
-    return {
+    return _of_experts(config) | {
         "layers": config.num_layers,
         "hidden": config.width,
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
-        "ffn": config.hidden_width,
         "gated": config.activation == "swiglu",
         "vocab": config.vocab_size,
         "tied": True,
@@ -286,3 +310,19 @@ def _of_gpt(config: GPTConfig, name: str) -> dict[str, Any]:
         "dropout": config.dropout > 0,
         "name": name or "gpt",
     }
+
+
+def _of_experts(config: GPTConfig) -> dict[str, Any]:
+    """The MLPs of a GPT: those of its experts, and of the blocks before them."""
+    has = [config.experts_in(block) for block in range(config.num_layers)]
+    experts = next(filter(None, has), None)
+    if experts is None:
+        return {"ffn": config.hidden_width}
+    first, rule = has.index(experts), experts.routing
+    if not all(has[first:]):
+        raise ValueError(f"experts of blocks {experts.blocks} are not read, but only those of all blocks from some on")
+    if experts.bias_rate:
+        raise ValueError(f"bias_rate={experts.bias_rate} is not read: a Model's routers have no bias; take 0")
+    about = {"experts": rule.experts, "experts_per_token": rule.top_k, "groups": rule.groups}
+    about |= {"top_groups": rule.top_groups, "ffn": experts.hidden, "shared_ffn": experts.shared}
+    return about | ({"dense_layers": first, "dense_ffn": config.hidden_width} if first else {})

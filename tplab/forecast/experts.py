@@ -132,6 +132,15 @@ def sent(cluster: str | Cluster, routing: Routing, kernel: str) -> tuple[float, 
 
 
 @lru_cache(maxsize=1 << 14)
+def fullest(tokens: int, routing: Routing, ep: int, skew: float) -> float:
+    """How many times as many rows as the mean the fullest of `ep` ranks gets, on average over some draws."""
+    if not skew or ep == 1:
+        return 1.0
+    rows = np.mean([loads.sum() for loads in _loads(tokens, routing, ep, skew)])
+    return float(rows * ep / (tokens * routing.top_k))
+
+
+@lru_cache(maxsize=1 << 14)
 def work_of(tokens: int, hidden: int, ffn: int, routing: Routing, ep: int, skew: float) -> Work:
     """What the fullest of `ep` ranks has to do, on average over some draws."""
     _check_tokens(tokens)

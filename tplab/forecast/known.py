@@ -20,6 +20,10 @@ def _mpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return _gpt(layers, hidden, heads, 50368) | {"dropout": False}
 
 
+_DEEPSEEK_V3 = {"experts": 256, "experts_per_token": 8, "groups": 8, "top_groups": 4, "shared_ffn": 2048}
+_DEEPSEEK_V3 |= {"dense_layers": 3, "dense_ffn": 18432, "q_rank": 1536, "kv_rank": 512}
+_DEEPSEEK_V3 |= {"head_dim": 192, "rope_dim": 64, "value_dim": 128}
+
 SIZES: Mapping[str, Mapping[str, Any]] = {
     # Touvron et al. 2023 (arXiv:2302.13971, 2307.09288), Grattafiori et al. 2024 (2407.21783), and their config.json
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000),
@@ -44,6 +48,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2),
     "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32768, experts=8, experts_per_token=2),
+    # DeepSeek-AI 2024 (arXiv:2412.19437), and its config.json; without the module that predicts a further token
+    "deepseek-v3": _llama(61, 7168, 128, 128, 2048, 129280, **_DEEPSEEK_V3),
     # Hugging Face's ultra-scale playbook
     "playbook-1b": _llama(16, 2048, 32, 32, 8192, 131072, tied=True),
     "playbook-3b": _llama(28, 3072, 32, 32, 8192, 131072, tied=True),

@@ -52,17 +52,18 @@ class Layer(NamedTuple):
 def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> Layer:
     """One layer. What `plan` says of dp, pp, ZeRO and the schedule does not matter here: see `local`."""
     tokens = plan.microbatch * sequence // plan.cp
-    shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep)
+    more: dict[str, Any] = {"etp": plan.etp, "load": plan.load(model, sequence)}
+    shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep, sequence_parallel=plan.sequence_parallel, **more)
     plain = tuple(shape for name, shape in shapes.items() if name not in ("scores", "values"))
     there, back = _matmuls(cluster, plain, plan.chip_dtype)
     attention = _attention(model, plan, cluster, sequence, stack)
     kernels = stack.passes * from_memory(cluster, kernel_bytes(model, plan, sequence))
-    added = from_memory(cluster, model.layer_on_rank(plan.tp, plan.ep) * (2 * ITEMSIZE[plan.grad_dtype] + 2))
+    added = from_memory(cluster, model.layer_on_rank(plan.tp, plan.ep, plan.etp) * (2 * ITEMSIZE[plan.grad_dtype] + 2))
     factor = stack.factor * correction(cluster, plan)
     forward = factor * (there + attention[0] + kernels)
     backward = factor * (back + attention[1] + 2 * kernels + added)
     again = {"none": 0.0, "selective": 0.0 if plan.flash else factor * attention[0], "full": forward}[plan.recompute]
-    sent = layer_traffic(model, plan, sequence, stack)
+    sent = layer_traffic(model, plan, sequence, stack, cluster.node_size)
     ways = [
         [shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in (True, False)
     ]
@@ -92,7 +93,7 @@ def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stac
 @lru_cache(maxsize=1 << 16)
 def local(plan: Plan) -> Plan:
     """The plan with only what matters to one layer and microbatch: plans that share it have equal layers."""
-    dp = -(-plan.ep // (plan.cp * plan.tp))
+    dp = -(-plan.ep * plan.expert_tp // (plan.cp * plan.tp))
     return replace(plan, dp=dp, pp=1, virtual=1, zero=0, schedule="1f1b", balance="layers")
 
 
@@ -106,10 +107,12 @@ def _with_host(forward: float, backward: float, host: float, *reasons: float) ->
 def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
     """Bytes that norms, residuals, rotations and activations of a layer read and write forward, each tensor once."""
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
-    outside = model.hidden * (10 + 5 * model.dropout) / (plan.tp if plan.sequence_parallel else 1)
-    features = max(1, model.experts_per_token) * model.ffn_width + model.shared_ffn
+    outside = model.hidden * (10 + 5 * model.dropout) + 2 * (model.q_rank + model.kv_rank)  # latents have norms
+    outside /= plan.tp if plan.sequence_parallel else 1
+    chosen = plan.load(model, sequence) * model.experts_per_token
+    features = (chosen or 1) * model.ffn_width + model.shared_ffn
     inside = 2 * (model.attention_width + model.kv_width) + (3 if model.gated else 2) * features
-    moved = 6 * model.hidden * model.experts_per_token  # tokens in the order of ranks, then of experts, and back
+    moved = 6 * model.hidden * chosen * plan.expert_tp  # tokens in the order of ranks, then of experts, and back
     return tokens * size * (outside + (inside + moved) / plan.tp)
 
 
@@ -119,7 +122,8 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
     dtype = "bfloat16" if plan.chip_dtype.startswith("float8") else plan.chip_dtype
     if plan.flash:
         one = sequence // plan.cp
-        shape = plan.microbatch, model.heads // plan.tp, one, one, model.head_width, dtype, True
+        width = model.attention_width // model.heads  # of latents, the mean: FLOPs and bytes are the same
+        shape = plan.microbatch, model.heads // plan.tp, one, one, width, dtype, True
         kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
         there, back = (
             plan.cp

@@ -159,24 +159,24 @@ def _peaks(block: Block, family: Family, way: int) -> Iterator[Peaks]:
         pairs = np.flatnonzero((seen == microbatches) & possible)
         shape = Shape(plan.rule_name, plan.pp, plan.virtual, microbatches, family.stages)
         kinds, is_head, *columns = _moments(shape, places)[..., None, None]
-        now, more = columns[:4], (block.counts[pairs] - microbatches)[:, None]
-        layers, first, last, ends = (of + more * grows for of, grows in zip(now, columns[4:]))
+        now, more = columns[:5], (block.counts[pairs] - microbatches)[:, None]
+        layers, dense, first, last, ends = (of + more * grows for of, grows in zip(now, columns[5:]))
         kept = Kept(*np.moveaxis(block.kept[pairs], -1, 0))
-        whole = layers * kept.layer + first * kept.embedding + last * kept.head
+        whole = layers * kept.layer + dense * kept.dense + first * kept.embedding + last * kept.head
         whole = whole + np.where(is_head, kept.head_again, kept.layer_again)
         last = last * kept.keeps_logits
         logits = np.where(is_head, np.maximum(1, last), np.maximum(0, last - ends)) * kept.logits
         work = np.where(is_head, kept.head_work, kept.layer_work)
-        yield Peaks(pairs, kinds[:, 0, 0], layers, np.stack(np.broadcast_arrays(whole, logits, work)))
+        yield Peaks(pairs, kinds[:, 0, 0], layers + dense, np.stack(np.broadcast_arrays(whole, logits, work)))
 
 
 @lru_cache(maxsize=4096)
 def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """The moments when ranks may hold most [10, moments].
+    """The moments when ranks may hold most [12, moments].
 
     That is when a backward pass begins: in the head, or in the layers, when that microbatch's logits are gone. Rows:
-    the kind of rank, and whether it begins in the head; how many layers, embeddings and heads are kept of all
-    microbatches, and how many of these heads end then; and how many more of the four each further microbatch brings.
+    the kind of rank, and whether it begins in the head; how many layers, dense ones, embeddings and heads are kept of
+    all microbatches, how many of these heads end then, and how many more of the five each further microbatch brings.
     """
     rule, ranks, virtual, microbatches, stages = shape
     placement, found = Plan(pp=ranks, virtual=virtual, schedule=rule).placement, list[tuple[int, ...]]()
@@ -187,10 +187,10 @@ def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
     for kind, place in ((kind, place) for kind, of_kind in enumerate(places) for place in of_kind):
         held = np.array([stages[number] for number in placement[place]], np.intp)
         for active, counts in moments[place]:
-            ends, grows = held[active, 2], (np.array(counts) == microbatches) & repeats
+            ends, grows = held[active, 3], (np.array(counts) == microbatches) & repeats
             found += [(kind, head, *counts @ held, -ends, *grows @ held, 0) for head in range(1 + ends)]
     rows = largest(np.array(found, np.intp), 2).T
-    rows[5] = -rows[5]
+    rows[6] = -rows[6]
     return rows
 
 
@@ -198,10 +198,8 @@ def wasted_bytes(model: Model, plan: Plan, stack: Stack) -> int:
     """One gradient of each kind of weight in a layer, if the stack allocates them."""
     if not stack.keeps.wasted:
         return 0
-    up = 2 if model.gated else 1
-    qkv = model.hidden * (model.attention_width + 2 * model.kv_width)
-    weights = qkv + model.attention_width * model.hidden + (up + 1) * model.hidden * model.ffn_width
-    return weights // plan.tp * plan.kept_size
+    matrices = (*model.projections.values(), ((3 if model.gated else 2) * model.hidden, model.ffn_width, True))
+    return sum(a * b // (plan.tp if is_split else 1) for a, b, is_split in matrices) * plan.kept_size
 
 
 def usable_bytes(chip: Chip) -> float:

@@ -21,11 +21,13 @@ def over_cards(cluster: Cluster, cards: int | None) -> Cluster:
 
 
 def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
-    """The ranks of rank 0's group of an axis. "dp" includes cp; the experts' has another `size`."""
+    """The ranks of rank 0's group of an axis. "dp" includes cp; that of experts, or nodes, has another `size`."""
     stride, ranks = {
         "tp": (1, plan.tp),
         "cp": (plan.tp, plan.cp),
-        "ep": (1, plan.ep),
+        "ep": (plan.expert_tp if plan.etp else 1, plan.ep),
+        "ep inside": (plan.expert_tp if plan.etp else 1, size),
+        "etp": (1, plan.expert_tp),
         "dp": (plan.tp, plan.copies),
         "pp": (plan.tp * plan.copies, plan.pp),
     }[axis]
@@ -51,15 +53,17 @@ def shown(
     sent: Iterable[Sent], model: Model, plan: Plan, cluster: Cluster, stack: Stack, axis: str, is_forward: bool
 ) -> float:
     """Seconds of messages along `axis` in one pass that are not hidden. Recomputation is part of the backward pass."""
-    chosen = [one for one in sent if one.axis == axis and (one.phase == "forward") == is_forward]
+    axes = ("ep", "ep inside", "etp") if axis == "ep" else (axis,)
+    chosen = [one for one in sent if one.axis in axes and (one.phase == "forward") == is_forward]
     if not chosen:
         return 0.0
-    shown, ranks = 1 - stack.hidden[0] if plan.overlap else 1.0, ranks_along(plan, axis)
-    if axis == "ep" and not stack.plain:
-        nodes = 1 if cluster.node_size is None else -(-plan.ep // cluster.node_size)
-        shown *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
-    taken = [(one.count, price(cluster, one.op, one.bytes, ranks)) for one in chosen]
-    return sum(count * (cost.latency + shown * (cost.seconds - cost.latency)) for count, cost in taken)
+    shown = once = 1 - stack.hidden[0] if plan.overlap else 1.0
+    if axis == "ep" and plan.dispatch is None and not stack.plain:
+        nodes = 1 if cluster.node_size is None else -(-plan.ep * plan.expert_tp // cluster.node_size)
+        once *= sent_once(model.experts_per_token, nodes if nodes > 1 else plan.ep)
+    taken = [(one, price(cluster, one.op, one.bytes, ranks_along(plan, one.axis, one.ranks))) for one in chosen]
+    share = {"ep": once}
+    return sum(one.count * (c.latency + share.get(one.axis, shown) * (c.seconds - c.latency)) for one, c in taken)
 
 
 def sent_once(copies: int, groups: int) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tplab.errors import ShapeError, one_of
+from tplab.experts import Routing
 from tplab.forecast.config import sizes_of
 from tplab.forecast.known import SIZES
 from tplab.models.gpt import NORMS
@@ -19,7 +20,7 @@ class Part(NamedTuple):
     """How many numbers a part of the model has, by how tensor parallelism and expert parallelism divide them.
 
     split     divided over the tensor-parallel ranks     copied    on each of them
-    experts   divided over the ranks that share experts, each of which is whole; if ep is 1, over tensor-parallel ranks
+    experts   divided over the ep x etp ranks that have one copy of all experts together: see `Plan.etp`
     """
 
     split: int = 0
@@ -30,9 +31,18 @@ class Part(NamedTuple):
     def total(self) -> int:
         return sum(self)
 
-    def on_rank(self, tp: int = 1, ep: int = 1) -> int:
+    def on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """The numbers that one rank has."""
-        return self.split // tp + self.copied + self.experts // (ep if ep > 1 else tp)
+        return self.split // tp + self.copied + self.experts // (ep * expert_tp(tp, ep, etp))
+
+
+def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
+    """Over how many ranks each expert is divided; if nothing is said, none where ranks share experts, and else tp."""
+    return etp or (1 if ep > 1 else tp)
+
+
+_ONE, _NONE = ("layers", "hidden", "heads", "vocab", "end_norms"), ("dense_layers", "q_rank", "kv_rank", "rope_dim")
+"""Of sizes, some that are 1 at least, and some that may be 0."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,14 @@ class Model:
     ffn, gated            features inside the MLP (4 h if None); gated: three matrices (SwiGLU), else two
     vocab, tied           entries; tied: the head has the embedding's weight
     experts               MLPs per layer, of which a token goes through experts_per_token; 0: one MLP and no router
+    groups, top_groups    the experts are so many groups, of which a token goes to so many: see `tplab.experts.Routing`
     shared_ffn            features of an MLP beside the experts, which every token goes through
+    dense_layers          of the layers, so many first ones have an MLP of dense_ffn features in place of experts
+    kv_rank               features of the latent that keys and values are made of (DeepSeek-V2's attention); 0: there is
+                          none. Beside it: q_rank, the same of queries; rope_dim, those of head_dim that are rotated,
+                          which all key heads share; value_dim, features of a value head (head_dim if None)
     positions             learned positions; 0: rotary ones, which have no parameters
-    norm, bias            "rms" or "layer", which has a bias; whether linear layers have one
+    norm, bias            "rms" or "layer", which has a bias; whether linear layers have one. Those of experts have none
     qkv_bias, output_bias, mlp_bias, head_bias      whether only these have a bias: query, key and value; attention's
                           output projection; the MLP; the head
     qk_norm               whether query and key have a norm per head
@@ -55,7 +70,8 @@ class Model:
     window                tokens that a token attends to in some layers; 0: all. Longer sequences are refused
     dropout               whether it is trained with dropout, whose masks are kept
 
-    A layer computes attention, and then the MLP. Models that compute both at once are counted so, too.
+    A layer computes attention, and then the MLP. Models that compute both at once are counted so, too. What is said of
+    a layer is said of those with experts: `dense` is the model as if all layers were as the first ones.
     """
 
     _: KW_ONLY
@@ -70,7 +86,15 @@ class Model:
     head_dim: int | None = None
     experts: int = 0
     experts_per_token: int = 0
+    groups: int = 1
+    top_groups: int = 1
     shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int | None = None
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int | None = None
     positions: int = 0
     norm: str = "rms"
     bias: bool = False
@@ -88,11 +112,11 @@ class Model:
 
     def __post_init__(self) -> None:
         one_of("norm", self.norm, NORMS)
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim", "end_norms"):
+        for name in (*_ONE, "kv_heads", "ffn", "head_dim", "dense_ffn", "value_dim"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ShapeError(f"a model with {name}={size} is impossible; it is 1 or more")
-        for name in ("experts", "shared_ffn", "positions", "norms", "window"):
+        for name in ("experts", "shared_ffn", "positions", "norms", "window", *_NONE):
             if getattr(self, name) < 0:
                 raise ShapeError(f"a model with {name}={getattr(self, name)} is impossible; it is 0 or more")
         if self.heads % self.num_kv_heads:
@@ -104,6 +128,16 @@ class Model:
             raise ShapeError(f"heads={self.heads} does not divide hidden={self.hidden}; give head_dim, or change one")
         if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):
             raise ShapeError(f"a token cannot go through {self.experts_per_token} of {self.experts} experts")
+        if self.experts:
+            _ = self.routing
+        if self.dense_layers and (not self.experts or self.dense_layers >= self.layers or self.dense_ffn is None):
+            few = f"dense_layers={self.dense_layers} of {self.layers} layers come before those with experts"
+            raise ShapeError(f"{few}; give experts, more layers, and dense_ffn")
+        if not self.kv_rank and (self.q_rank or self.rope_dim or self.value_dim):
+            raise ShapeError("q_rank, rope_dim and value_dim belong to an attention with latents; give kv_rank too")
+        if self.kv_rank and (self.num_kv_heads < self.heads or self.rope_dim >= self.head_width):
+            those = f"kv_heads={self.kv_heads} and rope_dim={self.rope_dim} of head_dim={self.head_width}"
+            raise ShapeError(f"{those} are impossible: latents make a key for each query head, and rotate a part of it")
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
@@ -117,14 +151,53 @@ class Model:
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """Features of one head of values."""
+        return self.head_width if self.value_dim is None else self.value_dim
+
+    @property
     def attention_width(self) -> int:
-        """Features of all query heads together: h, in most models."""
-        return self.heads * self.head_width
+        """Features of all query heads together: h, in most models. The mean of those and of as many value heads, where
+        these are of another width."""
+        return self.heads * (self.head_width + self.value_width) // 2
 
     @property
     def kv_width(self) -> int:
-        """Features of all key heads together."""
-        return self.num_kv_heads * self.head_width
+        """Features of all key heads together, or the mean of those and of the value heads."""
+        return self.num_kv_heads * (self.head_width + self.value_width) // 2
+
+    @cached_property
+    def projections(self) -> Mapping[str, tuple[int, int, bool]]:
+        """Attention's matrices: features in, features out, and whether tensor parallelism divides them. It does not
+        divide those that make latents, as in Megatron: their output is gathered, in place of what they multiply."""
+        h, wide, key = self.hidden, self.heads * self.head_width, self.head_width - self.rope_dim
+        output = {"output projection": (self.heads * self.value_width, h, True)}
+        if not self.kv_rank:
+            return {"query, key, value": (h, wide + 2 * self.kv_width, True)} | output
+        found = {"query latent": (h, self.q_rank, False)} if self.q_rank else {}
+        found |= {
+            "query": (self.q_rank or h, wide, True),
+            "key, value latent": (h, self.kv_rank + self.rope_dim, False),
+        }
+        return found | {"key, value": (self.kv_rank, self.heads * (key + self.value_width), True)} | output
+
+    @property
+    def latent_width(self) -> int:
+        """Features that tensor parallelism gathers for attention: h, or those of latents."""
+        return (self.q_rank or self.hidden) + self.kv_rank + self.rope_dim
+
+    @cached_property
+    def dense(self) -> Model:
+        """The model as if all layers were as its first ones; itself, if these are as all others."""
+        if not self.dense_layers:
+            return self
+        less = {"experts": 0, "experts_per_token": 0, "groups": 1, "top_groups": 1, "shared_ffn": 0, "dense_layers": 0}
+        return replace(self, **less, shared_gate=False, ffn=self.dense_ffn, dense_ffn=None)
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are chosen, as far as it says how many copies of it travel."""
+        return Routing(self.experts, self.experts_per_token, groups=self.groups, top_groups=self.top_groups)
 
     @property
     def ffn_width(self) -> int:
@@ -135,15 +208,18 @@ class Model:
     @cached_property
     def layer_parts(self) -> Mapping[str, Part]:
         """The parameters of one layer: attention, mlp, router and norms."""
-        h, inner, ffn = self.hidden, self.attention_width, self.ffn_width
-        qkv = inner + 2 * self.kv_width
-        attention = Part(
-            split=h * qkv + inner * h + (qkv if self.bias or self.qkv_bias else 0),
-            copied=(h if self.bias or self.output_bias else 0) + (2 * self.head_width if self.qk_norm else 0),
-        )
-        parts = {"attention": attention}
+        h, ffn, latents = self.hidden, self.ffn_width, self.q_rank + self.kv_rank
+        matrices = self.projections.values()
+        split, copied = (sum(a * b for a, b, is_split in matrices if is_split == which) for which in (True, False))
+        if self.bias or self.qkv_bias:  # with latents, what makes these has one
+            split += 0 if self.kv_rank else self.attention_width + 2 * self.kv_width
+            copied += latents + self.rope_dim
+        copied += latents  # their norms
+        copied += (h if self.bias or self.output_bias else 0) + (2 * self.head_width if self.qk_norm else 0)
+        parts = {"attention": Part(split, copied)}
         if self.experts:
-            parts["mlp"] = Part(experts=self.experts * sum(self._mlp(ffn)), split=3 * h * self.shared_ffn)
+            each = (3 if self.gated else 2) * h
+            parts["mlp"] = Part(experts=self.experts * each * ffn, split=each * self.shared_ffn)
             parts["router"] = Part(copied=h * (self.experts + self.shared_gate))
         else:
             split, copied = self._mlp(ffn)
@@ -167,7 +243,8 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         """Of the whole model."""
-        return self.layers * self.layer_parameters + sum(self.end_parts.values())
+        first = self.dense_layers * self.dense.layer_parameters
+        return first + (self.layers - self.dense_layers) * self.layer_parameters + sum(self.end_parts.values())
 
     @property
     def end_parts(self) -> Mapping[str, int]:
@@ -187,11 +264,12 @@ class Model:
         if not self.experts:
             return self.parameters
         experts = self.layer_parts["mlp"].experts
-        return self.parameters - self.layers * (experts - experts * self.experts_per_token // self.experts)
+        unused = experts - experts * self.experts_per_token // self.experts
+        return self.parameters - (self.layers - self.dense_layers) * unused
 
-    def layer_on_rank(self, tp: int = 1, ep: int = 1) -> int:
+    def layer_on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
         """The parameters of one layer that one rank has."""
-        return sum(part.on_rank(tp, ep) for part in self.layer_parts.values())
+        return sum(part.on_rank(tp, ep, etp) for part in self.layer_parts.values())
 
     def vocab_on_rank(self, tp: int = 1) -> int:
         """The vocabulary entries of the first of `tp` ranks: where tp does not divide the vocabulary, the last ones
@@ -200,27 +278,43 @@ class Model:
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def matmuls(self, tokens: int, keys: int, tp: int = 1, ep: int = 1) -> dict[str, tuple[int, int, int, int]]:
+    def matmuls(
+        self,
+        tokens: int,
+        keys: int,
+        tp: int = 1,
+        ep: int = 1,
+        *,
+        sequence_parallel: bool = False,
+        etp: int | None = None,
+        load: float = 1.0,
+    ) -> dict[str, tuple[int, int, int, int]]:
         """The forward matmuls of one layer on one rank, as (m, n, k, batch): 2 m n k batch FLOPs each.
 
         tokens   of this rank, all sequences together       keys   how many positions each of them attends to
-        ep       ranks that share the experts, each of which is whole; 1: tensor parallelism divides all of them
-        Scores and values are counted for all heads, without the half that a causal mask could save. Experts are
-        counted as if tokens were spread equally over them.
+        ep, etp  ranks that share the experts, and ranks that divide each of them: see `Plan`
+        load     of a rank's experts, beside the mean
+        sequence_parallel    whether each of the tensor-parallel ranks makes the latents of its own tokens only
+        Scores and values are counted for all heads, without the half that a causal mask could save. Each of a rank's
+        experts is counted with as many tokens.
         """
         h, heads = self.hidden, self.heads // tp
         up, ffn = (2 if self.gated else 1), self.ffn_width // tp
-        found = {
-            "query, key, value": (tokens, (self.attention_width + 2 * self.kv_width) // tp, h, 1),
-            "scores": (tokens, keys, self.head_width, heads),
-            "values": (tokens, self.head_width, keys, heads),
-            "output projection": (tokens, h, self.attention_width // tp, 1),
-        }
+        found = dict[str, tuple[int, int, int, int]]()
+        for name, (inner, outer, is_split) in self.projections.items():
+            if name == "output projection":
+                found["scores"] = (tokens, keys, self.head_width, heads)
+                found["values"] = (tokens, self.value_width, keys, heads)
+                found[name] = (tokens, outer, inner // tp, 1)
+            else:
+                rows = tokens if is_split or not sequence_parallel else tokens // tp
+                found[name] = (rows, outer // tp if is_split else outer, inner, 1)
         if not self.experts:
             return found | {"up": (tokens, up * ffn, h, 1), "down": (tokens, h, ffn, 1)}
         found["router"] = (tokens, self.experts, h, 1)
-        several, ffn = (ep, self.ffn_width) if ep > 1 else (tp, ffn)  # of these ranks, tp have the same tokens
-        routed, mine = -(-tokens * several * self.experts_per_token // (tp * self.experts)), self.experts // ep
+        etp = expert_tp(tp, ep, etp)  # of ep x etp ranks, tp have the same tokens
+        ffn, rows = self.ffn_width // etp, round(load * tokens * ep * etp * self.experts_per_token)
+        routed, mine = -(-rows // (tp * self.experts)), self.experts // ep
         found |= {"up": (routed, up * ffn, h, mine), "down": (routed, h, ffn, mine)}
         if self.shared_ffn:
             shared = self.shared_ffn // tp

@@ -24,13 +24,16 @@ from tplab.schedules.relax import relax
 Array = np.ndarray[Any, np.dtype[np.float64]]
 TAKES = np.array([[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5], [0, 0.5, -0.5]])
 """F, B, I and W of a stage as sums of its (forward, backward, recompute): all of recomputation is before I."""
+TERMS = 13
+"""A path is a sum of so many: forward, backward and recompute of each of `Stage.counts`, and messages."""
 CELLS = 1 << 21
 """How many numbers are simulated at once."""
 
 
 TYPICAL = np.array([
-    [1, back + again, again, 0.03, 0.06, 0, head, 2 * head, 0, send]
-    for again in (0, 1) for head, back in ((0.3, 1.7), (1.2, 2.0), (4.0, 2.3)) for send in (0.0, 0.1)
+    [1, back + again, again, first, first * (back + again), first * again, 0.03, 0.06, 0, head, 2 * head, 0, send]
+    for again in (0, 1) for head, back, first in ((0.3, 1.7, 1.0), (1.2, 2.0, 0.3), (4.0, 2.3, 0.6))
+    for send in (0.0, 0.1)
 ])  # fmt: skip
 """Pipelines of models that people train, in forward passes of a layer: see `makespans`."""
 _known = dict[Any, Array]()
@@ -41,14 +44,14 @@ class Shape(NamedTuple):
     """A pipeline without its seconds.
 
     rule, ranks, virtual, microbatches    of its schedule
-    stages    what is in each stage: (layers, whether the embedding is, whether the head is)
+    stages    what is in each stage: (layers, dense first ones, whether the embedding is, whether the head is)
     """
 
     rule: str
     ranks: int
     virtual: int
     microbatches: int
-    stages: tuple[tuple[int, bool, bool], ...]
+    stages: tuple[tuple[int, int, bool, bool], ...]
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
@@ -59,8 +62,7 @@ def makespans(
 ) -> list[Array]:
     """The makespans of pipelines that differ in their seconds and in how many microbatches they have.
 
-    seconds   for each shape [pipelines, 10]: forward, backward and recompute (a part of backward) of a layer, of the
-              embedding and of the head; and of a message to the next stage
+    seconds   for each shape [pipelines, TERMS]: backward includes recompute; a message is one to the next stage
     counts    for each shape [pipelines]: microbatches, of which `few` are the shape's
     exact     whether each pipeline is simulated. If not, paths are those of typical stages, which are remembered; no
               pipeline takes less than they say, and few of them more
@@ -111,9 +113,9 @@ def _wires(rule: str, ranks: int, virtual: int, microbatches: int) -> _Wires:
 
 
 def _paths(shapes: Sequence[Shape], seconds: Sequence[Array]) -> list[Array]:
-    """For each shape the longest paths of its pipelines [paths, 10], of which each costs path @ seconds."""
+    """For each shape the longest paths of its pipelines [paths, TERMS], of which each costs path @ seconds."""
     wires = [_wires(*shape[:4]) for shape in shapes]
-    seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), 10)) for of in seconds]  # some once more
+    seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), TERMS)) for of in seconds]  # some once more
     cells = [one.takes.shape[1] * len(of) for one, of in zip(wires, seconds)]
     key = [(len(one.takes), len(of)) for one, of in zip(wires, seconds)]
     rest = sorted(range(len(shapes)), key=lambda at: (key[at], cells[at] / shapes[at].ranks))
@@ -138,10 +140,10 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     offsets = np.append(0, np.concatenate([one.offsets[1:] + at for one, at in zip(wires, starts)]))
     needs = np.concatenate([one.needs + at * (one.needs >= 0) for one, at in zip(wires, starts)], axis=1)
     crosses = np.concatenate([one.crosses for one in wires], axis=1)
-    tables = [np.vstack([_stages(shape), np.zeros(9)]) for shape, _, _ in asked]
+    tables = [np.vstack([_stages(shape), np.zeros(TERMS - 1)]) for shape, _, _ in asked]
     takes = [one.takes + at for one, at in zip(wires, np.cumsum([0, *map(len, tables)]))]
-    units = [np.maximum(seconds[:, 9:], 1e-9 * seconds[:, :1]) for _, _, seconds in asked]
-    lasting = np.concatenate([table @ (of[:, :9] / unit).T for table, (_, _, of), unit in zip(tables, asked, units)])
+    units = [np.maximum(seconds[:, TERMS - 1 :], 1e-9 * seconds[:, :1]) for _, _, seconds in asked]
+    lasting = np.concatenate([table @ (of[:, :-1] / unit).T for table, (_, _, of), unit in zip(tables, asked, units)])
     takes, table = np.concatenate(takes, axis=1), np.concatenate(tables)
     end, _ = relax(offsets, [*needs], [*crosses.astype(float)], _summed(lasting, takes))
 
@@ -149,10 +151,10 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     at = np.concatenate([last[a:b][np.argmax(end[last[a:b]], axis=0)] for a, b in pairwise(rows)])
     before = np.arange(len(end)) - 1
     before[offsets[:-1]] = -1
-    paths, alive, case = np.zeros((len(at), 10)), np.arange(len(at)), np.tile(np.arange(cases), len(asked))
+    paths, alive, case = np.zeros((len(at), TERMS)), np.arange(len(at)), np.tile(np.arange(cases), len(asked))
     while len(alive):
         here, of = at[alive], case[alive]
-        paths[alive, :9] += _summed(table, takes[:, here])
+        paths[alive, :-1] += _summed(table, takes[:, here])
         latest = before[here]
         until = np.where(latest < 0, 0.0, end[latest, of])
         sent = np.zeros(len(alive), bool)
@@ -162,10 +164,10 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
             until, latest, sent = (
                 np.where(is_later, *pair) for pair in ((there, until), (need, latest), (crossing, sent))
             )
-        paths[alive, 9] += sent
+        paths[alive, -1] += sent
         at[alive] = latest
         alive = alive[latest >= 0]
-    return [np.unique(one, axis=0) for one in paths.reshape(len(asked), cases, 10)]
+    return [np.unique(one, axis=0) for one in paths.reshape(len(asked), cases, TERMS)]
 
 
 def _summed(table: Array, takes: np.ndarray) -> Array:
@@ -174,8 +176,8 @@ def _summed(table: Array, takes: np.ndarray) -> Array:
 
 
 def _stages(shape: Shape) -> Array:
-    """What each stage's actions of each kind take [stages x kinds, 9]."""
-    return (np.array(shape.stages, float)[:, None, :, None] * TAKES[:, None]).reshape(-1, 9)
+    """What each stage's actions of each kind take [stages x kinds, TERMS - 1]."""
+    return (np.array(shape.stages, float)[:, None, :, None] * TAKES[:, None]).reshape(-1, TERMS - 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

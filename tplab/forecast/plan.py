@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from tplab.data.zero import STAGES
-from tplab.errors import PlanError, ScheduleError, TplabError, one_of
-from tplab.forecast.model import Model
+from tplab.errors import PlanError, ScheduleError, ShapeError, TplabError, one_of
+from tplab.experts import expected_copies
+from tplab.forecast.experts import fullest
+from tplab.forecast.model import Model, expert_tp
 from tplab.mesh import Mesh
+from tplab.models.checks import DISPATCHES
 from tplab.pipeline.partition import Partition, cut_layers
 from tplab.schedules import RULES, Schedule
 from tplab.schedules.placement import Placement, one_way
@@ -39,6 +42,11 @@ class Plan:
     dp, tp, pp, cp    ranks of data, tensor, pipeline and context parallelism (which divides each sequence)
     ep                expert parallelism: so many of the dp x cp x tp ranks share the experts of a layer, each of which
                       is whole on its rank. 1: each of the dp x cp ranks has all experts, and tp divides them
+    etp               over how many ranks each expert is divided, if not so: the dp x cp x tp ranks are folded as copies
+                      x ep x etp, the last one fastest (`tplab.experts.fold`)
+    dispatch          how tokens travel to their experts: "all_to_all", "per_rank", "gather" or "two_levels", as in
+                      `tplab.torch.ParallelExperts`; None: as the stack sends them
+    skew              how unequally experts are chosen, as in `experts_seconds`; 0: equally. Ranks wait for the fullest
     microbatch        sequences that one pipeline runs at once
     zero              what is divided over the dp x cp ranks: 0 nothing; 1 the optimizer's states; 2 also the gradients;
                       3 also the parameters, of which a layer is gathered while it runs
@@ -69,6 +77,9 @@ class Plan:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
+    dispatch: str | None = None
+    skew: float = 0.0
     microbatch: int = 1
     zero: int = 0
     schedule: str = "1f1b"
@@ -84,8 +95,8 @@ class Plan:
     balance: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "virtual"):
-            if getattr(self, name) < 1:
+        for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "virtual", "etp"):
+            if (1 if getattr(self, name) is None else getattr(self, name)) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it is a whole number, 1 or more")
         if self.zero not in STAGES:
             raise PlanError(f"zero is {self.zero!r}; ZeRO has stages 0 to 3")
@@ -95,6 +106,9 @@ class Plan:
         one_of("balance", self.balance or "layers", BALANCE)
         one_of("dtype", self.dtype, tuple(ITEMSIZE))
         one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
+        one_of("dispatch", self.dispatch or "gather", DISPATCHES)
+        if not 0 <= self.skew < math.inf:
+            raise PlanError(f"skew is {self.skew}; it is 0, where all experts are chosen equally often, or more")
         if self.attention is not None:
             one_of("attention", self.attention, tuple(ATTENTION))
         if self.state_dtype is not None:
@@ -123,7 +137,17 @@ class Plan:
     @property
     def expert_copies(self) -> int:
         """Ranks that have the same experts: ZeRO divides their states over these."""
-        return self.copies * self.tp // self.ep if self.ep > 1 else self.copies
+        return self.copies * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks each expert is divided."""
+        return expert_tp(self.tp, self.ep, self.etp)
+
+    def load(self, model: Model, sequence: int) -> float:
+        """How many times as many tokens as the mean go to the experts of the fullest rank."""
+        tokens = self.microbatch * sequence // self.cp * self.ep * self.expert_tp // self.tp
+        return fullest(tokens, model.routing, self.ep, self.skew) if self.skew and model.experts else 1.0
 
     def pipeline_rank(self, rank: int) -> int:
         """The position of a rank of the mesh along its pipeline."""
@@ -192,25 +216,37 @@ class Plan:
         if 0 < model.window < sequence:
             who = model.name or "the model"
             return f"a token of {who} attends to {model.window} tokens in some layers, and sequence is {sequence}"
+        over, etp = (f"ep x etp = {self.ep} x {self.etp}", self.etp) if self.etp else (f"ep={self.ep}", 1)
         tp, divided, shared = self.tp, self.cp * (self.tp if self.sequence_parallel else 1), self.copies * self.tp
         whole = (
             (model.heads, tp, f"tp={tp} does not divide {model.heads} heads"),
             (model.num_kv_heads, tp, f"tp={tp} does not divide {model.num_kv_heads} key and value heads"),
             (
-                0 if self.ep > 1 else model.ffn_width,
-                tp,
-                f"tp={tp} does not divide {model.ffn_width} features of the MLP",
+                model.ffn_width,
+                parts := self.expert_tp if model.experts else tp,
+                f"{'tp' if self.etp is None else 'etp'}={parts} does not divide {model.ffn_width} features of the MLP",
             ),
+            (model.dense_ffn or 0, tp, f"tp={tp} does not divide {model.dense_ffn} features of a dense layer's MLP"),
             (model.shared_ffn, tp, f"tp={tp} does not divide {model.shared_ffn} features of the shared MLP"),
             (sequence, divided, f"cp x tp = {divided} ranks cannot share a sequence of {sequence} tokens equally"),
-            (shared, self.ep, f"ep={self.ep} does not divide dp x cp x tp = {shared} ranks"),
+            (shared, self.ep * etp, f"{over} does not divide dp x cp x tp = {shared} ranks"),
             (model.experts, self.ep, f"ep={self.ep} does not divide {model.experts} experts"),
         )
         for number, parts, why in whole:
             if number % parts:
                 return why
-        if self.ep > 1 and not model.experts:
-            return f"ep={self.ep}, but {model.name or 'the model'} has no experts"
+        about = {"ep": self.ep > 1, "etp": self.etp, "dispatch": self.dispatch, "skew": self.skew}
+        for name in (name for name, is_said in about.items() if is_said and not model.experts):
+            return f"{name}={getattr(self, name)}, but {model.name or 'the model'} has no experts"
+        if tp > 1 and not self.sequence_parallel and self.expert_tp not in (1, tp):
+            return (
+                f"etp={self.etp} is neither 1 nor tp={tp}, whose ranks have the same tokens without sequence_parallel"
+            )
+        if self.dispatch in ("per_rank", "two_levels") and self.ep > 1:
+            try:
+                expected_copies(model.routing, self.ep)
+            except ShapeError as error:
+                return f"ep={self.ep}: {error}"
         group = self.dp * self.microbatch
         if batch % group or not batch:
             return f"dp x microbatch = {self.dp} x {self.microbatch} = {group} does not divide a batch of {batch}"
@@ -238,7 +274,8 @@ class Plan:
     def __str__(self) -> str:
         """ "dp 8, tp 8, pp 4, 1f1b, ..."; what is 1 or as usual is left out."""
         words = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
-        words.append(f"microbatch {self.microbatch}")
+        words += [f"etp {self.etp}"] * bool(self.etp) + [f"dispatch {self.dispatch}"] * bool(self.dispatch)
+        words += [f"skew {self.skew:g}"] * bool(self.skew) + [f"microbatch {self.microbatch}"]
         if self.pp > 1:
             words.append(self.schedule + (f" of {self.virtual} stages per rank" if self.virtual > 1 else ""))
         words += [f"ZeRO {self.zero}"] if self.zero else []
@@ -295,7 +332,9 @@ def _partition(model: Model, placement: Placement, stages: int, tp: int, balance
         balance = "layers"
     words = model.vocab_on_rank(tp) * model.hidden
     table = 0 if balance == "computing" else words + ends["positions"]  # looking up multiplies nothing
-    sizes = [table, *[model.layer_on_rank(tp)] * model.layers, ends["final norm"] + words]
+    layers = [kind.layer_on_rank(tp) for kind in (model, model.dense)]
+    first = model.dense_layers
+    sizes = [table, *layers[1:] * first, *layers[:1] * (model.layers - first), ends["final norm"] + words]
     bounds = None
     if balance == "layers" and model.layers % stages == 0:
         each = model.layers // stages

@@ -12,7 +12,7 @@ from typing import Any
 
 from tplab.cost import Cluster
 from tplab.errors import TplabError, near
-from tplab.forecast.cells import cells, plain, says, switch, whole
+from tplab.forecast.cells import cells, number, plain, says, switch, whole
 from tplab.forecast.clusters import COLUMNS, check_dtype, cluster_of
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
@@ -99,6 +99,7 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     cards, oversubscription        network cards of a node; by how much the network is too small for all of them
     stack          one of tplab.forecast.stacks; of an unknown one, Megatron's figures are taken, and `why` says so
     gpus, gpus_per_node, dp, tp, pp, cp, ep     dp is what is left of gpus if it is empty; other axes are 1
+    etp, dispatch, skew    of experts: over how many ranks each is divided, how tokens travel, how unequally they choose
     microbatch, batch (sequences in a step), sequence, zero, schedule, virtual, sequence_parallel, recompute,
     dtype, grad_dtype, overlap, balance         empty: the stack's default, or that of `Plan`
     attention      flash2, flash3 or unfused. (flash, true or false, says only whether it is fused)
@@ -175,7 +176,7 @@ def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
             dtype = str(chosen[name]).lower().removeprefix("torch.")
             is_small = dtype.startswith(("fp8", "float8"))
             chosen[name] = "float8" if is_small else DTYPES.get(dtype.split("-")[0], dtype)
-    for name in ("schedule", "recompute", "attention"):
+    for name in ("schedule", "recompute", "attention", "dispatch"):
         if name in chosen:
             chosen[name] = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
     if "recompute" in chosen:
@@ -223,6 +224,6 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
 
 def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a Model or a Plan that a row says."""
-    read: dict[str, Callable[[str, str], Any]] = {"int": whole, "bool": switch, "str": lambda _, text: text}
+    read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
     types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
     return {name: read[type](name, given[name]) for name, type in types.items() if name in given}

@@ -35,7 +35,7 @@ VIRTUAL = 4
 SLOW = {"v_half": 8, "v_min": 8, "hanayo": 8}
 """Up to how many pipeline ranks: to make longer ones, which are found action by action, takes longer than a search."""
 ZEROS = (0, 1, 2, 3)
-CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype")
+CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype", "dispatch", "skew")
 SEQUENCE = 4096
 """Tokens of a sequence where nothing is said."""
 EXACT = 100
@@ -112,6 +112,7 @@ def plans(
     virtual: int = VIRTUAL,
     exact: int = EXACT,
     inside: bool = True,
+    etp: Sequence[int | None] = (None,),
     **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
@@ -129,6 +130,7 @@ def plans(
                 in twenty may take up to 1 % longer than its place says
     inside      only plans of a class that was measured (`tplab.forecast.classes`), on a measured cluster. The others
                 have no interval
+    etp         what `Plan.etp` may be, of a model with experts: (None, 1, 2, 4), say. No such plan is inside
     chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
@@ -148,13 +150,14 @@ def plans(
     refused = Counter[str]()
     base = replace(Plan(), **_fields(stack, cluster) | chosen)
     stack = find_stack(stack, base)
-    layouts = [*_layouts(model, base, gpus, batch, sequence, refused)]
+    several = [replace(base, etp=one) for one in etp]
+    layouts = [layout for one in several for layout in _layouts(model, one, gpus, batch, sequence, refused)]
     if inside and cluster.fitted is not None:
         measured = [plan for plan in layouts if class_of(stack, model, plan, cluster)]
         if layouts and not measured:
             raise PlanError(
                 f"none of {len(layouts)} layouts of this model on {gpus} GPUs with {stack.name} is of a class that was "
-                "measured; plans(..., inside=False) searches them, without intervals"
+                "measured; plans(..., inside=False) searches them, without intervals (in the command, --outside)"
             )
         refused[OUTSIDE] += len(layouts) - len(measured)
         layouts = measured
@@ -180,7 +183,7 @@ def blocks(
     virtual: int = VIRTUAL,
 ) -> list[Block]:
     """All plans of layouts of ranks, which differ in their axes only: a block for each number of pipeline ranks."""
-    base = replace(layouts[0], dp=1, tp=1, pp=1, cp=1, ep=1, sequence_parallel=False)
+    base = replace(layouts[0], dp=1, tp=1, pp=1, cp=1, ep=1, etp=None, sequence_parallel=False)
     known = tables(base, model, cluster, sequence, stack)
     recomputes = ("none", "full") if base.flash else ("none", "selective", "full")
     alike = dict[Any, list[Plan]]()

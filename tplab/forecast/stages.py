@@ -13,7 +13,7 @@ from tplab.forecast.stacks import Stack, find_stack
 class Stage(NamedTuple):
     """A stage that a rank holds.
 
-    layers      how many of the model's layers are in it
+    layers      how many of the model's layers are in it       dense    how many of these are its dense first ones
     is_first    whether the embedding is           is_last   whether the final norm, the head and the loss are
     sends       whether the next stage and the one before are on other ranks
     share       the part of the microbatches that go through it here: half of them where the schedule has two directions
@@ -21,10 +21,16 @@ class Stage(NamedTuple):
 
     number: int
     layers: int
+    dense: int
     is_first: bool
     is_last: bool
     sends: tuple[bool, bool]
     share: float
+
+    @property
+    def counts(self) -> tuple[int, int, bool, bool]:
+        """How many layers as most are, dense first ones, embeddings and heads are in it."""
+        return self.layers - self.dense, self.dense, self.is_first, self.is_last
 
 
 class Parameters(NamedTuple):
@@ -55,13 +61,16 @@ class Parameters(NamedTuple):
 def stages_on(model: Model, plan: Plan, pipeline_rank: int) -> tuple[Stage, ...]:
     """The stages that a rank at this place of its pipeline holds."""
     partition, placement = plan.partition(model), plan.placement
-    last, here = partition.num_stages - 1, placement[pipeline_rank]
+    last, held = partition.num_stages - 1, placement[pipeline_rank]
     has_two_ways = sum(map(len, placement)) > partition.num_stages
     found = []
-    for number in here:
-        layers = sum(1 <= layer <= model.layers for layer in partition.stages[number])
-        up, down = (0 <= other <= last and (has_two_ways or other not in here) for other in (number + 1, number - 1))
-        found.append(Stage(number, layers, number == 0, number == last, (up, down), 0.5 if has_two_ways else 1.0))
+    for number in held:
+        here = partition.stages[number]
+        layers, dense = (sum(1 <= layer <= most for layer in here) for most in (model.layers, model.dense_layers))
+        up, down = (0 <= other <= last and (has_two_ways or other not in held) for other in (number + 1, number - 1))
+        found.append(
+            Stage(number, layers, dense, number == 0, number == last, (up, down), 0.5 if has_two_ways else 1.0)
+        )
     return tuple(found)
 
 
@@ -74,11 +83,13 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
     """
     stack = find_stack(stack)
     stages = stages_on(model, stack.cut(plan), pipeline_rank)
-    parts, ends = model.layer_parts.values(), model.end_parts
-    layers = sum(stage.layers for stage in stages)
-    copied = layers * sum(part.copied for part in parts)
-    dense = copied + layers * sum(part.split for part in parts) // plan.tp
-    experts = layers * sum(part.experts for part in parts) // (plan.ep if plan.ep > 1 else plan.tp)
+    ends, copied, split, experts = model.end_parts, 0, 0, 0
+    for kind, layers in zip((model, model.dense), map(sum, zip(*(stage.counts[:2] for stage in stages)))):
+        for part in kind.layer_parts.values():
+            copied += layers * part.copied
+            split += layers * part.split
+            experts += layers * part.experts
+    dense, experts = copied + split // plan.tp, experts // (plan.ep * plan.expert_tp)
     words, embedding = model.vocab_on_rank(plan.tp) * model.hidden, 0
     has_first, has_last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
     if has_first:
@@ -89,6 +100,8 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
         dense += ends["final norm"]
         if not (model.tied and has_first and not stack.plain):
             dense += words
-    unit = max(model.layer_on_rank(plan.tp, plan.ep), words if has_first or has_last else 0)
+    unit = max(
+        model.layer_on_rank(plan.tp, plan.ep, plan.etp), words if has_first or has_last else 0
+    )  # a dense one is smaller
     is_tied = model.tied and has_first != has_last
     return Parameters(dense + embedding, experts, embedding, words, copied, unit, is_tied)

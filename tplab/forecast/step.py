@@ -31,7 +31,7 @@ from tplab.forecast.classes import Measured, class_of
 from tplab.forecast.layers import AXES, Layer
 from tplab.forecast.model import Model
 from tplab.forecast.once import Once, at_end
-from tplab.forecast.pipelines import Shape, makespans
+from tplab.forecast.pipelines import TERMS, Shape, makespans
 from tplab.forecast.plan import Plan, few
 from tplab.forecast.stacks import Stack, find_stack
 from tplab.schedules import Costs, Simulation, simulate
@@ -99,7 +99,7 @@ def _parts(block: Block, alone: Array, together: Array) -> dict[str, Array]:
     parts = {name: np.zeros(alone.shape) for name in ("computing", "recompute", *AXES, "bubble", "pp", "host")}
     parts |= {name: np.zeros(block.shape) for name in ("dp", "optimizer")}
     for family in block.families:
-        totals = [np.sum([one.share * np.array(one[1:4], float) for one in held], axis=0) for held in family.ranks]
+        totals = [np.sum([one.share * np.array(one.counts, float) for one in held], axis=0) for held in family.ranks]
         ranks = np.tensordot(np.unique(totals, axis=0), block.micro, axes=(1, 2))  # [kinds, pairs, recomputes, fields]
         at = np.argmax(ranks[..., 0] + ranks[..., 1], axis=0)
         busy = _layer(np.take_along_axis(ranks, at[None, ..., None], axis=0)[0])
@@ -139,7 +139,7 @@ def _waits(blocks: Sequence[Block], exact: bool) -> list[tuple[Array, Array]]:
     found = [np.zeros((2, *block.shape[:2], 1, len(block.ways))) for block in blocks]
     shapes, seconds, counts, where = list[Shape](), list[Array](), list[np.ndarray](), list[Any]()
     for block, into in zip(blocks, found):
-        times = block.micro[..., [FORWARD, BACKWARD, RECOMPUTE]].reshape(*block.shape[:2], 9)
+        times = block.micro[..., [FORWARD, BACKWARD, RECOMPUTE]].reshape(*block.shape[:2], TERMS - 1)
         sends = np.broadcast_to(block.sends[:, None, None], (*block.shape[:2], 1))
         both = np.stack([np.concatenate([times, share * sends], axis=-1) for share in (0.0, 1.0)])
         for of_family, way in ((family, way) for family in block.families for way in family.ways):
@@ -148,7 +148,7 @@ def _waits(blocks: Sequence[Block], exact: bool) -> list[tuple[Array, Array]]:
             for microbatches in np.unique(kept[block.is_possible[:, way]]).tolist():
                 pairs = np.flatnonzero((kept == microbatches) & block.is_possible[:, way])
                 shapes.append(Shape(rule, block.pp, block.ways[way].virtual, microbatches, of_family.stages))
-                seconds.append(both[:, pairs].reshape(-1, 10))
+                seconds.append(both[:, pairs].reshape(-1, TERMS))
                 counts.append(np.broadcast_to(block.counts[pairs][:, None], both[:, pairs].shape[:3]).ravel())
                 where.append((into, pairs, way))
     for (into, pairs, way), spans in zip(where, makespans(shapes, seconds, counts, exact)):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from tplab.experts import expected_copies
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, find_stack
@@ -40,18 +41,26 @@ class Sent(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_traffic(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> tuple[Sent, ...]:
+def layer_traffic(
+    model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron", node_size: int | None = None
+) -> tuple[Sent, ...]:
     """What a rank sends for one layer and one microbatch.
 
     tp   the input of attention and of the MLP is gathered, and their output is summed: 2 all_reduces each way
          (Shoeybi et al. 2019), or with sequence_parallel 2 all_gathers and 2 reduce_scatters each way, and 2 more
-         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2)
+         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2). With latents,
+         these are gathered for attention, and their gradients summed: `Model.latent_width`
     cp   keys and values go around a ring: cp - 1 hops forward, and backward again beside cp hops of their gradients,
          the last of which takes them home (Liu et al. 2023)
     ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), also of matmuls in
-         8 bit in 16 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the experts
+         8 bit in 16 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the experts.
+         `Plan.dispatch` says how many rows that are; with a skew, they are the fullest rank's
+    etp  the ranks that divide an expert exchange the rows that each has got
+
+    node_size   how many neighbours are a node, to which "two_levels" sends a token once; inside of it the axis is
+                "ep inside". None: all are in one
     """
-    return tuple(_layer(model, plan, sequence, find_stack(stack, plan)))
+    return tuple(_layer(model, plan, sequence, find_stack(stack, plan), node_size))
 
 
 @lru_cache(maxsize=4096)
@@ -72,21 +81,31 @@ def step_traffic(
     return tuple(_step(model, stack.cut(plan), times, pipeline_rank, stack))
 
 
-def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int | None) -> Iterator[Sent]:
     tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
     whole = tokens * model.hidden * size
     forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
-    times = 1 if plan.ep > 1 and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
+    is_one = plan.ep == 1 and plan.expert_tp == plan.tp and plan.dispatch in (None, "gather")  # MLP, whose tokens stay
+    shares = model.experts > 0 and not is_one
+    times = 1 if shares and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
+    latents = tokens * model.latent_width * size  # in place of one input of these
     if plan.tp > 1:
         for phase in [*forward, "backward"]:
+            is_back, apart = phase == "backward", stack.plain and shares and model.shared_ffn > 0  # has sums of its own
+            sent: Counter[tuple[str, int]] = Counter({("all_reduce", whole): 2 + apart})
             if plan.sequence_parallel:
-                again = times if phase == "backward" and not stack.plain else 0
+                again = times if is_back and not stack.plain else 0
                 if stack.gathers_each:  # q, k and v; and of a gated MLP, both of its first matmuls
                     again = 2 + model.gated
-                yield Sent("tp", plan.tp, "all_gather", whole, times + again, "layer", phase)
-                yield Sent("tp", plan.tp, "reduce_scatter", whole, times, "layer", phase)
+                sent = Counter({("all_gather", whole): times + again, ("reduce_scatter", whole): times})
+                enters = ["reduce_scatter"] + ["all_gather"] * (again > 0) if is_back else ["all_gather"]
             else:
-                yield Sent("tp", plan.tp, "all_reduce", whole, 2, "layer", phase)
+                enters = ["all_reduce"] * is_back
+            if model.kv_rank:
+                sent.subtract((op, whole) for op in enters)
+                sent.update((op, latents) for op in enters)
+            for (op, num_bytes), count in (+sent).items():
+                yield Sent("tp", plan.tp, op, num_bytes, count, "layer", phase)
         if plan.sequence_parallel and stack.plain:
             copied = 2 * (2 if model.norm == "layer" else 1) + (2 if model.bias else 0)
             yield Sent("tp", plan.tp, "all_reduce", model.hidden * size, copied, "norms", "backward")
@@ -97,10 +116,43 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Se
         yield Sent("cp", plan.cp, "send", pairs, plan.cp - 1, "layer", "backward")
         gradients = pairs // size * max(size, 4) if stack.plain else pairs
         yield Sent("cp", plan.cp, "send", gradients, plan.cp, "layer", "backward")
-    if plan.ep > 1:
-        routed = tokens * model.hidden * plan.kept_size * model.experts_per_token // plan.tp
-        for phase in [*forward, "backward"]:
-            yield Sent("ep", plan.ep, "all_to_all", routed, 2, "layer", phase)
+    for phase in [*forward, "backward"] if shares else ():
+        yield from _experts(model, plan, sequence, stack, node_size, phase)
+
+
+def _experts(model: Model, plan: Plan, sequence: int, stack: Stack, node: int | None, phase: str) -> Iterator[Sent]:
+    """What travels for the experts of a layer: a row of h numbers for each copy of a token, there and back; and from
+    plain layers its choices (4 B each), weights (4 B each, and their gradients back) and the number of rows (8 B)."""
+    k, ep, tokens = model.experts_per_token, plan.ep, plan.microbatch * sequence // plan.cp
+    has_same = plan.tp > 1 and plan.expert_tp == plan.tp and not plan.sequence_parallel  # tokens: sums are exchanged
+    mine = tokens if has_same else tokens // plan.tp
+    dispatch, nodes = plan.dispatch or "all_to_all", -(-ep * plan.expert_tp // (node or ep * plan.expert_tp))
+    levels = list[tuple[str, int, bool, float]]()  # axis, ranks, whether they gather all rows, rows of one rank
+    rows: float = mine * (k if dispatch == "all_to_all" else 1)
+    if dispatch == "two_levels" and nodes > 1 and ep % nodes == 0:
+        rows = mine * expected_copies(model.routing, nodes)
+        levels.append(("ep", nodes, False, rows))
+    if ep > 1:
+        if dispatch in ("per_rank", "two_levels"):
+            rows = mine * expected_copies(model.routing, ep)
+        levels.append(("ep inside" if levels else "ep", ep // max(1, nodes * len(levels)), dispatch == "gather", rows))
+        rows *= ep if dispatch == "gather" else 1
+    if plan.expert_tp > 1 and not has_same:
+        levels.append(("etp", plan.expert_tp, True, rows))
+    load = 1.0 if dispatch == "gather" else plan.load(model, sequence)
+    numbers = 0 if not stack.plain else 4 * (1 if dispatch == "all_to_all" else k)  # B of a row's choices, or weights
+    for axis, ranks, is_gathered, of_rank in levels:
+        whole = load * of_rank * (ranks if is_gathered else 1)
+        there, back = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")
+        sizes = [(op, whole * model.hidden * plan.kept_size) for op in (there, back)]
+        if numbers and phase != "backward":
+            sizes += [(there, whole * numbers), (there, 8 * ranks)]
+        if numbers and dispatch != "all_to_all":  # else they stay at home
+            sizes.append((back if phase == "backward" else there, whole * numbers))
+        for (op, num_bytes), count in Counter(sizes).items():
+            yield Sent(axis, ranks, op, round(num_bytes), count, "layer", phase)
+    if numbers and has_same and phase == "backward":
+        yield Sent("tp", plan.tp, "all_reduce", mine * 4 * k, 1, "layer", phase)
 
 
 @lru_cache(maxsize=4096)
@@ -112,7 +164,8 @@ def traffic(
     plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
         often = int(times * stage.share)
-        found += _times(layer_traffic(model, plan, sequence, stack), stage.layers * often)
+        for kind, layers in zip((model, model.dense), stage.counts):
+            found += _times(layer_traffic(kind, plan, sequence, stack), layers * often)
         if stage.is_first:
             found += _times(_embedding(model, plan, sequence, stack), often)
         if stage.is_last:

@@ -30,7 +30,7 @@ class Event:
     chunk           what is carried, as an index into `Trace.chunks`; -1: unknown
     contributors    the ranks whose data is in it; (): unknown
     values          what is carried, or what a collective returned, if it is small (bfloat16 and the like as float32)
-    where           the line of the program
+    where           the line of the program; for what ZeRO 3 sends also the unit: "cell 2, line 5, for unit 3"
     held            compute: bytes that the rank keeps for backward passes afterwards; -1: unknown
     phase           "backward": it is part of a backward pass; "forward": it is not; "": unknown
     reduction       how a collective combines the ranks' inputs: "sum", "mean", "max", ...; "": it does not

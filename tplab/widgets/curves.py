@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -97,18 +98,18 @@ def curves(
     width = [min(nbytes[0], *sizes), max(nbytes[-1], *sizes)] if (sizes := [size for size, _ in points]) else nbytes
     for ax, (name, lines) in zip(axes, panels.items()):
         _dress(ax, width, drawn)
-        if floor:
+        if floor and name in floor:
             ax.fill_between(nbytes, floor[name], 1e-9, color=SOFT, lw=0, zorder=1)
             ax.text(0.97, 0.06, "out of reach", transform=ax.transAxes, ha="right", color=DIM, size=9, style="italic")
         for index, (label, seconds) in enumerate(lines.items()):
             ax.plot(nbytes, seconds, color=HUES[index % 8], ls=DASHES[index % 4], lw=2, label=label, zorder=3)
-        if floor:
+        if floor and name in floor:
             ax.plot(nbytes, floor[name], color=DIM, ls=(0, (1, 1.6)), lw=1.4, label="lower bound", zorder=2)
-        if dots:
+        if dots and dots.get(name):
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
         if measured and measured.get(name):
             draw_measured(ax, measured[name], by)
-        if crossings:
+        if crossings and name in crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
     explain(figure, axes)
     return Curves(title, about, sentence, figure, bytes_text)
@@ -171,8 +172,8 @@ def _dress(ax: Any, nbytes: Numbers, seconds: Sequence[float]) -> None:
 
 
 def _around(amounts: Iterable[float]) -> tuple[float, float]:
-    """A little less than the least and a little more than the most; a logarithmic axis cannot show 0."""
-    positive = [amount for amount in amounts if amount > 0]
+    """A little less than the least and a little more than the most; a logarithmic axis cannot show 0, inf or NaN."""
+    positive = [amount for amount in amounts if 0 < amount < math.inf]
     return min(positive, default=1e-6) / 1.6, max(positive, default=1e-6) * 1.6
 
 

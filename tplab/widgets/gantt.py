@@ -11,6 +11,7 @@ from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import to_svg
@@ -64,5 +65,6 @@ def gantt(
     colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
     """
     both = [run] if beside is None else [run, beside]
+    check_shown(both, Simulation, Schedule)
     runs = [one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both]
     return Gantt(runs, memory_limit, step, colour)

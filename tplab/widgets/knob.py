@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -249,6 +250,9 @@ def knob(
     if not options or any(not bars.rows for bars in options.values()):
         raise ValueError("knob needs an option at least, and a bar at least for each")
     for row in (row for bars in options.values() for row in bars.rows):
+        for name, amount in row.parts.items():
+            if not math.isfinite(amount):
+                raise ValueError(f"{row.label!r} has {amount} for {name!r}, and a bar cannot be as long as that")
         if row.measured is not None:
             check_measured(row.label, row.measured, by)
     return Knob(title, control, options, next(iter(options)) if start is None else start, about, unit, by, one_scale)

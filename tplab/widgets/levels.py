@@ -51,11 +51,13 @@ def levels(
     """
     check_measured(panels, measured, by)
     if doubling:
-        _check_positive([x for lines in panels.values() for xs, _ in lines.values() for x in xs])
+        every = (*panels.values(), *(predicted or {}).values())
+        _check_positive([x for lines in every for xs, _ in lines.values() for x in xs])
         _check_positive([x for points in (measured or {}).values() for x, _ in points])
     figure, axes = figure_of(panels, along)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
     drawn += [y for points in (measured or {}).values() for _, y in points]
+    drawn = [y for y in drawn if math.isfinite(y)]  # a line has a gap elsewhere
     least, most = 0.0 if from_zero else min(drawn, default=0.0), max(drawn, default=0.0)
     step, room = round_step(most - least, unit), 0.06 * (most - least)
     for ax, (name, lines) in zip(axes, panels.items()):
@@ -96,9 +98,8 @@ def _dress(ax: Any, step: float, unit: str, runs: Collection[float]) -> None:
 
 
 def _check_positive(places: Sequence[float]) -> None:
-    least = min(places, default=1.0)
-    if least <= 0:
-        raise ValueError(f"a line has a point at {plain(least)}; an axis of powers of two needs positive numbers")
+    if wrong := [x for x in places if not 0 < x < math.inf]:
+        raise ValueError(f"a line has a point at {plain(wrong[0])}; an axis of powers of two needs positive numbers")
 
 
 def _double(ax: Any) -> None:

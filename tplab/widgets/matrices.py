@@ -116,6 +116,8 @@ class Matrices(Card):
 
 def matrices(arrays: Mapping[str, Any], title: str = "") -> Matrices:
     """Show a few small matrices of NumPy, torch or JAX side by side: {"X": x, "W": w}."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f'matrices takes arrays by name, as {{"X": x, "W": w}}, not a {type(arrays).__name__}')
     return Matrices([Panel(name, array) for name, array in arrays.items()], title)
 
 
@@ -134,7 +136,12 @@ def number_text(number: float) -> str:
 
 
 def _grid(panel: Panel) -> _Grid:
-    array = np.asarray(panel.array, float)
+    given = panel.array
+    if "complex" in str(getattr(given, "dtype", "")):
+        raise TypeError(f"{panel.title!r} has complex numbers; show their .real and .imag, each by itself")
+    if hasattr(given, "detach"):  # a tensor of torch, which may need a gradient, be on a GPU, or have 16 bits
+        given = given.detach().cpu().double()
+    array = np.asarray(given, float)
     flat = array.reshape(math.prod(array.shape[:-1]), array.shape[-1] if array.ndim else 1)
     wrong = np.zeros(flat.shape, bool) if panel.wrong is None else np.asarray(panel.wrong, bool).reshape(flat.shape)
     cut = (slice(MAX_ROWS), slice(MAX_COLUMNS))

@@ -12,6 +12,7 @@ from tplab.trace.memory import KINDS, Memory
 from tplab.units import bytes_text
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import Scene, packed
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.stacks import drawing, layout
@@ -93,7 +94,8 @@ def memory_timeline(
     Raises ValueError if the meshes differ in size, or if a prediction has an unknown run or kind, or the wrong number
     of ranks.
     """
-    memories = {"": memory} if isinstance(memory, Memory) else dict(memory)
+    memories = dict(memory) if isinstance(memory, Mapping) else {"": memory}
+    check_shown(memories.values(), Memory)
     if not memories:
         raise ValueError("there is no memory to draw; give at least one run's, as {'a title': out.memory}")
     sizes = {len(one) for one in memories.values()}

@@ -22,6 +22,7 @@ from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.dark import darkened
+from tplab.widgets.paper.shown import way_out
 from tplab.widgets.schedule.papers import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
@@ -128,9 +129,8 @@ def _named(run: Any, name: str) -> Any:
 
 
 def _unknown(thing: Any, so: str = "") -> TypeError:
-    way_out = "; give its trace" if isinstance(getattr(thing, "trace", None), Trace) else ""
     known = "a Trace, a Schedule, a Simulation, several of the last two, or a widget of tplab"
-    return TypeError(f"to_html shows {known}, not a {type(thing).__name__}{so}{way_out}")
+    return TypeError(f"to_html shows {known}, not a {type(thing).__name__}{so}{way_out(thing, Trace)}")
 
 
 def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -36,10 +37,11 @@ def scatter(
     sentence   what there is to see; it replaces the picture where none can be shown
     """
     dots = [dot for groups in panels.values() for runs in groups.values() for dot in runs]
-    if not dots or min(min(dot.measured, dot.forecast) for dot in dots) <= 0:
-        raise ValueError(
-            "there is a panel without a dot, or a dot of 0 s or less; logarithmic axes need positive times"
-        )
+    if not dots:
+        raise ValueError("there is no dot to draw; give at least one run, as {'a title': {'a group': [Dot(...)]}}")
+    for dot in dots:
+        if not all(0 < side < math.inf for side in dot[:2]):
+            raise ValueError(f"{dot.name!r} has {dot[0]} s and {dot[1]} s; logarithmic axes need positive times")
     figure, axes = figure_of(panels, "measured")
     drawn = count()
     least, most = (edge([side for dot in dots for side in dot[:2]]) for edge in (min, max))
@@ -55,6 +57,8 @@ def scatter(
         ax.plot(ends, ends, color=DIM, lw=1, ls=(0, (3, 3)), zorder=2, label="_as forecast")
         for group, runs in groups.items():
             index = next(drawn)
+            if not runs:
+                continue
             looks = {
                 "ms": 5,
                 "mfc": HUES[index % 8],

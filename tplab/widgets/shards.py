@@ -14,6 +14,7 @@ from tplab.sharding import P, check_spec
 from tplab.units import count_text, counted
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.tensors import layout, picture
@@ -125,6 +126,7 @@ def shards(
     Raises SpecError or ShapeError if a `P` does not fit or the pieces cannot be multiplied where they are, and
     MeshError if there are more ranks than can be drawn.
     """
+    check_shown([mesh], Mesh)
     if mesh.size > MOST_RANKS:
         raise MeshError(
             f"shards draws at most {MOST_RANKS:,} ranks, and {mesh} has {mesh.size:,}; a smaller mesh with the same "

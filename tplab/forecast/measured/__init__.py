@@ -124,7 +124,7 @@ def foundry() -> tuple[Run, ...]:
 
 
 def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:
-    """Runs of the playbook that differ in tp alone, `few` and `many`: of the same model, GPUs, microbatch and ZeRO.
+    """Runs of the playbook with tp `few` and `many`, and dp to match: the same model, GPUs, microbatch and ZeRO.
 
     ranks   GPUs at most: at 512, single runs took up to six times as long as others like them
     """

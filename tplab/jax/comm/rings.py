@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from tplab.comm import dim_of
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size, ring_shift
 from tplab.jax.ranks.context import vary
@@ -135,8 +136,9 @@ def halved(x: Any, dim: int) -> tuple[Any, Any]:
     """Every array of x cut in two along `dim`; if the size is odd, the first half is larger."""
 
     def cut(leaf: Array) -> list[Array]:
-        middle = leaf.shape[dim] - leaf.shape[dim] // 2
-        return [lax.slice_in_dim(leaf, *ends, axis=dim) for ends in ((0, middle), (middle, None))]
+        along = dim_of(leaf.shape, dim, "direction='split'")
+        middle = leaf.shape[along] - leaf.shape[along] // 2
+        return [lax.slice_in_dim(leaf, *ends, axis=along) for ends in ((0, middle), (middle, None))]
 
     leaves, structure = jax.tree.flatten(x)
     halves = [cut(leaf) for leaf in leaves]

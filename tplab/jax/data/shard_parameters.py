@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,7 +71,8 @@ def shard_parameters(
         reduce or reduce_rows,
     )
     if isinstance(model, Sequence):
-        return ShardedLayers(tuple(ShardedLayer(layer, about) for layer in model), prefetch)
+        layers = (ShardedLayer(layer, replace(about, unit=unit)) for unit, layer in enumerate(model))
+        return ShardedLayers(tuple(layers), prefetch)
     return ShardedLayer(model, about)
 
 
@@ -101,6 +102,10 @@ class ShardedLayer:
     def gather(self, pieces: Any) -> Any:
         return self.about.gathered(pieces)
 
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes over which its gradients are the mean when they come."""
+        return self.about.names() if self.about.op == "mean" else ()
+
     def __call__(self, pieces: Any, *args: Any, **kwargs: Any) -> Any:
         return self.about.run(self.layer, pieces, *args, after=(args, kwargs), **kwargs)
 
@@ -120,6 +125,9 @@ class ShardedLayers:
 
     def gather(self, pieces: Sequence[Any]) -> list[Any]:
         return [layer.gather(p) for layer, p in zip(self.layers, pieces, strict=True)]
+
+    def mean_axes(self) -> tuple[str, ...]:
+        return self.layers[0].mean_axes() if self.layers else ()
 
     def __call__(self, pieces: Sequence[Any], x: Any) -> Any:
         before = x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.data.pieces import Pieces, data_axes
+from tplab.data.pieces import OPS, Pieces, data_axes
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.comm.two_passes import TwoPasses
@@ -27,7 +29,7 @@ from tplab.jax.data.pieces import (
     wholes_in,
 )
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
-from tplab.jax.tracing.jaxprs import LAYOUTS
+from tplab.jax.tracing.jaxprs import LAYOUTS, UNIT
 from tplab.mesh import Axis
 
 PIECE = "piece"
@@ -75,10 +77,26 @@ class About:
     reduce_dtype: Any
     gather: Gather
     reduce: Reduce
+    unit: int | None = None  # its number in a list of layers
+
+    def __post_init__(self) -> None:
+        one_of("op", self.op, OPS)
 
     @property
     def secondary_axis(self) -> Axis | None:
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+    def gathers(self, row: Array, axis: Axis) -> Array:
+        with self._named():
+            return self.gather(row, axis).wait()
+
+    def reduces(self, message: Array) -> Array:
+        with self._named():
+            return reduced_row(self.reduce(message, self.axis, self.op), self.replicate_axis, self.op)
+
+    def _named(self) -> AbstractContextManager[Any]:
+        """Inside, what is sent belongs to this unit: the trace says so beside the line."""
+        return nullcontext() if self.unit is None else jax.named_scope(f"{UNIT}{self.unit}")
 
     def names(self) -> tuple[str, ...]:
         """The axes along which ranks have different data."""
@@ -174,7 +192,7 @@ class _Call:
         wholes: list[Any] = [None] * len(held)
         for places, piece in zip(self.groups(held), secondary):
             piece = _behind(piece, self._known(piece, after))
-            self._unpack(places, self.about.gather(piece, self.about.secondary_axis).wait(), wholes)
+            self._unpack(places, self.about.gathers(piece, self.about.secondary_axis), wholes)
         return wholes
 
     def _known(self, row: Array, after: Any) -> list[Array]:
@@ -197,7 +215,7 @@ class _Call:
             pieces = self.pieces(places)
             dtype = about.reduce_dtype or grads[places[0]].dtype
             message = message_of(pieces, [grads[place] for place in places], dtype)
-            row = reduced_row(about.reduce(message, about.axis, about.op), about.replicate_axis, about.op)
+            row = about.reduces(message)
             for place, grad in zip(places, held_in(pieces, row)):
                 found[place] = vary(grad.astype(held[place].dtype), tuple(varying_axes(held[place])))
         return found
@@ -212,13 +230,12 @@ def _gathered(row_and_known: list[Array], about: About) -> list[Array]:
     """The message of all ranks' rows. Its gradient is reduced as the unit's are, also where JAX differentiates what the
     unit's own passes compute: for second derivatives."""
     row, *known = row_and_known
-    return [vary(about.gather(_behind(row, known), about.axis).wait(), about.names())]
+    return [vary(about.gathers(_behind(row, known), about.axis), about.names())]
 
 
 def _reduced(messages: Sequence[Array], axes: Sequence[Sequence[str]], about: About) -> list[Any]:
     dtype = messages[0].dtype
-    message = messages[0].astype(about.reduce_dtype or dtype)
-    row = reduced_row(about.reduce(message, about.axis, about.op), about.replicate_axis, about.op)
+    row = about.reduces(messages[0].astype(about.reduce_dtype or dtype))
     return [vary(row.astype(dtype), tuple(axes[0])), *[None] * (len(axes) - 1)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_size
@@ -94,11 +94,9 @@ class ParallelSelfAttention:
         check_attention_input(x.shape, self.width)
         x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
         parts, head_width = self._parts, self.width // self.num_heads
-        q, k, v = (
-            parts[name].features(params[name], x).reshape(*x.shape[:2], -1, head_width)  # [B, S, heads, d]
-            for name in ("query", "key", "value")
-        )
-        return parts["output"](params["output"], self._attended(q, k, v).reshape(*x.shape[:2], -1))
+        features = (parts[name].features(params[name], x) for name in ("query", "key", "value"))
+        q, k, v = (y.reshape(*y.shape[:2], y.shape[2] // head_width, head_width) for y in features)  # [B, S, heads, d]
+        return parts["output"](params["output"], lax.collapse(self._attended(q, k, v), 2))
 
     def _attended(self, q: Array, k: Array, v: Array) -> Array:
         if self.context_axis is None:

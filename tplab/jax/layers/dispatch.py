@@ -82,7 +82,7 @@ def per_choice(level: Level) -> Level:
     def each(x: Array, choices: Array, weights: Array | None, room: int) -> Array:
         num_choices = choices.shape[-1]
         y = level(jnp.repeat(x, num_choices, 0), choices.reshape(-1, 1), None, room)
-        y = y.reshape(*choices.shape, -1)
+        y = y.reshape(*choices.shape, x.shape[-1])
         return (y if weights is None else y * weights[..., None].astype(y.dtype)).sum(1)
 
     return each

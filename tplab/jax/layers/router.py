@@ -66,10 +66,11 @@ class Router:
         scores = jax.nn.softmax(logits) if rule.score == "softmax" else jax.nn.sigmoid(logits)
         if choices is None:
             choices = _with_room(_chosen(lax.stop_gradient(scores + params.get("bias", 0)), rule), rule)
-        weights = jnp.take_along_axis(scores, jnp.maximum(choices, 0), 1)
+        weights = jnp.where(choices < 0, 0, jnp.take_along_axis(scores, jnp.maximum(choices, 0), 1))
         if rule.normalized:
-            weights = weights / weights.sum(-1, keepdims=True)
-        return Routed(choices, jnp.where(choices < 0, 0, weights * rule.scale), scores, logits)
+            total = weights.sum(-1, keepdims=True)
+            weights = weights / jnp.where(total == 0, 1, total)
+        return Routed(choices, weights * rule.scale, scores, logits)
 
 
 def _chosen(scores: Array, rule: Routing) -> Array:

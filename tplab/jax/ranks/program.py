@@ -183,10 +183,9 @@ class Compiled:
         places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
 
         def one_rank(key: Any, *given: Any) -> Any:
-            arrays = list(given)
-            if any(0 in np.shape(array) for array in arrays):
-                # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty
-                _, *arrays = lax.optimization_barrier((jax.random.key_data(key), *arrays))
+            # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty. Each has its own
+            # barrier: what leaves one differs between ranks, by JAX's types, wherever anything in it does.
+            arrays = [x if np.size(x) else lax.optimization_barrier((jax.random.key_data(key), x))[1] for x in given]
             arguments = list(leaves)  # strings, functions: part of the program
             for place, array in zip(places, arrays, strict=True):
                 arguments[place] = array

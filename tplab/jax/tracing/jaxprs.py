@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ _CALLS = {
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
 """Primitives whose result has the numbers of their operand, in another layout or of another type."""
+
+
+UNIT = "tplab.unit"
+"""The scope of what a layer of a list sends, before the layer's number."""
 
 
 def called(eqn: Any) -> Any:
@@ -75,6 +80,12 @@ def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 def is_transposed(eqn: Any) -> bool:
     """Whether an equation belongs to a backward pass: JAX makes those by transposing, and names their scope for it."""
     return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def written(eqn: Any, line: str) -> str:
+    """Where a collective is written: the line, and what is sent there if one line does that for many units."""
+    units = re.findall(rf"{UNIT}(\d+)", str(eqn.source_info.name_stack))
+    return f"{line}, for unit {units[-1]}" if units else line
 
 
 def line_of(eqn: Any, jaxpr: Any) -> str | None:

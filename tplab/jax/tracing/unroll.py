@@ -22,6 +22,7 @@ from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.trace import recorded
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import PASSED_ON, Work, Works
+from tplab.options import check_counts
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
@@ -58,10 +59,10 @@ def trace(
     part takes the time of that part.
     Raises TraceError where only the running program knows what is sent.
     """
+    check_counts(**{name: n for name, n in (("branch", branch), ("trips", trips)) if n is not None})
     known = None if cluster is None else find(cluster)
-    program = compiled_for(fn, args, kwargs)
-    options = Options(branch, trips, accelerator)
-    return unrolled(program.module, Recorder(program.mesh, program.title, "jax"), known, options)
+    made = compiled_for(fn, args, kwargs)
+    return unrolled(made.module, Recorder(made.mesh, made.title, "jax"), known, Options(branch, trips, accelerator))
 
 
 def unrolled(

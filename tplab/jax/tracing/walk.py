@@ -28,7 +28,7 @@ from tplab.jax.tracing.held import (
     joined,
     name_in_program,
 )
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened, written
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_all
@@ -195,7 +195,7 @@ class Walk:
             return result
         about: dict[str, Any] = {
             "ranks": ranks, "needs": x.needs, "shape": x.shape, "dtype": str(x.dtype), "num_bytes": x.num_bytes,
-            "where": where, "axis": ",".join(names), "groups": groups,
+            "where": written(eqn, where), "axis": ",".join(names), "groups": groups,
         }  # fmt: skip
         if exchange.op == "ppermute":
             pairs = [(group[a], group[b]) for group in groups for a, b in params["perm"] if group[a] in ranks]

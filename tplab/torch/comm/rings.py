@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tplab.comm import dim_of
 from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.rings import DIRECTIONS, Direction, check_parts, gather_lanes, scatter_lanes
@@ -137,5 +138,6 @@ def _plus(received: Any, part: Any) -> Any:
 def _halves(x: Any, dim: int) -> tuple[Any, Any]:
     """Every tensor of x cut in two along `dim`; if the size is odd, the first half is larger."""
     leaves, structure = pytree.tree_flatten(x)
-    cut = [leaf.split([leaf.shape[dim] - leaf.shape[dim] // 2, leaf.shape[dim] // 2], dim) for leaf in leaves]
+    dims = [dim_of(leaf.shape, dim, "direction='split'") for leaf in leaves]
+    cut = [x.split([x.shape[at] - x.shape[at] // 2, x.shape[at] // 2], at) for x, at in zip(leaves, dims)]
     return tuple(pytree.tree_unflatten([pair[side] for pair in cut], structure) for side in (0, 1))  # type: ignore

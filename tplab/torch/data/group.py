@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tplab.data.pieces import data_axes
+from tplab.data.pieces import OPS, data_axes
+from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.parameters import note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -22,7 +24,7 @@ from tplab.torch.data.pieces import (
     reduced_row,
     row_of,
 )
-from tplab.torch.layers.parameters import note_cuts
+from tplab.torch.layers.parameters import note_cuts, note_mean
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import this_rank
@@ -72,7 +74,8 @@ class About:
         self.reshards, self.secondary_axis = reshard_after_forward is not False, None
         if not isinstance(reshard_after_forward, bool):
             self.secondary_axis = reshard_after_forward
-        data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
+        self.names = data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
+        one_of("op", op, OPS)
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
         self.unsent = Unsent()
@@ -82,10 +85,13 @@ class Group:
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
     sites    where each parameter is; between uses this rank's piece is there, a parameter [n]
+    unit     the unit that they belong to, as a trace names it
     """
 
-    def __init__(self, sites: Sequence[Sites], about: About):
-        self.sites, self.about = list(sites), about
+    has_taken, takes_whole, in_backward = False, True, True  # as an owner of the pieces
+
+    def __init__(self, sites: Sequence[Sites], about: About, unit: str):
+        self.sites, self.about, self.unit = list(sites), about, unit
         wholes = [module._parameters[name] for (module, name), *_ in sites]
         parameters = [p for p in wholes if p is not None]
         self.pieces, self.index = pieces_of(parameters, about.axis)
@@ -96,9 +102,12 @@ class Group:
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
         for places, shard in zip(self.sites, self.shards):
+            note_owner(shard, shard, self, about.axis)
             for module, name in places:
                 _check_copies(module, name, about)
                 note_cuts(module, about.axis, name)
+                if about.op == "mean":
+                    note_mean(module, about.names, name)
                 module._parameters[name] = shard
 
     def row(self) -> Tensor:
@@ -122,11 +131,13 @@ class Group:
         return self.send(message)
 
     def send(self, message: Tensor) -> Handle:
-        return self.about.reduce(message, self.about.axis, self.about.op)
+        with this_rank().sends_for(self.unit):
+            return self.about.reduce(message, self.about.axis, self.about.op)
 
     def reduced(self, leaving: Handle) -> list[Tensor]:
         """This rank's piece of each gradient, once it has arrived."""
-        row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
+        with this_rank().sends_for(self.unit):
+            row = reduced_row(leaving, self.about.replicate_axis, self.about.op)
         count_as("gradients", row)
         held = held_in(self.pieces, self.index, row)
         return [grad.to(shard.dtype) for grad, shard in zip(held, self.shards)]

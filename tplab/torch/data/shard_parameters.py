@@ -78,8 +78,10 @@ def shard_parameters(
     _check_units(model, modules)
     owners = _owners(model, modules)
     sharded = Model(about)
+    names = {module: f"unit {name}" for name, module in model.named_modules()}
+    names[model] = "the rest of the model" if modules else "the model"
     for module in [model, *modules]:
-        groups = _groups([sites for sites, owner in owners if owner is module], about)
+        groups = _groups([sites for sites, owner in owners if owner is module], about, names[module])
         sharded.units.append(Unit(module, groups, sharded))
     setattr(model, _SHARDED, sharded)
     return model
@@ -175,7 +177,7 @@ def _owners(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[Sites, n
     return found
 
 
-def _groups(sites: Sequence[Sites], about: About) -> list[Group]:
+def _groups(sites: Sequence[Sites], about: About, unit: str) -> list[Group]:
     """Parameters that travel in one message."""
     kinds: dict[tuple[torch.dtype, bool], list[Sites]] = {}
     for places in sites:
@@ -183,7 +185,7 @@ def _groups(sites: Sequence[Sites], about: About) -> list[Group]:
         parameter = module._parameters[name]
         assert parameter is not None
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(places)
-    return [Group(members, about) for members in kinds.values()]
+    return [Group(members, about, unit) for members in kinds.values()]
 
 
 # --- the whole state --------------------------------------------------------------------------------------------------

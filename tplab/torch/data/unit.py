@@ -71,11 +71,12 @@ class Use:
 
     def begin_gather(self) -> None:
         about = self.group.about
-        if self._secondary is not None:
-            assert about.secondary_axis is not None
-            self._arriving = about.gather(self._secondary, about.secondary_axis)
-        else:
-            self._arriving = about.gather(self.group.row(), about.axis)
+        with this_rank().sends_for(self.group.unit):
+            if self._secondary is not None:
+                assert about.secondary_axis is not None
+                self._arriving = about.gather(self._secondary, about.secondary_axis)
+            else:
+                self._arriving = about.gather(self.group.row(), about.axis)
 
     def gathered(self) -> list[Tensor]:
         assert self._arriving is not None

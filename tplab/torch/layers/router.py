@@ -61,10 +61,11 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         if choices is None:
             choices = _with_room(_chosen(scores.detach() + self.bias, rule), rule)
-        weights = scores.gather(1, choices.clamp(min=0))
+        weights = scores.gather(1, choices.clamp(min=0)).masked_fill(choices < 0, 0)
         if rule.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routed(choices, (weights * rule.scale).masked_fill(choices < 0, 0), scores, logits)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / total.masked_fill(total == 0, 1)
+        return Routed(choices, weights * rule.scale, scores, logits)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.routing}"

@@ -262,30 +262,33 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
         sharded, last = ", ".join(one.name for one in columns), linear[-1]
         if not rows and last in whole:
             raise PlanError(
-                f"{sharded} is a column: each rank has some of its features; {last.name}, which takes them, is "
+                f"the columns of {sharded} are split: each rank has some features; {last.name}, which takes them, is "
                 f"'replicate' and needs all of them: plan it as 'row'"
             )
         raise PlanError(
-            f"of {parent}, {sharded} are columns, and the others ({names}) are not; layers whose outputs meet, as "
-            "query, key and value, or gate and up, must be sharded together"
+            f"of {parent}, the columns of {sharded} are split, and those of {names} are not; layers whose outputs "
+            "meet, as query, key and value, or gate and up, must be sharded together"
         )
+    alone = "plan it as 'replicate', or a model's head as 'vocab'"
     if columns and not rows:
         names = ", ".join(one.name for one in columns)
+        way = alone if len(linear) == 1 else "plan the layer that takes these features as 'row'"
         raise PlanError(
             f"{names}: a column leaves each rank with some of the features, but no layer of {parent or 'the model'} is "
-            "made for that; plan the layer after it as 'row'"
+            f"made for that; {way}"
         )
     if rows and not columns:
         names = ", ".join(one.name for one in rows)
+        way = alone if len(linear) == 1 else "plan the layers that give it these features as 'column'"
         raise PlanError(
             f"{names}: a row takes some of the features on each rank, but every layer of {parent or 'the model'} gives "
-            "each rank all of them; plan the layer before it as 'column'"
+            f"each rank all of them; {way}"
         )
     for row in rows:
-        _check_joint(module, columns, row)
+        _check_joint(module, columns, row, is_last=row is rows[-1])
 
 
-def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> None:
+def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned, is_last: bool) -> None:
     """Check that the features that the columns give are those that the row takes, with every part cut alike.
 
     The outputs of the columns of one parent are combined: gate and up are multiplied, each query head asks its key
@@ -318,6 +321,8 @@ def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned) -> Non
     more = ""
     if is_attention and given == 3 * taken:
         more = f"; {wrong} holds query, key and value side by side: plan it as FusedColumn(3), which cuts each of them"
+    elif not is_last:
+        more = "; if both read the same input, as gate and up do, plan both as 'column'"
     elif given % taken == 0 and given > taken:
         more = f"; {wrong} may hold {given // taken} parts side by side: plan it as FusedColumn({given // taken})"
     raise PlanError(f"{wrong} gives {given} features, and {row.name} takes {taken}{more}")

@@ -52,9 +52,8 @@ class Side(NamedTuple):
         return texts.side_text(self.key, self.dtype, self.shape, self.where)
 
 
-def side_of(call: Call, x: Tensor, rank: int, lines: Lines) -> Side:
-    """How `rank` calls the collective on `x`, from the program's present line."""
-    where = lines.here()
+def side_of(call: Call, x: Tensor, rank: int, lines: Lines, where: str) -> Side:
+    """How `rank` calls the collective on `x`, at `where` in the program."""
     key, dtype, fixed_shape = signature(call, x) or (call.key, x.dtype, None)
     side = Side(rank, key, dtype_name(dtype), fixed_shape, tuple(x.shape), where, splits=call.splits or ())
     error = sys.exception()

@@ -62,7 +62,7 @@ class ProcessRank(RecordedRank):
         now = self.catch_up()
         group = call.place.group
         number = self._begun.get(group, 0)
-        side = side_of(call, x, self.rank, self.lines)
+        side = side_of(call, x, self.rank, self.lines, self.written(self.lines.here()))
         self._begun[group] = number + 1
         self._last_sides.append((group, number, side))
         kind = Message if call.peers else Together

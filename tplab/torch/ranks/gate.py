@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock, get_ident
 
 
@@ -44,6 +47,24 @@ class Gate:
             if self._is_open:
                 self._was_used = True
                 _raise(self._thread, kind)
+
+
+@contextmanager
+def unheard(kind: type[BaseException]) -> Iterator[None]:
+    """Meanwhile, Python prints nothing of an exception of this kind that arrives where none can be raised, as in the
+    callback of a weak reference. Python drops it there, so it has to be raised again."""
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, kind):
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
 
 
 def _raise(thread: int, kind: type[BaseException]) -> None:

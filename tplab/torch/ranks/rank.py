@@ -7,8 +7,8 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -199,6 +199,7 @@ class Rank(ABC):
         self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
         self.pair: Any = None  # two passes that run at once, each of which goes on while the other waits
         self.types: Any = None  # what writes down its operations, where `run` was asked for types
+        self.unit = ""  # whose parameters or gradients travel, where that is known
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
@@ -245,6 +246,19 @@ class Rank(ABC):
             there_and_back = Place(place.label, pair, int(op == "receive"))
             found = self._calls[key] = Call(op, axis, there_and_back, key[2], peers)
         return found
+
+    @contextmanager
+    def sends_for(self, unit: str) -> Iterator[None]:
+        """What is sent inside belongs to `unit`: the trace says so beside the line."""
+        before, self.unit = self.unit, unit
+        try:
+            yield
+        finally:
+            self.unit = before
+
+    def written(self, line: str) -> str:
+        """Where a collective is written: the line, and what is sent there if one line does that for many units."""
+        return f"{line}, for {self.unit}" if self.unit else line
 
     @abstractmethod
     def begin(self, call: Call, x: Tensor) -> Pending:

@@ -95,12 +95,12 @@ class SimulatedRank(WaitingRank):
         world = self.world
         frame = self._called_from or world.lines.frame(above=3)
         code = frame.f_code
-        key = (call, x.shape, x.dtype, id(code), frame.f_lasti, graph_task() == -1)
+        key = (call, x.shape, x.dtype, id(code), frame.f_lasti, graph_task() == -1, self.unit)
         site = self._sites.get(key)
         if site is None:
             ranks = call.place.group
             group = world.groups.setdefault(ranks, Group(ranks, world.mesh.size))
-            where = self._line(frame)
+            where = self.written(self._line(frame))
             site = self._sites[key] = Site(call, x, self.rank, group, where, phase(), code, world.chronicle)
         return site
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tplab.errors import MeshError
 from tplab.torch.ranks.floor import Ticket
-from tplab.torch.ranks.gate import Gate
+from tplab.torch.ranks.gate import Gate, unheard
 from tplab.torch.ranks.one_core import OneCore
 from tplab.torch.ranks.process_state import Own, ProcessState
 from tplab.torch.ranks.watches import LONG, Watches, whereabouts
@@ -225,17 +225,18 @@ class Turns:
         are left behind, and end after it."""
         self.fail(interrupt)
         deadline = time.monotonic() + _PATIENCE
-        while self._running and time.monotonic() < deadline:
-            try:
-                for seat in [*self.seats, *self.others]:
-                    if seat.thread is None or seat.thread.ident is None:  # has not begun, and will not
-                        self._running.discard(seat)
-                    if seat.turn.locked():
-                        seat.turn.release()  # if it waits for its turn, it ends now
-                    seat.gate.raise_through(Released)
-                self._called.acquire(timeout=_POLL)
-            except BaseException:  # Ctrl-C again, or released again
-                continue
+        with unheard(Released):
+            while self._running and time.monotonic() < deadline:
+                try:
+                    for seat in [*self.seats, *self.others]:
+                        if seat.thread is None or seat.thread.ident is None:  # has not begun, and will not
+                            self._running.discard(seat)
+                        if seat.turn.locked():
+                            seat.turn.release()  # if it waits for its turn, it ends now
+                        seat.gate.raise_through(Released)
+                    self._called.acquire(timeout=_POLL)
+                except BaseException:  # Ctrl-C again, or released again
+                    continue
         behind = sorted({seat.number for seat in self._running})
         if behind:
             interrupt.add_note(

@@ -169,7 +169,8 @@ class KindsOfMemory(Listener):
     # --- what is where -------------------------------------------------------------------------------------------
 
     def _open_row(self, op: str, moment: float | None = None) -> None:
-        self._ledger.open_row(self._rank.moment() if moment is None else moment, op, self._rank.lines.here(), phase())
+        rank = self._rank
+        self._ledger.open_row(rank.moment() if moment is None else moment, op, rank.written(rank.lines.here()), phase())
 
     def _look(self) -> None:
         """Record what is gone, and find what has become a gradient."""

@@ -18,6 +18,7 @@ from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.sequence import AttentionMask, TokenLayout, efficiency, load, tiles_of
 from tplab.trace.trace import Trace
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score.op_kinds import kind_of
 
 MOST_TOKENS, MOST_RANKS = 64, 16
@@ -166,9 +167,10 @@ class Panels:
 
 def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Panels:
     """What is shown of these layouts, checked."""
-    given = [layouts] if isinstance(layouts, TokenLayout) else list(layouts)
+    given = list(layouts) if isinstance(layouts, Sequence) else [layouts]
     if not 1 <= len(given) <= 3:
         raise ValueError(f"tiles shows one layout or up to 3 side by side, not {len(given)}")
+    check_shown(given, TokenLayout)
     sizes = {(layout.num_tokens, layout.num_ranks) for layout in given}
     if len(sizes) > 1:
         raise ShapeError(f"layouts side by side must be of the same tokens and ranks, not of {sorted(sizes)}")

@@ -41,7 +41,7 @@ def nodes(one: Forecast) -> Scene:
     keys = [Key(f"rank 0{', and its groups:' if found else ''}", ACCENT)]
     for axis, ranks, on in found:
         words, colour = f"{axis} {ranks} on {f'{on:,} nodes' if on > 1 else 'a node'}", hue(PART_HUES[axis])
-        keys.append(Key(words, PAPER if axis == "ep" else mix(colour, 0.45), colour))
+        keys.append(Key(words, PAPER, colour, "border") if axis == "ep" else Key(words, mix(colour, 0.45), colour))
     draw_legend(pen, keys, MARGIN, 5, room)
     top = legend_height(keys, room, pen.width_of) + 4
     said = " · ".join(group.axis for group in axes) + (" in each cell" if axes else "")

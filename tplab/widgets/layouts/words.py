@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tplab.forecast import Forecast, Plan
 from tplab.forecast.why import NAMES
-from tplab.units import plain
+from tplab.units import counted, plain
 
 GIB = 2**30
 
@@ -66,7 +66,7 @@ def held_text(one: Forecast) -> str:
 
 def sentence(best: Forecast, considered: int, fitting: int) -> str:
     """What the search found, without its full stop."""
-    where = f"{best.model.name or 'this model'} on {best.plan.ranks:,} GPUs"
+    where = f"{best.model.name or 'this model'} on {counted(best.plan.ranks, 'GPU')}"
     if not fitting:
         return f"{where}: none of {considered:,} plans fits. {best.plan} holds the least: {best.why}"
     many = f"{fitting:,} of {considered:,} plans fit"

@@ -19,6 +19,7 @@ from tplab.experts.routing import table_of
 from tplab.sharding import share
 from tplab.trace.event import Event
 from tplab.trace.trace import Trace
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score.op_kinds import kind_of
 
 MOST_RANKS, MOST_EXPERTS = 16, 64
@@ -127,6 +128,7 @@ class Layer:
 
 def layers_of(trace: Trace, choices: Any = None, experts: int | None = None) -> list[Layer]:
     """The layers of experts that rank 0 takes part in, in order. Raises TraceError and ShapeError."""
+    check_shown([trace], Trace)
     if not any(kind_of(event.op) == "product" for event in trace.select(kind="compute", rank=0).events):
         raise TraceError(
             "this trace does not say what ranks compute, and a layer of experts is found by its products of matrices; "

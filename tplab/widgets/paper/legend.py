@@ -21,9 +21,9 @@ _ACTIONS = {"F": F, "B": B, "I": I, "W": W}
 class Key(NamedTuple):
     """An entry of a legend: a text, and how what it explains looks.
 
-    sign    "box"; in the edge's colour "hatch", "dashes", "dashed", "stair"; in the fill's "cross", "disc", "strip";
-            "parts", segments of a sum; "hues", several colours; "later", the stages of a rank; "diamond", what was
-            measured; "F", "B", "I", "W", an action, in its own colour or in the fill's; "" for a text alone
+    sign    "box"; "border", with a thick edge; in its colour "hatch", "dashes", "dashed", "stair"; in the fill's
+            "cross", "disc", "strip"; "parts", segments of a sum; "hues", several colours; "later", a rank's stages;
+            "diamond", what was measured; "F", "B", "I", "W", an action, in its own or the fill's colour; "" only a text
     """
 
     text: str
@@ -57,9 +57,9 @@ class Key(NamedTuple):
                 fill, low = (LINE if begin > 0.5 else self.fill), y + (4 if self.sign == "strip" else 7)
                 sheet.box(x + begin * WIDE, low, (end - begin) * WIDE, y + TALL - low, fill=fill)
         elif self.sign:
-            is_box = self.sign == "box"
-            sheet.box(x, y, WIDE, TALL, fill=self.fill, edge=self.edge if is_box else None, radius=3 * is_box)
-            if not is_box:
+            looks = {} if self.sign == "hatch" else {"edge": self.edge, "radius": 3}
+            sheet.box(x, y, WIDE, TALL, fill=self.fill, line=2 if self.sign == "border" else 1, **looks)
+            if self.sign == "hatch":
                 sheet.hatch(x, y, WIDE, TALL, edge)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tplab.schedules import Schedule, Simulation
 from tplab.schedules.action import CODE
-from tplab.units import plain
+from tplab.units import counted, plain
 from tplab.widgets.paper.action import Sheet, draw_action
 from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
@@ -55,7 +55,7 @@ def about(run: Simulation) -> str:
     """ "4 ranks, 8 microbatches, F : I : W = 1 : 1 : 1"."""
     schedule, costs = run.schedule, run.costs
     stages = "" if schedule.num_stages == schedule.num_ranks else f" · {schedule.num_stages} stages"
-    text = f"{schedule.num_ranks} ranks{stages} · {schedule.num_microbatches} microbatches"
+    text = f"{counted(schedule.num_ranks, 'rank')}{stages} · {counted(schedule.num_microbatches, 'microbatch')}"
     shares = (costs.forward, costs.input_grad, costs.weight_grad)
     if all(np.ndim(share) == 0 for share in shares) and costs.full_backward is None:
         text += " · F : I : W = " + " : ".join(f"{share:g}" for share in shares)
@@ -166,9 +166,10 @@ def _strip(
 def sentence(runs: Sequence[Simulation]) -> str:
     """One plain sentence, which replaces the picture where there is none."""
     said = [
-        f"{run.schedule.name or 'a schedule'} on {run.schedule.num_ranks} ranks with {run.schedule.num_microbatches} "
-        f"microbatches: makespan {run.makespan:g}, {100 * run.bubble_fraction:.1f}% idle, "
-        f"{float(run.peak_activations.max(initial=0.0)):g} microbatches held at most"
+        f"{run.schedule.name or 'a schedule'} on {counted(run.schedule.num_ranks, 'rank')} with "
+        f"{counted(run.schedule.num_microbatches, 'microbatch')}: makespan {run.makespan:g}, "
+        f"{100 * run.bubble_fraction:.1f}% idle, {held:g} microbatch{'es' * (held != 1)} held at most"
         for run in runs
+        for held in [float(run.peak_activations.max(initial=0.0))]
     ]
     return "; beside it ".join(said) + "."

@@ -37,7 +37,8 @@ def of_timeline(score: Score, measured: Durations) -> list[Key]:
 
 def _of_pipeline(score: Score) -> list[Key]:
     bars, keys = score.bars, actions(score.action_kinds)
-    is_other = np.where(bars["kind"] == COMPUTE, score.actions < 0, bars["kind"] != WAIT)
-    says = ("other work and messages", WORK), ("activations sent", KINDS["F"]), ("gradients sent", GRADIENT)
-    there = np.unique(bars["flow"][is_other]).tolist()
+    is_other, is_sent = (bars["kind"] == COMPUTE) & (score.actions < 0), ~np.isin(bars["kind"], (COMPUTE, WAIT))
+    keys += [Key("other work", *WORKS["computing"])] if is_other.any() else []
+    says = ("other messages", WORK), ("activations sent", KINDS["F"]), ("gradients sent", GRADIENT)
+    there = np.unique(bars["flow"][is_sent]).tolist()
     return keys + [Key(says[flow][0], mix(says[flow][1], 0.24), says[flow][1]) for flow in (1, 2, 0) if flow in there]

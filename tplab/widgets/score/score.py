@@ -25,6 +25,7 @@ from tplab.trace.groups import kinds_apart
 from tplab.trace.trace import Trace
 from tplab.units import letter, number_text
 from tplab.widgets.paper.palette import GRADIENT, KINDS, OPS, WORK, hue
+from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings
 from tplab.widgets.score.names import LOW, names
@@ -132,9 +133,11 @@ class Score:
         return found
 
     def colours(self, by_kind: bool = False) -> list[str]:
-        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do."""
-        by_kind, of = by_kind and not self.is_pipeline, (WORK, KINDS["F"], GRADIENT).__getitem__
-        carried = map(of, self.bars["flow"].tolist()) if self.is_pipeline else map(hue, self.bars["item"].tolist())
+        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do. In
+        a pipeline only actions, activations and gradients have one."""
+        if self.is_pipeline:
+            return [(WORK, KINDS["F"], GRADIENT)[flow] for flow in self.bars["flow"].tolist()]
+        carried = map(hue, self.bars["item"].tolist())
         kinds = [work or talk * by_kind for work, talk in zip(self.work_kinds, self.talk_kinds, strict=True)]
         return [OPS[kind] if kind else colour for kind, colour in zip(kinds, carried, strict=True)]
 
@@ -285,6 +288,7 @@ class Score:
 
 def score(trace: Trace) -> Score:
     """Read a trace once."""
+    check_shown([trace], Trace)
     names = ("rank", "start", "end", "step", "chunk", "peer", "message", "bytes")
     columns = {name: trace.column(name) for name in names}
     kinds, kind_codes = trace.codes("kind")

@@ -66,7 +66,7 @@ export class GanttChart {
     }
     this.height = top;
     this.box.style.height = this.canvas.style.height = this.names.style.height = `${top}px`;
-    const said = this.runs.map((run) => `${run.name} on ${run.ranks} ranks, ${timeText(run.makespan, board.unit)} long`);
+    const said = this.runs.map((run) => `${run.name} on ${run.ranks} rank${run.ranks === 1 ? "" : "s"}, ${timeText(run.makespan, board.unit)} long`);
     this.canvas.setAttribute("aria-label", said.join("; "));
     this.draw();
   }

@@ -30,7 +30,7 @@ export class Lanes {
     this.right = busy ? 50 : 8;
     this.measure();
     const beside = this.measured.map(([name, , text]) => `, ${name} ${text} measured by ${score.by}`).join("");
-    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} ranks, ${timeText(this.last - this.begin, score.unit)} long${beside}` });
+    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} rank${score.ranks === 1 ? "" : "s"}, ${timeText(this.last - this.begin, score.unit)} long${beside}` });
     this.head = el("div.tpl-playhead");
     this.veil = zoom ? null : el("div.tpl-veil"); // what is still to come is paler
     this.mark = el("div.tpl-barmark", { hidden: "" });

@@ -118,6 +118,10 @@ async function render({ model, el: host }) {
     tasks.show(model.get("settings"), isWaiting);
   }
 
+  const clearLegend = () => { // and what would paint it in another theme
+    legend.replaceChildren();
+    root.paintLegend = null;
+  };
   const chosenOf = () => Math.min(model.get("chosen"), board.plans.length - 1);
   function draw() {
     const chosen = chosenOf();
@@ -149,7 +153,7 @@ async function render({ model, el: host }) {
     chart.box.hidden = !run;
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : "The pipeline of this plan is simulated by Python, which is not here.";
-    legend.replaceChildren();
+    clearLegend();
     if (run) drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
     if (run) chart.set({ ...run, tall: VIEW_TALL });
   }
@@ -172,7 +176,7 @@ async function render({ model, el: host }) {
     root.querySelector(".tpl-badge").textContent = board.badge;
     root.setAttribute("aria-label", `${board.title} ${board.about}. Arrow keys choose a plan.`);
     aboutView.textContent = "";
-    legend.replaceChildren();
+    clearLegend();
     if (model.get("view") === "plans") drawLegend(root, board, board.note, legend);
     if (!isOwn(model.get("settings").model)) own.set(board.own);
     board.place = new Map(board.known.map((index, place) => [index, place]));

@@ -44,7 +44,7 @@ export function overlaySay(data, { time, runs, due, done, wereDue }) {
 export class OverlayLanes extends Lanes {
   constructor(root, host, data, options) {
     super(root, host, data, options);
-    this.canvas.setAttribute("aria-label", `timeline of ${data.title} on ${data.ranks} ranks: ${data.about}`);
+    this.canvas.setAttribute("aria-label", `timeline of ${data.title} on ${data.ranks} rank${data.ranks === 1 ? "" : "s"}: ${data.about}`);
     this.markDue = el("div.tpl-barmark", { hidden: "" });
     this.plot.append(this.markDue);
   }
