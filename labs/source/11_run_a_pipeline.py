@@ -115,7 +115,8 @@ print("messages", *(event.values.item() for event in sent))
 # row of rank 1 of three:
 
 # %%
-print(*one_f_one_b(ranks=3, microbatches=4).by_rank()[1])  # the first digit: stage 1
+print(*one_f_one_b(ranks=3, microbatches=4).by_rank()[1])
+# 1F2: on stage 1, the forward pass of microbatch 2
 
 # %%
 def train(schedule, stage, microbatches, loss):
@@ -225,8 +226,8 @@ for loss in (token_loss, per_target):
     print(f"{loss.__name__:10} gradients off by up to {100 * apart(out, right):.0f}%")
 
 # %% [markdown]
-# Hugging Face's trainer had [this very mistake](https://huggingface.co/blog/gradient_accumulation) until 2024. It does not
-# take a pipeline: gradient accumulation on one device is enough.
+# Hugging Face's trainer had [this very mistake](https://huggingface.co/blog/gradient_accumulation) until 2024, without a
+# pipeline: gradient accumulation on one device is enough.
 #
 # ## Split the backward: I and W
 #
@@ -234,7 +235,7 @@ for loss in (token_loss, per_target):
 #
 # $$\text{I:}\quad dx = dy\, w^T \qquad\qquad \text{W:}\quad dw = x^T dy$$
 #
-# Each takes as many FLOPs as the forward, so $B = I + W = 2F$. `train_batch` splits the backward of any module in this
+# Each takes as many FLOPs as the forward, so for linear layers alone $B = I + W = 2F$. `train_batch` splits the backward of any module in this
 # way: I goes from the output to the input and keeps the gradient of each layer's output, and W computes the weights'
 # gradients from these. The split computes nothing twice.
 #
@@ -264,17 +265,16 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 # %% [markdown]
 # $B / F$ is a little above 2, because fused attention computes its scores again in the backward pass.
 #
-# FLOPs are not seconds. Qi et al. measured $B = 1.48\,F$ and $I = 1.94\,W$ for a GPT on A100s. So measure your own model before
-# you choose a schedule.
+# FLOPs are not seconds. Qi et al. measured $B = 1.48\,F$ and $I = 1.94\,W$ for a GPT of 1.5 billion parameters on A100s.
+# So measure your own model before you choose a schedule.
 
 # %% [markdown]
 # ## See it run
 #
 # In the picture at the top, run and simulation used the same durations. That they agree shows that the ranks kept to the
 # schedule, and no more. Now we measure seconds, and predict what has not been measured yet: **each batch from the one
-# before**. Two ranks are real processes that send real messages, and the model is wider, so that there is something to
-# measure. `measured_costs` reads from the trace of one batch how long each action took. From that, the simulation predicts
-# *when* each action of the next batch begins. (The first batch only warms up.)
+# before**. Two ranks are real processes, and the model is wider, so that there is something to measure. `measured_costs` reads from the trace of one batch how long each action took. From that, the simulation predicts
+# *when* each action of the next batch begins.
 #
 # **Predict.** What will be missing from this prediction?
 #
@@ -305,12 +305,14 @@ for k in (2, 3, 4):
 timeline(measured, predicted=beside)
 
 # %% [markdown]
+# On a busy machine a batch can be off by a third. Then run the cell again.
+#
 # ## Turn the knob: how many microbatches?
 #
 # Lab 10 says that more microbatches make the bubble smaller. Here are four blocks, 1,024 wide, one on each of four H100s.
 # The batch is 16 sequences of 1,024 tokens, cut into more and more microbatches. The times are modelled twice: at the peak
 # rates of the data sheet with 5 µs for each launch, and as a forecast from kernels that were measured on H100s. Which number
-# of microbatches is best? Guess first.
+# of microbatches is best?
 
 # %%
 wide = GPTConfig(32000, 1024, num_layers=4, num_heads=16, context=1024)
@@ -348,9 +350,9 @@ knob("One batch on four H100s", "microbatches",
 # <details><summary>What there is to discover</summary>
 #
 # The bubble shrinks with every step, as the formula says, and still the batch does not get faster for ever. By the data
-# sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. With sixteen, both take longer again:
+# sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, each takes longer again:
 # every rank launches twice as many kernels, each of them half as large, and small kernels use a GPU badly. The formula is
-# nearly right about the bubble, and silent about the rest.
+# roughly right about the bubble, and silent about the rest.
 #
 # Larger microbatches can be cut further. The authors of the Ultra-Scale Playbook **measured** a 1B model on pipelines of
 # four H100s, eight of them side by side, with sequences of 4,096 tokens. With 8, 16 and 32 microbatches, each GPU got
@@ -384,10 +386,13 @@ for rule, cuts in num_cuts.items():
 #
 # ## A bug to repair: a deadlock
 #
-# When a message takes as long as a forward, 1F1B takes 49 steps where GPipe takes 39, because ranks wait for messages.
-# Running more forwards ahead would hide the messages. Here is a first attempt:
+# When a message takes as long as a forward, ranks of 1F1B wait for messages. Running more forwards ahead would hide them.
+# The goal is to be as fast as GPipe, and to hold no more microbatches than that takes. Here is a first attempt:
 
 # %%
+for rule in (one_f_one_b, gpipe):
+    print(f"{rule.__name__:11} {simulate(rule(p, m), slow).makespan:g} steps")
+
 def ahead(rank, ranks):  # forwards before the first pair of forward and backward
     if rank == 0:
         return ranks - 1
@@ -447,7 +452,7 @@ check_train_split(train_split)
 # ## To take away
 #
 # - A schedule says when, not what. Every legal schedule gives the same gradients as one device. Divide the losses by the
-#   number of targets in the whole batch. That is the same as $1/m$ only if all microbatches have equally many.
+#   number of targets in the whole batch.
 # - A run follows its schedule, but only as fast as its actions. Simulate it with the costs that you measured.
 # - A pipeline sends little, but its ranks wait for their neighbours, and forever if their orders form a cycle.
 

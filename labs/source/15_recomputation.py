@@ -86,8 +86,9 @@ levels(
 # <details><summary>Answer</summary>
 #
 # $k = 4$ takes 16 + 16 = 32 tensors. Keeping everything, without a checkpoint, takes $La = 256$. In general
-# $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. A
-# backward pass computes as much as two forward passes. So a step takes 1 + 1 + 2 instead of 1 + 2, four thirds of it.
+# $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. (Only
+# the last piece could do without: its backward pass comes at once.) A backward pass computes as much as two forward
+# passes. So a step takes 1 + 1 + 2 instead of 1 + 2, four thirds of it.
 #
 # </details>
 
@@ -173,13 +174,17 @@ def jax_recomputed(weights, x, every):
     return x
 
 ws, jax_x = list(jnp.ones((16, 16, 16)) / 16), jnp.ones((512, 16))
+def tensors_kept(fn):
+    _, back = jax.vjp(fn, ws, jax_x)
+    return len([x for x in jax.tree.leaves(back) if x.shape == jax_x.shape])
+
+print(f"no recomputation: tensors kept: {tensors_kept(jax_piece)}")
 for every in (1, 4, 16):
-    _, back = jax.vjp(lambda ws, x, k=every: jax_recomputed(ws, x, k), ws, jax_x)
-    kept = [each for each in jax.tree.leaves(back) if each.shape == jax_x.shape]
-    print(f"every {every:2}: tensors kept: {len(kept)}")
+    kept = tensors_kept(lambda ws, x, k=every: jax_recomputed(ws, x, k))
+    print(f"every {every:2}: tensors kept: {kept}")
 
 # %% [markdown]
-# What truly differs is randomness. In JAX, a random key is an argument of the piece, so both passes draw the same numbers.
+# Without `jax.checkpoint` it keeps the input and two tensors per layer. What truly differs is randomness. In JAX, a random key is an argument of the piece, so both passes draw the same numbers.
 # In torch, the numbers come from a generator that the first pass has changed. Your turn, below, is about that.
 #
 # ## Turn the knob: layers that keep more
@@ -243,8 +248,9 @@ for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 
           f"{alive / 1e6:.2f} MB at its peak; same gradients: {apart < 1e-5}")
 
 # %% [markdown]
-# What a rank keeps *between* its actions (forward and backward passes) nearly disappears. The first checkpoint of rank 0
-# is the token ids, which take almost nothing, so 3, 1 and 1 checkpoints per microbatch are left to count. One of them takes
+# What a rank keeps *between* its actions (forward and backward passes) nearly disappears. With $k = 1$, its four pieces
+# begin at the token ids, which take almost nothing, and at each of the three blocks. With $k = 2$ or 3, one piece begins at
+# the ids and one at a block. So 3, 1 and 1 checkpoints per microbatch are left to count. One of them takes
 # 32 tokens x 64 numbers x 4 B = 8,192 B, and 3 of them for 4 microbatches are the 0.10 MB. The peak falls less, because the
 # piece that is being computed again is alive, and so are gradients. Here is all of rank 0's memory, with the parameters:
 
@@ -279,29 +285,33 @@ memory_timeline(runs, title="A pipeline of four ranks")
 
 # %%
 blocks, width, tokens, ranks = 32, 4096, 4096, 8
-s = tokens * width * 2
-held = 16 * blocks * 12 * width**2 / ranks  # parameters, gradients, Adam
+s = tokens * width * 2  # the bytes of a block's input
+block = 16 * s  # what a block keeps
+own = blocks // ranks  # blocks on a rank
+held = own * 12 * width**2 * 16  # 16 bytes per parameter, with gradient and Adam
 for size in (1, 2, 4, 8):  # sequences per microbatch
-    saved = ranks * blocks / ranks * 16 * s * size
-    checkpoints = ranks * blocks / ranks * s * size + 16 * s * size
+    saved = ranks * own * block * size  # rank 0 keeps as many microbatches as ranks
+    checkpoints = ranks * own * s * size + block * size  # and one block once more
     print(f"sequences per microbatch: {size}. Rank 0: {(held + saved) / 1e9:5.1f} GB,",
           f"recomputed {(held + checkpoints) / 1e9:4.1f} GB")
 
 # %% [markdown]
 # With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four, it fits only
-# without the embedding: one of 128,256 entries takes 8.4 GB more. With eight, it takes nearly twice the memory. A compromise is **selective** recomputation, which
-# recomputes only what is large but cheap, such as attention scores. Fused attention already does this.
+# without the embedding: an embedding of 128,256 entries takes 8.4 GB more. With eight, it takes nearly twice the memory. A
+# compromise is **selective** recomputation: only of what is large but cheap, such as attention scores. Fused attention
+# already does this.
 #
-# By the count of FLOPs, a step takes a third longer. What did it cost on real GPUs? Korthikanti et al. trained a GPT with
-# 530 billion parameters on 2,240 A100s. Training became 29% faster when they recomputed only attention scores, and sharded
-# the norms' activations as in [lab 05](05_block_memory.ipynb).
+# By the count of FLOPs, a step takes a third longer. What did others gain on real GPUs by avoiding it? Korthikanti et al.
+# trained a GPT with 530 billion parameters on 2,240 A100s. Compared with recomputing everything, training became 29% faster
+# when they recomputed only attention scores, and sharded the norms' activations as in [lab 05](05_block_memory.ipynb).
 
 # %% [markdown]
 # ## Your turn: a bug to repair
 #
 # Dropout draws random numbers. `forget` and `again` from above look right, and without dropout they are. Here they are
-# once more. Run the check, read what it says, and repair them. A piece may keep anything, such as a tuple, but only one
-# tensor as large as its input. In a pipeline, other microbatches go through the same piece before `my_again` runs.
+# once more. Run the check, read what it says, and repair them, without `torch.utils.checkpoint`. A piece may keep anything,
+# such as a tuple, but only one tensor as large as its input, besides the generator's state. In a pipeline, other
+# microbatches go through the same piece before `my_again` runs.
 #
 # <details><summary>Hint</summary>
 #

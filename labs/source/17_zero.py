@@ -114,7 +114,8 @@ print(Pieces(((2, 5), (3,)), 4))
 # <details><summary>Answer</summary>
 #
 # Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`, and ZeRO only puts the
-# optimizer's step in between. Stage 2 sends as much, but its `reduce_scatter` runs during the backward pass. In stage 3
+# optimizer's step in between. With one microbatch stage 2 sends as much, but its `reduce_scatter` runs during the backward
+# pass. In stage 3
 # parameters are gathered for the forward pass and again for the backward pass: three times $\frac{R-1}{R}$ instead of
 # two.
 #
@@ -252,8 +253,9 @@ for name, stage in names.items():
 memory_timeline(runs, formula, title="Two steps of eight layers")
 
 # %% [markdown]
-# In stage 1 the gradients stay whole until the step. In stage 2 they leave layer by layer. In stage 3 a layer is whole,
-# or *gathered*, only while it runs. (The first hump is the set-up: the model before it is divided.)
+# In stage 1 the gradients stay whole until the step. Between steps there are none, and the curve is below the line. In stage
+# 2 they leave layer by layer. In stage 3 a layer is whole, or *gathered*, only while it runs. (The first hump is the set-up:
+# the model before it is divided.)
 #
 # The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do Adam's
 # intermediate results, the small teeth, and without ZeRO the spike of 640 KiB, where `average_gradients` holds the
@@ -284,8 +286,8 @@ for prefetch, trace in traces.items():
 timeline(traces[True])
 
 # %% [markdown]
-# Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass, and
-# the last gradients. Point at a message to see which unit it is for. Prefetch costs one more whole layer in memory. (We
+# Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass (whose
+# layer has just been used, and could have stayed), and the last gradients. Point at a message to see which unit it is for. Prefetch costs one more whole layer in memory. (We
 # assume that messages do not slow down computing.)
 #
 # ## Turn the knob: how many ranks?
@@ -343,10 +345,12 @@ for ranks in (8, 64, 256, 512):
         print(row)
 
 # %% [markdown]
-# Inside a node, all messages hide from about 1,900 tokens per rank. On 64 GPUs, the forecast is about 2,200 tokens per
+# Inside a node, all messages hide from about 1,900 tokens per rank. In the forecast that is more than in
+# [lab 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`. On
+# 64 GPUs, the forecast is about 2,200 tokens per
 # rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's network ([lab
-# 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On 512 GPUs the two are about
-# 2,600 tokens per rank and about 20,500 tokens per rank. They grow apart because a ring waits for each of its hops, and
+# 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On 512 GPUs they are 2,600 and
+# 20,500. They grow apart because a ring waits for each of its hops, and
 # on the playbook's network a hop takes longer.
 #
 # MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
@@ -379,8 +383,8 @@ for run in runs_of_mpt:
 #
 # With fewer tokens than the threshold, ranks wait for their parameters. There are three ways out: use stage 1, send
 # fewer bits per number ([lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node:
-# *hybrid* sharding, HSDP. Then only a piece of the gradients is all-reduced across nodes. Here are both on eight nodes.
-# Each rank has 2,048 tokens:
+# *hybrid* sharding, HSDP. Then only a piece of the gradients is all-reduced across nodes. Here are full and hybrid sharding
+# on eight nodes. Each rank has 2,048 tokens:
 
 # %%
 def eight_nodes(axis, replicate_axis):
@@ -401,8 +405,8 @@ for name, axes in choices.items():
         print(f"{name}: {took:4.1f} ms, {hidden:.0%} hidden ({cluster.kind_on(64)})")
 
 # %% [markdown]
-# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. Its two levels take turns,
-# while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the playbook's network it takes
+# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast, which we can compare with no
+# measurement. Its two levels take turns, while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the playbook's network it takes
 # 28.0 ms instead of 86.0 ms, because fewer bytes cross, in fewer hops. The price is memory: $16/8$ bytes per parameter
 # instead of $16/64$.
 #
@@ -410,7 +414,7 @@ for name, axes in choices.items():
 #
 # Here is stage 1 for one matrix and gradient descent with momentum, $m \leftarrow 0.9\,m + dW$ and $W \leftarrow W -
 # 0.5\,m$. Each rank keeps only its own rows of $m$. Run the check, then repair `my_step`, without sending more than
-# data parallelism.
+# data parallelism, and without changing `w` in place.
 
 # %%
 def my_step(w, dw, m):  # w [D, F], on every rank; dw [D, F], this rank's own gradient
@@ -430,8 +434,8 @@ check_step(my_step)
 # ## Your turn: two matrices, one message
 #
 # Write `relu(x @ a) @ b` as a unit: all its parameters travel in one message. `a` [D, D] and then `b` [D, D] make up a single
-# row of numbers, and `piece` is this rank's part of the row. Its gradient must be summed over the whole batch, and so over
-# all ranks. Do you need a class as above?
+# row of numbers, and `piece` is this rank's part of the row. The loss is a sum over the whole batch, so its gradient must be
+# summed over all ranks. Do you need a class as above?
 
 # %%
 def my_layer(x, piece):  # x [B/dp, D]   piece [2 D D / dp]   ->   y [B/dp, D]
@@ -459,7 +463,8 @@ check_layer(my_layer)
 #
 # - An `all_reduce` is a `reduce_scatter` and an `all_gather`. With the optimizer's step in between, its states need no
 #   copies.
-# - Stages 1 and 2 send as much as data parallelism. Stage 3 sends half as much again, and its memory falls as $1/R$.
+# - With one microbatch, stages 1 and 2 send as much as data parallelism. Stage 3 sends half as much again, and its memory
+#   falls as $1/R$.
 # - A gather that begins one layer ahead costs no time, as long as a layer computes for longer than its message takes.
 
 # %% [markdown]

@@ -4,7 +4,7 @@
 # **Sixteen ranks have two axes, data and tensor. Which mesh sends the fewest bytes, and which of its axes may cross the
 # network?**
 #
-# Prerequisites: $f$ and $g$ from [lab 01](01_split_a_layer.ipynb), nodes and cards from
+# Prerequisites: $f$ and $g$ from [lab 01](01_split_a_layer.ipynb), which are `copy_to` and `reduce_from`, nodes and cards from
 # [lab 03](03_network_levels.ipynb), and gradients that are sent during the backward pass
 # ([lab 16](16_data_parallel.ipynb)). Time: 40 minutes.
 #
@@ -44,6 +44,10 @@ shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
 # Along `tp` a step all-reduces **activations**: $Z$ in the forward pass and $dX$ in the backward pass, each of size
 # $N/\text{dp} \times D$, with batch $N$ and width $D$. Along `dp` it all-reduces **gradients**: of $A$ and of $B$, each
 # of size $D \times F/\text{tp}$, with hidden width $F$.
+#
+# **By hand.** Take $N = 8$, $D = 2$ and $F = 4$ on a mesh of 2 × 2. In a ring all-reduce over two ranks, a rank sends as many
+# numbers as it has. A rank's $Z$ and $dX$ are 4 × 2 each, which makes 16 numbers along `tp`. The gradients of its parts of
+# $A$ and $B$ are 2 × 2 each, which makes 8 numbers along `dp`.
 
 # %%
 def step(x, a, b):  # x [N/dp, D]   a [D, F/tp]   b [F/tp, D]
@@ -164,7 +168,8 @@ knob("Five meshes", "tokens", batches, start=2**16, about=about, unit="B")
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
 # should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their
-# all-reduces for two nodes of eight H100s: from the data sheet, and as a forecast with each of two networks.
+# all-reduces for two nodes of eight H100s: from the data sheet, and as a forecast with each of two networks, InfiniBand NDR
+# and that of the Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)).
 
 # %%
 batch = 2 * HIDDEN
@@ -187,10 +192,9 @@ for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
 # activations if `tp` is last, and 2.04 ms if it is first. In the forecast, they wait 0.67 ms if it is last. If it is first,
 # they wait 1.52 ms with InfiniBand NDR, and 4.08 ms with the playbook's network.
 #
-# With `tp` first, `dp` is faster, but it gains only about half of what `tp` loses, because it sends half as many bytes.
-# Besides, the next matmul needs the activations at once, while gradients can travel during the backward pass
-# ([lab 16](16_data_parallel.ipynb)). **So the axis that carries activations should be last.** This is why tensor
-# parallelism rarely leaves the node.
+# With `tp` first, `dp` is faster, but it gains only about half of what `tp` loses: at this batch it sends half as many bytes.
+# The next matmul needs the activations at once, while gradients can travel during the backward pass. **So the axis that
+# carries activations should be last.** This is why tensor parallelism rarely leaves the node.
 #
 # ## See it run
 #
@@ -225,12 +229,15 @@ timeline(traces[Mesh(tp=4, dp=4)])
 # The matmuls are equally long on both meshes. The difference is the idle time during the two long all-reduces over
 # `tp`, one in the forward and one in the backward pass. The two short all-reduces are those of the gradients over
 # `dp`: on this mesh they stay inside a node, although they did not need its fast links.
+#
+# Equal bytes do not take equal time. In the lines above this picture, without any overlap, 8 × 2 and 4 × 4 take 1.4 and
+# 1.5 ms on the data sheet, but 3.6 and 3.0 ms with the playbook's network. (A real model also has attention.)
 
 # %% [markdown]
 # ## A bug to repair
 #
 # A colleague averages gradients over the data-parallel ranks. On `Mesh(dp=16, tp=1)` all tests pass. Then you train on
-# `Mesh(dp=8, tp=2)`. No error is raised, and the loss still goes down, only more slowly.
+# `Mesh(dp=8, tp=2)`. No error is raised, and with plain SGD the loss still falls, only more slowly.
 
 # %%
 def average(gradient):  # this rank's gradient   ->   its mean over "dp"
@@ -245,7 +252,7 @@ check_average(average)
 # %% [markdown]
 # Fix `average`, run its cell, then run the check again. [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/pull/5555)
 # once had a bug of this kind: it divided by the size of a group that was too large, and gradient norms were a quarter
-# of what they should be. With Adam, which ignores the scale of gradients, you may never notice.
+# of what they should be. With Adam, whose step hardly depends on the scale of gradients, you may never notice.
 #
 # ## Your turn: the best mesh
 #

@@ -69,8 +69,11 @@ def test_a_mesh_of_tplab_and_results_without_names():
 
 
 def test_what_cannot_be_compared():
-    with pytest.raises(ValueError, match="give the mesh"):
-        lab.same_model(lambda mesh: jnp.sin, (np.ones(3),))
+    for mesh in (None, "dp", 2):
+        with pytest.raises(ValueError, match="give the mesh"):
+            lab.same_model(lambda mesh: jnp.sin, (np.ones(3),), mesh=mesh)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="as `lambda mesh: step`, not 2"):
+        lab.same_model(lambda mesh: mesh.size, (np.ones(3),), mesh=Mesh(dp=2))  # pyright: ignore[reportArgumentType]
 
     def only_on_many(mesh):
         return lambda x: x.sum() if mesh.size > 1 else x.reshape(5)

@@ -244,6 +244,22 @@ def test_a_group_that_comes_later_is_refused():
         lab.run(program, Mesh(dp=2))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (lambda net: (torch_adamw, net), "Linear"),
+        (lambda net: (net, torch_adamw), "function"),
+        (lambda net: (torch_adamw(net.parameters()), net.parameters()), "AdamW"),
+        (lambda net: (torch_adamw, net.named_parameters()), "tuple"),
+    ],
+)
+def test_other_arguments_are_refused_in_words(arguments, kind):
+    import tplab.torch as lab
+
+    with pytest.raises(RankError, match=rf"parameters or groups of them, as in .* given an object of type {kind}"):
+        lab.run(lambda: lab.shard_optimizer(*arguments(torch.nn.Linear(2, 2))), Mesh(dp=2))
+
+
 def test_a_state_has_the_master_copy():
     """Steps that bfloat16 would round away are in the copy: what is loaded goes on to the last bit. A state without
     one begins with the parameters that are there."""

@@ -597,9 +597,11 @@ def test_what_is_no_unit(make, units, message):
         ("parameters", {"replicate_axis": "dp"}, "replicate_axis is 'dp', and axis is 'dp': .* not in axis"),
         ("optimizer", {"axis": ("dp", "tp"), "replicate_axis": "tp"}, r"replicate_axis is 'tp', and axis is \('dp'"),
         ("gradients", {"replicate_axis": ("tp", "dp")}, "not in axis"),
+        *((each, {"op": "max"}, "op is 'max'; it must be one of sum, mean")
+          for each in ("parameters", "optimizer", "gradients")),
     ],
-)
-def test_axes_that_do_not_go_together(name, shard, options, message):
+)  # fmt: skip
+def test_options_that_do_not_go_together(name, shard, options, message):
     fw = FRAMEWORKS[name]()
     fn = getattr(fw.lab, f"shard_{shard}")
 
@@ -617,8 +619,82 @@ def test_axes_that_do_not_go_together(name, shard, options, message):
         return fn(jax_adamw(), **options).value_and_grad(lambda p: jax_layer(p, x).sum())(params)[0]
 
     program = of_torch if name == "torch" else of_jax
-    with pytest.raises((MeshError, RankError), match=message):
+    with pytest.raises((MeshError, RankError, ValueError), match=message):
         fw.lab.run(program, Mesh(dp=2, tp=2), fw.array(X), fw.array(Y), in_specs=P(("dp", "tp")))
+
+
+# ------------------------------------------------------------------------------- what is combined is not combined again
+
+ALREADY = "shard_parameters makes its gradient the mean over 'gpu' in the backward pass, so nothing is left to average"
+
+
+def averages(net: nn.Module, how: str, axis: Any) -> None:
+    """One backward pass of a rank's part of the batch, and the mean over some axes in one of three ways."""
+    rank, ranks = lab.axis_index(("node", "gpu")), lab.axis_size(("node", "gpu"))
+    x, y = (torch.tensor(each).chunk(ranks)[rank] for each in (X, Y))
+    if how == "train_batch":
+        pairs = lab.split_batch(x, y, 2)
+        lab.train_batch(one_f_one_b(1, 2), net, pairs, lambda out, y: ((out - y) ** 2).mean(), data_axis=axis)
+        return
+    if how == "data_parallel":
+        lab.data_parallel(net, axis)
+    ((net(x) - y) ** 2).mean().backward()
+    if how == "average_gradients":
+        lab.average_gradients(net, axis)
+
+
+@pytest.mark.parametrize("how", ["train_batch", "data_parallel", "average_gradients"])
+def test_a_mean_over_other_axes_is_right_and_a_second_one_over_the_same_is_refused(how):
+    """Before, the second one divided gradients by the number of ranks once more."""
+    net = model()
+    right = torch.autograd.grad(((net(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean(), list(net.parameters()))
+
+    def program(axis: Any) -> list[torch.Tensor]:
+        mine = lab.shard_parameters(model(), "gpu")
+        averages(mine, how, axis)
+        return whole([p.grad for p in mine.parameters()], [grad.shape for grad in right], "gpu")
+
+    mesh = Mesh(node=2, gpu=2, pp=1)
+    for grad, expected in zip(lab.run(lambda: program("node"), mesh).per_rank[1], right, strict=True):
+        close(grad, expected.numpy())
+    with pytest.raises(RankError, match=ALREADY):
+        lab.run(lambda: program(("node", "gpu")), Mesh(node=1, gpu=2, pp=1))
+
+
+def test_in_a_pipeline_in_jax_too():
+    import jax.numpy as jnp
+
+    def program(average: bool, op: str, x: Any, w: Any) -> Any:
+        layer = on_jax.shard_parameters(lambda w, x: jnp.tanh(x @ w), "dp", op=op)
+        stage, pairs = (layer, layer.shard(w)), on_jax.split_batch(x, x, 2)
+        about = {"data_axis": "dp", "average": average}
+        return layer.gather(on_jax.train_batch(one_f_one_b(1, 2), stage, pairs, lambda y, _: (y**2).mean(), **about)[1])
+
+    def run(average: bool, op: str = "mean") -> Any:
+        args, specs = (numbers(4, 3, seed=1), numbers(3, 3, seed=2)), (P("dp"), P())
+        fn, mesh = lambda x, w: program(average, op, x, w)[None], Mesh(dp=2, pp=1)
+        return on_jax.run(fn, mesh, *args, in_specs=specs, out_specs=P(("dp", "pp"))).value[0]
+
+    with pytest.raises(ValueError, match="a ShardedLayer: shard_parameters makes its gradient the mean over 'dp'"):
+        run(True)
+    np.testing.assert_allclose(run(True, "sum"), run(False), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mine", ["parameters", "gradients"])
+@pytest.mark.parametrize("other", ["optimizer", "gradients"])
+def test_a_sharded_optimizer_does_not_take_what_the_backward_pass_combines(mine, other):
+    """Before, it mixed up the pieces of shard_parameters, and found no gradient after those of shard_gradients."""
+
+    def program():
+        net = model()
+        if mine == "parameters":
+            lab.shard_parameters(net, "dp")
+        else:
+            lab.shard_gradients(torch_adamw, net.parameters(), "dp")
+        getattr(lab, f"shard_{other}")(torch_adamw, net.parameters(), "dp")
+
+    with pytest.raises(RankError, match=r"the gradient of this parameter \[\d.*\] is combined during the backward"):
+        lab.run(program, Mesh(dp=2))
 
 
 # ----------------------------------------------------------------------------------------------------- memory and time

@@ -54,6 +54,12 @@ def again_twice(piece, x, dy):
     return again_plainly(piece, x, dy)
 
 
+def forget_put_back(piece, x):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        return piece(x), (x, state)
+
+
 def forget_seeded(piece, x):
     torch.manual_seed(0)
     return forget_plainly(piece, x)
@@ -209,7 +215,8 @@ def test_the_solution():
             "It is right without dropout. The second pass does not drop the same numbers",
         ),
         ((forget, again_rewound), "it leaves the random generator in another state than it found it"),
-        ((forget_seeded, again_seeded), "every batch and every layer must drop other numbers"),
+        ((forget_seeded, again_seeded), "every batch and every layer must drop different numbers"),
+        ((forget_put_back, again), "Does your code seed the generator, or put it back after the forward pass?"),
         ((forget_plainly, again_instead), "It is that of the second batch alone. As in torch, a backward pass adds"),
         ((forget_hiding, again), "Something keeps activations"),
         ((forget_by_torch, again_plainly), "`checkpoint` does the work"),

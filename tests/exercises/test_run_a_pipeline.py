@@ -35,7 +35,7 @@ def returns_nothing(rank, ranks):
         (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 would do.\nThis is 1F1B"),
         (lambda rank, ranks: ranks - 1, "How many messages is that, there and back?"),
         (lambda rank, ranks: 99, "holds 8 microbatches. 7 are enough"),
-        (lambda rank, ranks: rank, "deadlock: rank 0"),
+        (lambda rank, ranks: rank, ": deadlock. With 4 ranks and 8 microbatches, the ranks run 0, 1, 2, 3"),
         (lambda rank, ranks: -1, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1.5, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1 // rank, "ZeroDivisionError"),

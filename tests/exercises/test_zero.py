@@ -128,6 +128,12 @@ def test_a_layer_that_gathers_the_batch_too_is_refused():
 
     expect(check_layer(whole), False)
 
+    def more(x: Any, piece: Any) -> Any:
+        unused = [tt.all_gather(x.detach(), "dp", 0) for _ in range(2)]
+        return layer(tt.all_gather)(x + 0 * torch.stack(unused).sum(0)[: len(x)], piece)
+
+    expect(check_layer(more), False, "and x stays on its rank")
+
 
 # --------------------------------------------------------------------------------------------------------- one message
 
@@ -145,7 +151,7 @@ def test_a_layer_of_two_matrices_passes_in_both_frameworks():
     import tplab.jax as tj
 
     verdict = check_layer(layer(tt.all_gather))
-    expect(verdict, True, "y, dx, dpiece equal the unsharded result")
+    expect(verdict, True, "y, dx, dpiece equal the unsharded result", "It gathers once")
     assert "do without" not in verdict.text
     in_jax = grade(layer(tj.all_gather), replace(zero.LAYER, meshes=(Mesh(dp=3),)), "jax")
     expect(in_jax, True, "y, dx, dpiece equal the unsharded result")

@@ -356,3 +356,17 @@ def test_any_ranks_layout_and_mask_in_jax(scheme: Scheme):
             check_drawn(fw, case, [0, 0.1, 1, 5, 30])
 
     check()
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather"])
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 2, 1), (1, 3, 2)])
+def test_ranks_with_different_numbers_of_tokens_are_refused(scheme: Scheme, sizes: tuple[int, ...]):
+    """In torch; in JAX one program has the same shapes on every rank."""
+    lab = FRAMEWORKS["torch"]().lab
+
+    def program() -> Any:
+        x = torch.randn(1, 2, sizes[lab.axis_index("cp")], 4)
+        return getattr(lab, f"{scheme}_attention")(x, x, x, "cp", causal=False)
+
+    with pytest.raises(ShapeError, match=r"over axis 'cp': the keys of \d tokens arrived, and with as many on each"):
+        lab.run(program, Mesh(cp=len(sizes)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests import pipelines
+from tests.frameworks import FRAMEWORKS
 from tests.pipelines import EXECUTORS
-from tplab import Mesh
-from tplab.errors import ScheduleError
+from tplab import Mesh, P
+from tplab.errors import MeshError, ScheduleError, ShapeError
 from tplab.schedules import (
     RULES,
     Costs,
@@ -187,3 +189,41 @@ def test_an_evaluation_runs_forward_only(framework, schedule):
     assert {e.op[0] for e in done} == {"F"}
     assert len(done) == schedule.num_stages * schedule.num_microbatches
     assert all(e.held <= 0 for e in done)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_copies_are_not_along_the_pipeline(name):
+    """Before, the gradients of different stages were averaged."""
+    fw = FRAMEWORKS[name]()
+
+    def program(x):
+        lab, w = fw.lab, x[:3]
+        stage = (lambda w, x: x @ w, w) if name == "jax" else Product(w)
+        return lab.train_batch(
+            one_f_one_b(2, 2), stage, lab.split_batch(x, x, 2), lambda y, _: y.mean(), data_axis="pp"
+        )
+
+    with pytest.raises(MeshError, match="ranks along 'pp' hold different stages, and no copies"):
+        fw.lab.run(program, Mesh(pp=2), fw.array(np.ones((4, 3))), in_specs=P())
+
+
+class Product(torch.nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.w = torch.nn.Parameter(w)
+
+    def forward(self, x):
+        return x @ self.w
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_loss_of_whole_numbers_is_refused_for_that(name):
+    fw = FRAMEWORKS[name]()
+
+    def program(x):
+        lab, w = fw.lab, x[:3]
+        stage = (lambda w, x: x @ w, w) if name == "jax" else Product(w)
+        return lab.evaluate_batch(one_f_one_b(1, 2), stage, lab.split_batch(x, x, 2), lambda y, _: (y > 0).sum())
+
+    with pytest.raises(ShapeError, match=r"int\d\d \w+ \[\]; it must be one number, of floating point: .mean"):
+        fw.lab.run(program, Mesh(pp=1), fw.array(np.ones((4, 3))), in_specs=P())

@@ -175,6 +175,11 @@ def test_memory_is_counted_where_asked(script):
             ],
         ),
         (
+            "x = torch.ones(3)\ndist.recv(x, 1 - dist.get_rank())\ndist.isend(x, 1 - dist.get_rank())",
+            DeadlockError,
+            ["rank 0 waits in receive", "\na receive waits for its send: at least one of these ranks must send first"],
+        ),
+        (
             "if dist.get_rank(): dist.barrier()",
             DeadlockError,
             ["rank 0 has returned", "rank 1 waits in barrier('world')"],

@@ -12,6 +12,9 @@ from tplab.errors import MeshError
 from tplab.mesh import Axis, Mesh
 from tplab.sharding import cut
 
+OPS = ("sum", "mean")
+"""How gradients are combined."""
+
 
 @dataclass(frozen=True)
 class Pieces:

@@ -30,8 +30,8 @@ ROUNDING = 1e-5
 TOKENS = P(None, None, "cp")
 
 
-def _layout(size: int, num_ranks: int) -> TokenLayout:
-    return TokenLayout("zigzag", size, num_ranks)
+def _order(size: int, num_ranks: int) -> np.ndarray:
+    return TokenLayout("zigzag", size, num_ranks).order
 
 
 def _zigzag_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -63,7 +63,7 @@ def _ranks_of(tensors: Tensors) -> int:
 
 def _with_positions(tensors: Tensors) -> Tensors:
     """The right output, and the gradients of sum(o * weight(o))."""
-    order = _layout(tensors["q"].shape[2], _ranks_of(tensors)).order
+    order = _order(tensors["q"].shape[2], _ranks_of(tensors))
     o = _rotated(tensors, order, order)
     q, k = (_rope(tensors[name], order) for name in ("q", "k"))
     do, scale = weight(o), WIDTH**-0.5
@@ -80,14 +80,10 @@ def _mistaken(positions: Callable[[int, int], np.ndarray], names: str = "qk") ->
 
     def wrong(seen: Seen) -> np.ndarray:
         size, num_ranks = seen.tensors["q"].shape[2], seen.mesh.axis_size("cp")
-        o = _rotated(seen.tensors, _layout(size, num_ranks).order, positions(size, num_ranks), names)
+        o = _rotated(seen.tensors, _order(size, num_ranks), positions(size, num_ranks), names)
         return np.split(o, num_ranks, 2)[seen.mesh.index(seen.rank, "cp")]
 
     return wrong
-
-
-def _order(size: int, num_ranks: int) -> np.ndarray:
-    return _layout(size, num_ranks).order
 
 
 def _late(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Seen], np.ndarray]:

@@ -84,8 +84,8 @@ def _compare(forget: Forget, again: Again, dropout: float, every: int) -> list[P
             dropped.append(torch.stack(masks))
             panels = beside("yours, dx", dx.numpy(force=True), want["dx"].numpy(force=True))
     if dropout and (torch.equal(*dropped) or (dropped[0] == dropped[0][0]).all()):
-        text = "every batch and every layer must drop other numbers. Does your code seed the generator?"
-        refuse(f": y and every gradient are right, but {text}", of="my_forget")
+        text = "every batch and every layer must drop different numbers.\nDoes your code seed the generator, or put it"
+        refuse(f": y and every gradient are right, but {text} back after the forward pass?", of="my_forget")
     return panels
 
 

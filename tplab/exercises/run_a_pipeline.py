@@ -50,10 +50,10 @@ def check_ahead(ahead: Ahead) -> Verdict:
                 refuse(f": with {ranks} ranks it gives {numbers}; give whole numbers, 0 or more.")
             schedule = running_ahead(numbers, microbatches)
         given = f"With {where}, the ranks run {', '.join(map(str, numbers))} forwards ahead"
-        if stuck := faults(schedule, at_most=1):
+        if faults(schedule, at_most=1):
             rank = next(rank for rank in range(1, ranks) if numbers[rank] > numbers[rank - 1])  # its only cause
             text = (
-                f": {stuck[0]}.\n{given}. Before its first backward, rank {rank} needs F{numbers[rank - 1] + 1}, which "
+                f": deadlock. {given}.\nBefore its first backward, rank {rank} needs F{numbers[rank - 1] + 1}, which "
                 f"rank {rank - 1} runs only after its own first backward."
             )
             raise Refused(Drawn(False, text, schedule))

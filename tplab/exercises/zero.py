@@ -202,7 +202,7 @@ LAYER = Exercise(
             "dpiece",
             "y and dx are right, but dpiece comes from this rank's own rows of the batch only. Every rank uses\n"
             "the piece, so the gradients of all ranks are added up. Which gather has a reduce_scatter as its backward "
-            "pass? gather_from has none.",
+            "pass?",
             _own_rows_only,
         ),
         Mistake(
@@ -219,7 +219,7 @@ LAYER = Exercise(
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
     excess=(
         "A unit gathers its whole row once in the forward pass, and at most once more in the backward pass.\n"
-        "Both matrices are in that row."
+        "Both matrices are in that row, and x stays on its rank."
     ),
     divided="dp",
     meshes=MESHES,
@@ -242,4 +242,6 @@ def _in_pieces(answer: Answer) -> Verdict:
             "an all_reduce gives every rank the sums for all pieces.\nA rank needs the sum for its own piece only, "
             "which takes half of the bytes."
         )
+    if sum(event.op == "all_gather" for event in answer.traces[0].select(rank=0, kind="collective").events) == 1:
+        answer.verdict.text += "\nIt gathers once: a rank keeps both matrices until it goes back. A class frees them."
     return answer.verdict

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from tplab.errors import ScheduleError, ShapeError
+from tplab.errors import MeshError, ScheduleError, ShapeError
+from tplab.mesh import Axis, Mesh
 from tplab.pipeline.layer_spec import ties
 from tplab.pipeline.partition import Partition
 from tplab.sharding import cut, share
@@ -13,6 +14,24 @@ from tplab.sharding import cut, share
 Tied = Sequence[Sequence[tuple[int, str]]]
 """Groups of tied parameters; each parameter is given by its place, (stage, name)."""
 Placed = tuple[tuple[tuple[int, str], ...], ...]
+
+
+def check_data_axis(mesh: Mesh, axis: Axis, data_axis: Axis | None) -> None:
+    """Raise MeshError if a pipeline's stages and its copies are along the same axis."""
+    both = set() if data_axis is None else set(mesh.names(axis)).intersection(mesh.names(data_axis))
+    if both:
+        raise MeshError(
+            f"data_axis is {data_axis!r}, and the pipeline runs along axis={axis!r}: ranks along {min(both)!r} hold "
+            'different stages, and no copies, as in axis="pp", data_axis="dp"'
+        )
+
+
+def mean_already(what: str, axes: Iterable[str]) -> ValueError:
+    """The error for a gradient that would be averaged twice."""
+    return ValueError(
+        f"{what}: shard_parameters makes its gradient the mean over {', '.join(map(repr, axes))} in the backward pass, "
+        "so nothing is left to average there; leave it out, in train_batch by average=False"
+    )
 
 
 def check_tied(tied: Any, num_stages: int) -> None:
@@ -80,7 +99,9 @@ def check_loss(value: Any, kind: type, has_gradient: Callable[[Any], bool], micr
         what = f"a {type(value).__name__}"
         if isinstance(value, kind):
             what = f"a {value.dtype} {_name(kind)} {list(value.shape)}"  # type: ignore[attr-defined]
-        raise ShapeError(f"the loss of {microbatch} is {what}; it must be one number, as .mean() or .sum() give")
+        raise ShapeError(
+            f"the loss of {microbatch} is {what}; it must be one number, of floating point: .mean() gives one"
+        )
 
 
 def _name(kind: type) -> str:

@@ -291,12 +291,17 @@ def put_attention_kernels(kernels: tuple[bool, ...]) -> None:
         use(is_used)
 
 
-def accelerate_states() -> dict[Any, dict[str, Any]]:
-    """What Hugging Face's accelerate knows about a process, in dicts of classes; empty where it was not imported."""
-    if (home := sys.modules.get("accelerate.state")) is None:
-        return {}
-    kinds = [getattr(home, name, None) for name in ("PartialState", "AcceleratorState", "GradientState")]
-    return {kind: kind._shared_state for kind in kinds if kind is not None}
+def class_states() -> dict[tuple[Any, str], Any]:
+    """What classes keep of a process, by class and attribute, as far as they were imported: what Hugging Face's
+    accelerate knows about it, and what torch's FSDP times at the moment."""
+    kinds = [(getattr(sys.modules.get(home), kind, None), name) for home, kind, name in _STATES]
+    return {(kind, name): getattr(kind, name) for kind, name in kinds if kind is not None}
+
+
+_STATES = [
+    *(("accelerate.state", kind, "_shared_state") for kind in ("PartialState", "AcceleratorState", "GradientState")),
+    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler", "profiling"),
+]
 
 
 class PythonRandom:

@@ -62,6 +62,33 @@ dist.barrier()
 """
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a shell of POSIX")
+def test_what_a_rank_starts_has_its_environment():
+    """Before, a child found no RANK, and os.environ of the rank that had changed it last."""
+
+    def program() -> Any:
+        os.environ["MINE"] = f"of rank {dist.get_rank()}"
+        dist.barrier()
+        say, python = 'echo "$RANK $MINE"', "import os; print(os.environ['RANK'], os.environ['MINE'])"
+        found = [subprocess.check_output(say, shell=True, text=True)]
+        found.append(subprocess.check_output([sys.executable, "-c", python], text=True))
+        with os.popen(say) as output:
+            found.append(output.read())
+        given = subprocess.check_output(say, shell=True, text=True, env={"RANK": "x", "MINE": "y"})
+        return (
+            found,
+            given,
+            os.system(f'test "$RANK" = {dist.get_rank()}'),
+            os.system("exit 3"),
+            os.system("kill -9 $$"),
+        )
+
+    for rank, (found, given, *codes) in enumerate(on(2, program).per_rank):
+        assert found == [f"{rank} of rank {rank}\n"] * 3 and given == "x y\n"
+        assert codes == [0, 3 << 8, 9]
+    assert os.system("exit 3") == 3 << 8
+
+
 def test_a_rank_that_ends_its_process_is_named(tmp_path: Path, capsys):
     (tmp_path / "train.py").write_text(SCRIPT.replace("CODE", "7"))
     assert torchrun.main(["--nproc-per-node", "2", str(tmp_path / "train.py")]) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.torch.distributed.test_collectives import done, each_size, group_of, on, put_in, same, sent
+from tplab.errors import RankError
 
 
 @each_size
@@ -202,3 +203,30 @@ def test_a_receive_has_the_line_that_asked_for_it():
     (send,), (receive,) = trace.select(kind="send").events, trace.select(kind="receive").events
     assert int(receive.where.rpartition(":")[2]) == int(send.where.rpartition(":")[2]) + 2
     assert send.message == receive.message and trace.from_json(trace.to_json()) == trace
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 5])
+def test_a_peer_that_does_not_exist_is_named(peer: int):
+    """gloo ends the process; before, this was an IndexError of a tuple, or the last rank."""
+    with pytest.raises(RankError, match=f"rank {peer} of 'world', which has 2 ranks, does not exist"):
+        on(2, lambda: dist.send(torch.ones(2), peer))
+
+
+def receives(op: str) -> None:
+    x, output = torch.ones(2), torch.empty(2 if op == "recv" else 4 if op == "all_gather" else 1, dtype=torch.int32)
+    if op == "all_gather":
+        dist.all_gather_into_tensor(output, x)
+    elif op == "reduce_scatter":
+        dist.reduce_scatter_tensor(output, x)
+    elif dist.get_rank() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(output, 0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "recv"])
+def test_what_arrives_has_the_dtype_of_the_tensor_for_it(op: str):
+    """gloo and nccl refuse it; before, it was rounded."""
+    with pytest.raises(RankError, match=r"what arrives is torch.float32, and the tensor for it torch.int32; give both"):
+        on(2, lambda: receives(op))

@@ -273,6 +273,32 @@ def test_the_store(num_ranks: int):
     assert deleted == (True, *[None] * (num_ranks - 1))
 
 
+def test_a_program_can_catch_a_timeout_of_its_own():
+    """Before, it was a deadlock, which nothing can catch. No rank waits for the time itself."""
+
+    def program() -> list[str]:
+        store: Any = dist.distributed_c10d._get_default_store()
+        said = []
+        for name, one in (("direct", store), ("prefix", dist.PrefixStore("mine", store))):
+            if dist.get_rank() == 0:
+                with pytest.raises(dist.DistStoreError) as caught:
+                    one.wait(["never"], timedelta(seconds=200))
+                said.append(str(caught.value).replace("mine/", ""))
+                one.set(name, "1")
+            else:
+                one.wait([name], timedelta(seconds=200))
+                one.wait([name])
+            dist.barrier()
+        return said
+
+    said, nothing = on(2, program).per_rank
+    assert (
+        nothing == [] and [text.replace("0//", "") for text in said] == ["wait timeout after 200000ms, keys: never"] * 2
+    )
+    with pytest.raises(DeadlockError, match=r"in the store, for '.*never'"):
+        on(2, lambda: dist.distributed_c10d._get_default_store().wait(["never"]))
+
+
 def test_many_keys_at_once_and_appending():
     def program() -> list[Any]:
         store: Any = dist.distributed_c10d._get_default_store()

@@ -123,6 +123,25 @@ PROGRAMS = [ddp, ddp_of_small_buckets, ddp_that_accumulates, ddp_with_a_hook, fs
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_each_rank_of_fsdp_1_gathers_the_optimizers_state(expected):
+    """torch notes in a class what it is timing, and each rank is a process of its own there."""
+
+    def program() -> list[Tensor]:
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        model = FSDP(mlp(), use_orig_params=True, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loss_of(model, mine(X), mine(Y)).backward()
+        optimizer.step()
+        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        return [state[name]["momentum_buffer"] for name, _ in mlp().named_parameters()]
+
+    for momenta in run(program, Mesh(dp=2), distributed=True).per_rank:
+        for got, want in zip(momenta, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients_are_those_of_one_device(program, num_ranks: int, expected):

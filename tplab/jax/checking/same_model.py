@@ -57,7 +57,7 @@ def same_model(
     from the dtypes, and from running the reference again with each argument off by one rounding.
     Raises whatever the step raises on the mesh, and ValueError without a mesh.
     """
-    if mesh is None:
+    if not isinstance(mesh, Mesh | jax.sharding.Mesh):
         raise ValueError("give the mesh on which the step is to run: mesh=Mesh(dp=4), or one of JAX's")
     mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_mesh(mesh, "simulated")
     if reference_mesh is None:
@@ -69,6 +69,8 @@ def same_model(
         return cannot_tell("the mesh has one device", about=about)
     args = [jax.tree.map(_host, arg) for arg in args]
     ours, theirs = step(mesh), step(reference_mesh)
+    if not callable(ours):
+        raise TypeError(f"step takes a mesh and returns a training step, as `lambda mesh: step`, not {ours!r}")
     jaxpr = jax.make_jaxpr(ours)(*args).jaxpr
     computed = [v.aval for eqn, _ in equations_of(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
     dtype = coarsest(str(aval.dtype) for aval in computed)

@@ -102,6 +102,10 @@ class ShardedLayer:
     def gather(self, pieces: Any) -> Any:
         return self.about.gathered(pieces)
 
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes over which its gradients are the mean when they come."""
+        return self.about.names() if self.about.op == "mean" else ()
+
     def __call__(self, pieces: Any, *args: Any, **kwargs: Any) -> Any:
         return self.about.run(self.layer, pieces, *args, after=(args, kwargs), **kwargs)
 
@@ -121,6 +125,9 @@ class ShardedLayers:
 
     def gather(self, pieces: Sequence[Any]) -> list[Any]:
         return [layer.gather(p) for layer, p in zip(self.layers, pieces, strict=True)]
+
+    def mean_axes(self) -> tuple[str, ...]:
+        return self.layers[0].mean_axes() if self.layers else ()
 
     def __call__(self, pieces: Sequence[Any], x: Any) -> Any:
         before = x

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.pieces import Pieces, check_copies, data_axes
+from tplab.data.pieces import OPS, Pieces, check_copies, data_axes
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.data.average import check_own, check_reduced
@@ -62,6 +63,9 @@ class ShardedOptimizer:
     specs: Any = None
     during_backward: bool = False
     is_reduced: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("op", self.op, OPS)
 
     def init(self, params: Any) -> dict[str, Any]:
         """The states of this rank's pieces; with a master dtype, also its copy of the parameters."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.data.pieces import Pieces, data_axes
+from tplab.data.pieces import OPS, Pieces, data_axes
+from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.comm.two_passes import TwoPasses
@@ -77,6 +78,9 @@ class About:
     gather: Gather
     reduce: Reduce
     unit: int | None = None  # its number in a list of layers
+
+    def __post_init__(self) -> None:
+        one_of("op", self.op, OPS)
 
     @property
     def secondary_axis(self) -> Axis | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jax import Array
@@ -18,7 +18,7 @@ from tplab.jax.pipeline.stages import Stages, alike, as_params
 from tplab.jax.pipeline.ticks import Ticks
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
-from tplab.pipeline.checks import Tied, check_microbatches
+from tplab.pipeline.checks import Tied, check_data_axis, check_microbatches, mean_already
 from tplab.schedules import Costs, Schedule, check
 from tplab.schedules.execute import require_ranks
 
@@ -89,6 +89,8 @@ def train_batch(
     together.
     """
     made = _stages(schedule, stages, axis)
+    if average and data_axis is not None:
+        _check_no_mean(made, data_axis)
     ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, checkpoint_every, costs, first, key)
     end = ticks.run()
     gradients = mean(end.grads, data_axis if average else None)
@@ -147,6 +149,7 @@ def _ticks(
 ) -> Ticks:
     """The loop over the schedule, with everything that it needs."""
     mesh, blueprints = this_mesh(), stages.blueprints
+    check_data_axis(mesh, axis, data_axis)
     axes = mesh.names(axis) if data_axis is None else (*mesh.names(axis), *mesh.names(data_axis))
     pairs = check_microbatches(microbatches, schedule.num_microbatches)
     params = _own(stages, axes)
@@ -157,6 +160,14 @@ def _ticks(
     schedule = schedule.compute_only()
     planned = plan(schedule, program_of, [program.keeping for program in programs])
     return Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs)
+
+
+def _check_no_mean(stages: Stages, data_axis: Axis) -> None:
+    """Raise ValueError for a layer whose gradients are the mean over a part of `data_axis` already."""
+    for layer in (layer.called for stage in stages.blueprints.stages for layer in stage.layers):
+        means: Callable[[], Collection[str]] | None = getattr(layer, "mean_axes", None)
+        if means is not None and (both := sorted(set(means()).intersection(this_mesh().names(data_axis)))):
+            raise mean_already(f"a {type(layer).__name__}", both)
 
 
 def _mean_loss(total: Array, schedule: Schedule, axis: Axis, data_axis: Axis | None) -> Array:

@@ -44,11 +44,11 @@ def average_gradients(
         keep_mean(bucket, named, flight.wait() if isinstance(flight, Pending) else flight, axis, used)
 
 
-def copies_of(model: Model, axis: Axis) -> Callable[[Tensor], Axis]:
+def copies_of(model: Model, axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
     """The part of `axis` along which ranks hold copies of a parameter: all of it, unless a module says that it is cut
     along some of the axes; () if it is cut along all of them."""
     held = list(model.values()) if isinstance(model, Mapping) else [model]
-    return copies_in([module for module in held if isinstance(module, nn.Module)], axis)
+    return copies_in([module for module in held if isinstance(module, nn.Module)], axis, are_averaged)
 
 
 def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor], Axis]) -> tuple[Bucket, ...]:

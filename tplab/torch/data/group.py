@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tplab.data.pieces import data_axes
+from tplab.data.pieces import OPS, data_axes
+from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle
+from tplab.torch.data.parameters import note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -22,7 +24,7 @@ from tplab.torch.data.pieces import (
     reduced_row,
     row_of,
 )
-from tplab.torch.layers.parameters import note_cuts
+from tplab.torch.layers.parameters import note_cuts, note_mean
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import this_rank
@@ -72,7 +74,8 @@ class About:
         self.reshards, self.secondary_axis = reshard_after_forward is not False, None
         if not isinstance(reshard_after_forward, bool):
             self.secondary_axis = reshard_after_forward
-        data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
+        self.names = data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
+        one_of("op", op, OPS)
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
         self.unsent = Unsent()
@@ -84,6 +87,8 @@ class Group:
     sites    where each parameter is; between uses this rank's piece is there, a parameter [n]
     unit     the unit that they belong to, as a trace names it
     """
+
+    has_taken, takes_whole, in_backward = False, True, True  # as an owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit
@@ -97,9 +102,12 @@ class Group:
         held = held_of(self.pieces, self.index, parameters)
         self.shards = [nn.Parameter(piece.clone(), requires_grad=self.is_trained) for piece in held]
         for places, shard in zip(self.sites, self.shards):
+            note_owner(shard, shard, self, about.axis)
             for module, name in places:
                 _check_copies(module, name, about)
                 note_cuts(module, about.axis, name)
+                if about.op == "mean":
+                    note_mean(module, about.names, name)
                 module._parameters[name] = shard
 
     def row(self) -> Tensor:

@@ -95,10 +95,22 @@ class Owner(Protocol):
         """Whether whole gradients are already those of the whole batch."""
         ...
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether it takes gradients during the backward pass, so that no other owner would find them."""
+        ...
+
 
 def note_owner(parameter: Tensor, piece: Tensor, owner: Owner, axis: Axis) -> None:
     """Note that `owner` steps `piece` in place of the whole parameter, as long as it exists, and other ranks of `axis`
-    the other pieces."""
+    the other pieces. Raises ValueError where another owner takes the gradient before this one could."""
+    earlier = _owners[parameter][1]() if parameter in _owners else None
+    if earlier is not None and earlier.in_backward:
+        raise ValueError(
+            f"the gradient of this parameter {list(parameter.shape)} is combined during the backward pass already, by "
+            "shard_parameters or an earlier shard_gradients: step what shard_parameters has cut with an ordinary "
+            "optimizer, and make one sharded optimizer for a model"
+        )
     _owners[parameter] = weakref.ref(piece), weakref.ref(owner), axis
 
 

@@ -84,6 +84,7 @@ class _Leaving:
         self._ready: list[set[int]] = [set() for _ in buckets]  # the parameters whose gradients are ready, by id
         self._begin_pass()
         for bucket, ready in zip(buckets, self._ready):
+            bucket.in_backward = True
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, ready))
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
-from tplab.data.pieces import check_copies, data_axes
+from tplab.data.pieces import OPS, check_copies, data_axes
+from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, axis_size
 from tplab.torch.data.parameters import note_owner
@@ -49,7 +50,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, make: Callable[[Any], Optimizer], params: Params, about: About):
-        groups, seen = _groups(params), set[Tensor]()
+        groups, seen = _groups(make, params), set[Tensor]()
         self.about, self.buckets = about, list[Bucket]()
         for group in groups:
             group["params"] = [p for p in dict.fromkeys(group["params"]) if p.requires_grad and p not in seen]
@@ -160,6 +161,7 @@ class About:
         reduce: Reduce | None,
     ):
         data_axes(this_rank().mesh, axis, replicate_axis)
+        one_of("op", op, OPS)
         self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
         self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
         self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
@@ -171,12 +173,14 @@ class Bucket:
     axis     along which ranks hold copies of them: `about.axis`, or a part of it
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
     row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
+    in_backward   whether it leaves during the backward pass
 
     It does not keep the parameters alive, since their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About, axis: Axis):
         self._parameters, self.about, self.axis = [ref(p) for p in parameters], about, axis
+        self.in_backward = False
         self.pieces, self.index = pieces_of(parameters, axis)
         self.dtype = parameters[0].dtype
         master = about.master_dtype or self.dtype
@@ -266,7 +270,9 @@ class Bucket:
             parameter.grad = None
 
 
-def _groups(params: Params) -> list[dict[str, Any]]:
+def _groups(make: Any, params: Params) -> list[dict[str, Any]]:
+    _check_kind(make, callable(make))
+    _check_kind(params, isinstance(params, Iterable) and not isinstance(params, nn.Module | Tensor))
     listed: list[Any] = list(params)
     if not listed:
         raise ValueError("there are no parameters to share; give model.parameters(), or groups of them")
@@ -274,7 +280,18 @@ def _groups(params: Params) -> list[dict[str, Any]]:
     for group in groups:
         given = group["params"]
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        for parameter in group["params"]:
+            _check_kind(parameter, isinstance(parameter, Tensor))
     return groups
+
+
+def _check_kind(given: Any, is_right: bool) -> None:
+    if not is_right:
+        raise TypeError(
+            "a sharded optimizer takes what makes an optimizer, and parameters or groups of them, as in "
+            f"shard_optimizer(torch.optim.Adam, model.parameters()); it was given an object of type "
+            f"{type(given).__name__}"
+        )
 
 
 def _buckets(parameters: Sequence[Tensor], about: About, axis: Axis) -> Iterable[Bucket]:

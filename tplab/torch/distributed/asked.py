@@ -205,7 +205,7 @@ class Asked:
         key = op, other, tag
         call = self._messages.get(key)
         if call is None:
-            here, there = self.world_rank, self.place.group[other]
+            here, there = self.world_rank, self.place.group[self._position(other)]
             pair, peers = ((here, there), (there, None)) if op == "send" else ((there, here), (None, there))
             place = Place(self.label, Apart(pair, f"{self.name_} message {tag}"), int(op == "receive"))
             call = self._messages[key] = Call(op, self.label, place, (other,), peers)
@@ -222,10 +222,12 @@ class Asked:
 
     def _root(self, opts: Any, given: dict[str, Any]) -> int:
         """The position of the rank that everything comes from, or goes to."""
-        root = int(given["root"] if opts is None else opts.rootRank)
-        if not 0 <= root < len(self.place.group):
-            raise ValueError(f"rank {root} of {self.label!r}, which has {len(self.place.group)} ranks, does not exist")
-        return root
+        return self._position(int(given["root"] if opts is None else opts.rootRank))
+
+    def _position(self, rank: int) -> int:
+        if not 0 <= rank < len(self.place.group):
+            raise ValueError(f"rank {rank} of {self.label!r}, which has {len(self.place.group)} ranks, does not exist")
+        return rank
 
     def _check_numel(self, op: str, name: str, x: Tensor, expected: int) -> None:
         if x.numel() != expected:
@@ -349,6 +351,8 @@ def _write(output: Tensor, y: Tensor) -> None:
 
 
 def _copy(output: Tensor, y: Tensor) -> None:
+    if y.dtype != output.dtype:
+        raise TypeError(f"what arrives is {y.dtype}, and the tensor for it {output.dtype}; give both one dtype")
     output.data.copy_(y if y.shape == output.shape else y.view(output.shape))
     if (rank := current_rank_or_none()) is not None and rank.types is not None:
         rank.types.carried(y, output)

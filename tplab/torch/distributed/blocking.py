@@ -10,6 +10,7 @@ another rank, and always gives its turn away.
 from __future__ import annotations
 
 import _queue
+import inspect
 import multiprocessing.process
 import os
 import queue
@@ -202,10 +203,22 @@ def _looks(home: Any, name: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def _begun(process: Any, *args: Any, **kwargs: Any) -> None:
-    """`subprocess.Popen(...)`: while it runs, a rank that sleeps and looks again may wait for it."""
+    """`subprocess.Popen(...)`: it inherits the rank's environment, which C does not know. While it runs, a rank that
+    sleeps and looks again may wait for it."""
+    rank = taking_turns()
+    if rank is not None and len(args) <= _ENV and kwargs.get("env") is None:
+        kwargs["env"] = dict(os.environ)
     _popen(process, *args, **kwargs)
-    if (rank := taking_turns()) is not None:
+    if rank is not None:
         rank.seat.turns.watches.outsiders.add(process)
+
+
+def _system(command: Any) -> int:
+    """`os.system`, likewise."""
+    if taking_turns() is None or os.name == "nt":
+        return _own_system(command)
+    code = subprocess.call(command, shell=True)
+    return code << 8 if code >= 0 else -code
 
 
 def _process_started(process: Any) -> None:
@@ -215,7 +228,8 @@ def _process_started(process: Any) -> None:
         rank.seat.turns.watches.outsiders.add(process)
 
 
-_popen, _start_process = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
+_popen, _own_system, _start_process = subprocess.Popen.__init__, os.system, multiprocessing.process.BaseProcess.start
+_ENV = [*inspect.signature(_popen).parameters].index("env") - 1
 
 
 def _future_wait(future: Any) -> Any:
@@ -239,6 +253,7 @@ BLOCKING: list[Value] = [
     (queue, "SimpleQueue", SimpleQueue),
     (time, "sleep", sleep),
     (subprocess.Popen, "__init__", _begun),
+    (os, "system", _system),
     (multiprocessing.process.BaseProcess, "start", _process_started),
     *map(_selects, {next(home for home in kind.__mro__ if "select" in vars(home)) for kind in _SELECTORS}),
     (torch.futures.Future, "wait", _future_wait),

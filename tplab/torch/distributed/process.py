@@ -26,8 +26,8 @@ from tplab.torch.distributed.threads import Threads
 from tplab.torch.private import (
     ContextParallel,
     PythonRandom,
-    accelerate_states,
     c10d_C,
+    class_states,
     dtensor_dispatcher,
     environ_data,
     import_locks,
@@ -52,7 +52,7 @@ class Process:
     numpys    NumPy's default generator; `pythons`: the state of Python's
     locks     those of the modules that it is importing now
     tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
-    states    what the classes of Hugging Face's accelerate know about a process
+    states    what classes of Hugging Face's accelerate, and of torch's FSDP, keep of a process
     attention what torch's context_parallel has replaced it with
     hooks     those for all modules; each rank begins with the notebook's
     """
@@ -63,7 +63,7 @@ class Process:
         self.locks: dict[Any, Any] = {}
         self.tracker: Any = None
         self.handlers: dict[Any, Any] | None = None
-        self.states: dict[Any, dict[str, Any]] = {}
+        self.states: dict[Any, Any] = {}
         self.attention = ContextParallel()
         self.hooks = {name: copy(hooks) for name, hooks in module_hooks().items()}
 
@@ -73,7 +73,7 @@ class Process:
             self.tracker = home._rng_tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
             self.handlers = dispatcher._custom_op_handlers
-        self.states = accelerate_states()
+        self.states = class_states()
         self.attention.take()
 
 
@@ -176,8 +176,8 @@ class Processes:
             if process.handlers is None:  # another rank has imported DTensor meanwhile
                 process.handlers = type(dispatcher)()._custom_op_handlers
             dispatcher._custom_op_handlers = process.handlers
-        for kind in accelerate_states():
-            kind._shared_state = process.states.setdefault(kind, {})
+        for (kind, name), found in class_states().items():
+            setattr(kind, name, process.states.setdefault((kind, name), type(found)()))
         process.attention.put()
         put_module_hooks(process.hooks)
         self._kernels.turn(process)

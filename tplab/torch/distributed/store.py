@@ -110,8 +110,11 @@ class Store(dist.Store):
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        names = ", ".join(map(repr, keys))
-        self._member.here().wait_until(lambda: self._has(keys), f"the store, for {names},")
+        """Raises DistStoreError, as torch does, where the program gives a timeout and no rank can set the keys."""
+        seconds = None if timeout is None or timeout >= _DEFAULT_TIMEOUT else timeout.total_seconds()
+        what = f"the store, for {', '.join(map(repr, keys))},"
+        if not self._member.here().wait_until(lambda: self._has(keys), what, seconds, gives_up=seconds is not None):
+            raise dist.DistStoreError(f"wait timeout after {1000 * (seconds or 0):.0f}ms, keys: {', '.join(keys)}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """A deadlock is detected at once, so there is no timeout."""
@@ -161,6 +164,8 @@ class FileStore(Store):
 
 
 _FIRST_PORT = 30000
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""That of torch's stores, which their own C++ code passes on."""
 
 
 def _of_this_rank() -> tuple[SimulatedRank, defaultdict[Any, Shared]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.sequence import Tile
 from tplab.torch.comm.collectives import all_gather, reduce_scatter, ring_shift, start
@@ -96,6 +97,7 @@ def _arriving(
     size = k.shape[-2]
     if gathers:
         every = all_gather(torch.stack([k, v]), axis, -2)
+        _check_equal_shares(every, size * len(tiles), axis)
         for tile in tiles:
             keys, values = _piece(every, tile.source, size)
             yield tile, keys, values
@@ -106,7 +108,17 @@ def _arriving(
         keys, values = kv
         yield tile, keys, values
         del keys, values
-        kv, hop = kv if hop is None else hop.wait(), None
+        if hop is not None:
+            kv, hop = hop.wait(), None
+            _check_equal_shares(kv, size, axis)
+
+
+def _check_equal_shares(arrived: Tensor, expected: int, axis: Axis) -> None:
+    if arrived.shape[-2] != expected:
+        raise ShapeError(
+            f"attention over axis {axis!r}: the keys of {arrived.shape[-2]} tokens arrived, and with as many on each "
+            f"rank as here it would be {expected}; every rank needs equally many tokens: pad the sequence"
+        )
 
 
 def _piece(whole: Tensor, index: int, size: int) -> Tensor:

@@ -7,12 +7,13 @@ the modelled clock making it takes no time, since it is not part of a step. As m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
+from tplab.pipeline.checks import mean_already
 from tplab.sharding import P, cut
 from tplab.torch.layers.draws import next_generator
 from tplab.torch.private import no_dispatch
@@ -62,6 +63,11 @@ def note_cuts(module: nn.Module, axis: Axis, *names: str) -> None:
         cuts[name] = (*cuts.get(name, ()), axis)
 
 
+def note_mean(module: nn.Module, axes: Sequence[str], name: str) -> None:
+    """Note in a module that the backward pass itself makes the gradient of this parameter the mean over these axes."""
+    vars(module).setdefault("means", {})[name] = tuple(axes)
+
+
 def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
     """The axes along which ranks hold other pieces of a model's parameters, as far as its modules know.
 
@@ -84,10 +90,17 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
     return found
 
 
-def copies_in(modules: Iterable[nn.Module], axis: Axis) -> Callable[[Tensor], Axis]:
+def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
     """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules says that
-    it is cut along some of the axes; () if it is cut along all of them."""
+    it is cut along some of the axes; () if it is cut along all of them.
+
+    Raises ValueError where gradients are to be averaged along `axis`, and one is the mean there already.
+    """
     names = this_rank().mesh.names(axis)
+    for path, module in (found for model in modules if are_averaged for found in model.named_modules()):
+        for name, axes in vars(module).get("means", {}).items():
+            if both := [axis for axis in axes if axis in names]:
+                raise mean_already(f"{name!r} of {type(module).__name__} {path!r}", both)
     cuts = [axes_of_cuts(module, is_told=True) for module in modules]
     cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
 

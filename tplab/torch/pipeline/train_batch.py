@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
-from tplab.pipeline.checks import Tied
+from tplab.pipeline.checks import Tied, check_data_axis
 from tplab.schedules import Action, Costs, Schedule
 from tplab.schedules.execute import program
 from tplab.torch.pipeline.copies import GradientSync
 from tplab.torch.pipeline.worker import Evaluation, Loss, Worker
+from tplab.torch.ranks.rank import this_rank
 
 
 def train_batch(
@@ -93,6 +94,7 @@ def train_batch(
             "overlap=True runs a forward pass beside a backward pass, which with checkpoint_every is itself a forward "
             "pass at times; leave out one of them"
         )
+    check_data_axis(this_rank().mesh, axis, data_axis)
     worker = Worker(schedule, stages, microbatches, loss, axis, checkpoint_every, costs, first)
     worker.rank.draws["batches"] = worker.batch + 1
     ties: Tied = getattr(stages, "tied", ()) if tied is None else tied
@@ -139,6 +141,7 @@ def evaluate_batch(
     input has arrived. Nothing is kept, and only what passes from stage to stage is sent. It does not count as a batch:
     dropout, where modules are not in `.eval()`, draws what the next batch will.
     """
+    check_data_axis(this_rank().mesh, axis, data_axis)
     rows = program(schedule, is_forward_only=True)
     worker = Evaluation(schedule, stages, microbatches, loss, axis, None, costs)
     for action in rows[worker.place.index]:

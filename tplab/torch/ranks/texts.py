@@ -116,7 +116,9 @@ def deadlock(doing: Mapping[int, str], ops: Sequence[str]) -> DeadlockError:
     if any(AGAIN in text for text in doing.values()):
         rule = "a rank that sleeps and looks again waits for something that no other rank will do"
     elif ops and set(ops) <= set(MESSAGES):
-        rule = "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
+        rule = "a receive waits for its send: at least one of these ranks must send first"
+        if "send" in ops:
+            rule = "a send waits for its receive, and a receive for its send: the order must be the same on both ranks"
     else:
         rule = f"{_THE_SAME}, and none may return before the others"
     return DeadlockError(

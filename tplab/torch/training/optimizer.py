@@ -53,7 +53,7 @@ class Optimizer:
         self._stages, self._config, self._clip = stages, config, recipe.clip
         self._data = data = data_axes(this_rank().mesh)
         adamw = partial(torch.optim.AdamW, lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay)
-        parameters, copies = _as_they_leave(stages), copies_of(stages, data)
+        parameters, copies = _as_they_leave(stages), copies_of(stages, data, are_averaged=False)
         biases = {parameter for _, name, parameter in stages.by_layer() if name.endswith(ROUTER_BIAS)}
         found: dict[tuple[Axis, bool], list[nn.Parameter]] = {}
         for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: they have no ties
