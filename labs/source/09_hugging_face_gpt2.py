@@ -165,7 +165,8 @@ print("\n" + "\n".join(report.notes))
 #
 # ## A bug to repair
 #
-# Fix `MyRow` above, run its cell, and then run this one. (The check takes torch layers.)
+# Fix `MyRow` above, run its cell, and then run this one. (The check takes torch layers. It runs whole models, which
+# takes some seconds.)
 
 # %% tags=["nbval-ignore-output"]
 from tplab.exercises.hugging_face_gpt2 import check_row
@@ -212,9 +213,10 @@ for layers in (1, 2, 3):
 
 # %% [markdown]
 # Here are the ten all-reduces in a step of two blocks at the sizes of GPT-2 medium (width 1,024, 50,257 vocabulary
-# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s. They begin when
-# the model has been made and cut. In the middle is the `all_gather`, and then every rank computes the loss of all the
-# logits. This takes more time than the two blocks.
+# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s. (±6 %: its
+# median error on measured rows that its fit has not seen.) They begin when the model has been made and cut. In the
+# middle is the `all_gather`, and then every rank computes the loss of all the logits. This takes more time than the two
+# blocks.
 
 # %%
 def modelled(ranks, sequences, layers, gpu="h100", **options):
@@ -309,13 +311,13 @@ print("parameters on each rank:", per_rank)
 for ranks, sequences in [(1, 8), (2, 8), (4, 8), (8, 8), (1, 1)]:
     trace = modelled(ranks, sequences, layers=24, gather_logits=False)
     took = f"{1e3 * trace.makespan:4.0f} ms (forecast)"
-    print(f"H100s: {ranks}   sequences in all: {sequences}   {took}")
+    print(f"H100s: {ranks}   sequences in total: {sequences}   {took}")
 
 # %% [markdown]
-# Does anything like this happen on real GPUs? MosaicML
-# [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) a model of the same
-# size, MPT-350m, on eight A100s, each with 64 sequences of 1,024 tokens. With the optimizer's step, each GPU got through
-# 64,813 tokens per second. Here is our forecast for one of these GPUs, without the optimizer:
+# Is the forecast for one GPU right? Nothing here tests the others. MosaicML
+# [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) a model of the
+# same size, MPT-350m, on eight A100s, each with the whole model and 64 sequences of 1,024 tokens. With the optimizer's
+# step, each GPU processed 64,813 tokens per second. Here is our forecast for one of these GPUs, without the optimizer:
 
 # %%
 trace = modelled(1, 64, layers=24, gpu="a100", gather_logits=False)
@@ -323,10 +325,11 @@ per_second = 64 * 1024 / trace.makespan
 print(f"A100s: 1   sequences: 64   {per_second:,.0f} tokens/s (forecast)")
 
 # %% [markdown]
-# Eight GPUs are only 2.3 times as fast as one: their matmuls are small, and they wait for about a hundred
-# all-reduces. With Adam, 355 million parameters take 16 bytes each, which fits on one GPU. So it is better to give each of
-# eight GPUs one sequence and the whole model. That takes less than half as long, and then the gradients are added up ([lab
-# 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences than GPUs.
+# By the forecast, eight GPUs are only 2.3 times as fast as one: their matmuls are small, and they wait for about a
+# hundred all-reduces. With Adam, 355 million parameters take 16 bytes each, which fits on one GPU. So it is better to
+# give each of eight GPUs one sequence and the whole model. That takes 11 ms instead of 26, and about 3 ms more to add
+# up the gradients ([lab 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences
+# than GPUs.
 #
 # Turn the knob at the top: what does a rank hold with fewer ranks, and what never shrinks?
 #
@@ -381,8 +384,8 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 #
 # </details>
 #
-# Write the plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that every
-# rank should have whole is "replicate".
+# Write the plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that
+# every rank should have whole is "replicate", but no matrix may be.
 
 # %%
 from tplab.exercises.hugging_face_gpt2 import check_llama_plan, small_llama

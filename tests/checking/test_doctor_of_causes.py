@@ -75,6 +75,21 @@ for step in range(2):
     if rank == 0:
         print(f"accuracy {right / len(x[0].chunk(world)[rank]):.4f}")  # here
 """
+VALIDATED = """
+sampler = torch.utils.data.DistributedSampler(x[1][:15], world, rank, shuffle=False)
+for step in range(2):
+    optimizer.zero_grad()
+    loss_of(step).backward()
+    average()
+    optimizer.step()
+    total = torch.zeros(2)
+    with torch.no_grad():
+        for i in sampler:
+            total += torch.stack([F.cross_entropy(model(x[1][i]), y[1][i]), torch.ones(())])
+    dist.all_reduce(total)
+    if rank == 0:
+        print(f"step {step} validation {total[0] / total[1]:.5f}")  # here
+"""
 LEFT_OUT = """
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -265,6 +280,7 @@ CASES = {
     ),
     "added up after each microbatch": Case(AGAIN, "gradient", "is added up again after the next"),
     "a sum over ranks by one rank's count": Case(COUNTED, "log", "what is logged is not"),
+    "a sample that a sampler repeats is validated twice": Case(VALIDATED, "evaluation", "what is logged is not"),
     "left out of the parameters to reduce": Case(LEFT_OUT, "gradient", "what keeps these out"),
     "a backward pass that gives gloo a transposed gradient": Case(
         STRIDED,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import tplab.jax as tj
 import tplab.torch as tt
@@ -47,10 +48,11 @@ def test_a_repair_in_jax_passes():
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp"), op="mean"), "the mean over all ranks"),
         (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
         (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "entries are off"),
+        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") + torch.tensor([1, 0, 0]), "1 of 3 entries is off"),
         (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "it is divided twice"),
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "The sum runs over all ranks"),
     ],
-    ids=["sum", "own", "all ranks", "tp", "eight", "twice", "all ranks by dp"],
+    ids=["sum", "own", "all ranks", "tp", "eight", "one entry", "twice", "all ranks by dp"],
 )
 def test_what_is_wrong_with_an_average_is_told(average: Callable, hint: str):
     verdict = check_average(average)

@@ -58,7 +58,11 @@ def _finding(case: Case) -> Finding:
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want
-        words = facts.sizes.words(factor) if is_loss else f"{_number(factor)} times the reference's"
+        words = (
+            facts.sizes.words(factor)
+            if is_loss
+            else f"{plain(factor) if abs(factor - 1) > 0.01 else f'{factor:.6g}'} times the reference's"
+        )
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
         values = f"{mean:.6g}", f"{want:.6g}"
@@ -81,10 +85,6 @@ def _finding(case: Case) -> Finding:
         "gradient", case.names[0], words, first.factor, where, "", values=values, ranks=ranks,
         others=case.names[1:], lines=case.lines, hypotheses=hypotheses(case),
     )  # fmt: skip
-
-
-def _number(factor: float) -> str:
-    return plain(factor) if abs(factor - 1) > 0.01 else f"{factor:.6g}"
 
 
 def _is_loss_off(facts: Facts) -> bool:

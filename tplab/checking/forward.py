@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,37 +32,61 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     if trails is None or not line:
         return
     if (op := trails.first_wrong()) is not None and op.line == line:
-        yield from _not_combined(facts, trails, op)
+        yield from _by_another_number(trails, op)
+        yield from of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
     yield from _in_its_place(facts, trails, line)
 
 
-def _not_combined(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
-    """Ranks have parts of the reference's value: it is their sum, or their mean, and nothing combines them."""
-    held, want = trails.values_of(op.key)
-    if len(held) < facts.num_ranks or any(x.dtype.kind != "f" or x.shape != want.shape for x in held.values()):
-        return
-    slack = 1e-5 * largest(want)
-    if all(gap(x, held[0]) <= slack for x in held.values()):
-        return
-    for way in partitions(facts):
-        totals = [np.sum([held[rank] for rank in group], axis=0) for group in way]
-        for how, counts in ("mean", [len(group) for group in way]), ("sum", [1] * len(way)):
-            if all(gap(total / count, want) <= slack for total, count in zip(totals, counts)):
-                over = "ranks" if len(way) == 1 else " and over ".join(map(ranks_text, way))
-                cause = (
-                    f"each rank computes this from its own part alone: the {how} of it over {over} is the reference's, "
-                    f"and nothing takes that {how}"
-                )
-                repair = Repair("cast", f"the {how} over {over} of what {op.line} computes", op.line, (op.key[1],), way,
-                                how)  # fmt: skip
-                yield Hypothesis(repair, cause, op.line)
+def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
+    """What a wrong operation gives, or takes, is each rank's part of the reference's: the sum, or the mean, is that,
+    and nothing combines them. made: see `Trails.first_wrong`"""
+    for ops in [op], *trails.parts_in(op, made):
+        values = [_parts_of(facts, trails, one) for one in ops]
+        for way, how in itertools.product(partitions(facts) if all(values) else (), ("mean", "sum")):
+            totals = [(np.sum([held[rank] for rank in group], axis=0) / (len(group) if how == "mean" else 1), want)
+                      for held, want in filter(None, values) for group in way]  # fmt: skip
+            if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
+                continue
+            over = "ranks" if len(way) == 1 else " and over ".join(map(ranks_text, way))
+            cause = (
+                f"each rank computes this from its own part alone: the {how} of it over {over} is the reference's, "
+                f"and nothing takes that {how}"
+            )
+            words = f"the {how} over {over} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
+            repair, *also = (Repair("cast", words, line, (name,), way, how)
+                             for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
+            yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))
+
+
+def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarray], np.ndarray] | None:
+    """What every rank has of a value of the reference's shape, and the reference's; None where all have the same."""
+    there, theirs = trails.ops_of(op.key)
+    held, want = {rank: one.values[0] for rank, one in there.items() if one.values}, theirs and theirs.at(None)
+    if want is None or len(held) < facts.num_ranks or want.dtype.kind != "f":
+        return None
+    is_whole = any(x.shape != want.shape for x in held.values())
+    is_whole = is_whole or all(gap(x, held[0]) <= 1e-5 * largest(want) for x in held.values())
+    return None if is_whole else (held, want)
+
+
+def _by_another_number(trails: Trails, op: Op) -> Iterator[Hypothesis]:
+    """All ranks multiply by one number, and the reference by another."""
+    held, theirs = trails.ops_of(op.key)
+    numbers, want = {one.times for one in held.values()}, theirs and theirs.times
+    if want and len(numbers) == 1 and (was := numbers.pop()) and gap(was, want) > 1e-6 * abs(want):
+        cause = (
+            f"this line multiplies by {plain(was)}, and in the reference by {plain(want)}: the number comes from what "
+            "a rank has, where that of the whole is meant, or the other way round"
+        )
+        words = f"multiplication by {plain(want)} in place of {plain(was)} at {op.line}"
+        yield Hypothesis(Repair("factor", words, op.line, was=was, by=want), cause, op.line)
 
 
 def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
     """One of the things that an operation takes is another part of the reference's than the rank should have."""
     for place, pieces in trails.wanted_by(op):
-        made = trails.made_at(op, place)
+        made = op.given[place][1] or op.line
         has = ", ".join(
             f"rank {rank} has that of rank {of}" for rank, of in trails.mistaken(op.key, place, pieces[op.key])
         )
@@ -86,9 +111,7 @@ def _in_its_place(facts: Facts, trails: Trails, line: str) -> Iterator[Hypothesi
 def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
     """The parameter that a value contains once too often, or more."""
     key, rank = next(iter(values)), facts.num_ranks - 1
-    got = trails.value(rank, key)
-    if got is None:
-        return ""
+    got = trails.ops_of(key)[0][rank].values[0]
     more = got.astype(np.float64) - values[key][rank]
     for name, x in facts.reference.parameters(facts.number - 1).items():
         if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():

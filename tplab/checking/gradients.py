@@ -38,6 +38,7 @@ class Wrong:
 
     kind    "scaled", "by rank" (a different multiple on each), "none", "shape", "other", or that of `Shares`
     factor  of the reference's gradient
+    needed  see `Shares`
     """
 
     name: str
@@ -50,6 +51,7 @@ class Wrong:
     want: float = 0.0
     scales: tuple[float, ...] = ()
     size: int = 0
+    needed: tuple[tuple[Part, float], ...] = ()
 
     @property
     def key(self) -> tuple:
@@ -94,7 +96,7 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
     if found is not None and kind == "scaled":
         return Wrong(name, "scaled", factor=found.factor, **facts)
     if shares := _by_parts(there, holder.rank, holder.place.index, slack / size):
-        return Wrong(name, shares.kind, shares.words, shares.factor, shares.ranks, **facts)
+        return Wrong(name, shares.kind, shares.words, shares.factor, shares.ranks, needed=shares.needed, **facts)
     if found is not None and kind == "multiples" and want.size > SMALL:
         words = ", ".join(f"{x:.4g}" for x in found.factors)
         return Wrong(name, "by rank", f"{words} times the reference's, rank by rank", scales=found.factors, **facts)

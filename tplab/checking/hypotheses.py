@@ -53,6 +53,8 @@ class _Hypotheses:
         yield from self._tied()
         if self.kind == "means" or self._has_unequal_counts():
             yield from self._means()
+        if self.case.first.needed:
+            yield self._weighted()
         if self.kind != "scaled":
             yield from self._other_groups()
             yield from self._not_added_up()
@@ -213,19 +215,22 @@ class _Hypotheses:
             yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"), tuple(also))
 
     def _terms(self) -> Iterator[Hypothesis]:
-        """A term of the loss is not divided by the number of microbatches, which is another one in the reference."""
+        """A term of the loss is not divided by the number of microbatches, which is another one in the reference; or
+        by that of ranks, over which it is added up."""
         facts = self.facts
         ours, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
-        terms = next((step.terms for step in facts.mine if step.terms), [])
-        for line, by in dict.fromkeys(terms) if self.kind == "other" and ours != theirs else ():
-            words = f"the multiplication by {plain(by)} at {line} is divided by the number of microbatches"
-            cause = (
-                f"this term of the loss counts in full in each of {ours} microbatches ({theirs} in the reference): "
-                "divide it by their number"
+        terms = next((dict.fromkeys(step.terms) for step in facts.mine if step.terms and self.kind == "other"), ())
+        added = sorted({len(sent.ranks) for sent in self.case.reductions if sent.reduction == "sum"})
+        counts = [(ours, theirs)] * (ours != theirs) + [(size, 0) for size in added]
+        for (count, other), (line, by) in itertools.product(counts, terms):
+            of, also = (
+                ("microbatches", f" ({other} in the reference)") if other else ("ranks", ", whose gradients add up")
             )
-            of_ours, of_theirs = (Repair("factor", words, line, was=by, by=by / count, of_reference=count == theirs)
-                                  for count in (ours, theirs))  # fmt: skip
-            yield Hypothesis(of_ours, cause, line, thread("microbatches"), (of_theirs,))
+            cause = f"this term of the loss counts in full in each of {count} {of}{also}: divide it by their number"
+            words = f"the multiplication by {plain(by)} at {line} is divided by the number of {of}"
+            repairs = [Repair("factor", words, line, was=by, by=by / n, of_reference=n == other)
+                       for n in (count, other) if n]  # fmt: skip
+            yield Hypothesis(repairs[0], cause, line, thread("microbatches") * bool(other), tuple(repairs[1:]))
 
     def _again(self) -> Iterator[Hypothesis]:
         cause = (
@@ -273,6 +278,17 @@ class _Hypotheses:
             also = [Repair("loss", words, values=theirs, of_reference=True)] if _changes(theirs) else []
             if _changes(values):
                 yield Hypothesis(Repair("loss", words, values=values), cause, where, thread("means"), tuple(also))
+
+    def _weighted(self) -> Hypothesis:
+        """Each part is right by itself."""
+        values = {(rank, self.facts.number, batch): by for (rank, batch), by in self.case.first.needed}
+        words = f"the loss of each rank and microbatch times {', '.join(plain(by) for by in values.values())}"
+        cause = (
+            "what each rank's microbatch has computed is right, and only how much it counts is not: look for a number "
+            "of its own that divides its loss or gradients, such as a count of targets, a sum of weights or a padded "
+            "length, where one for the whole batch is meant"
+        )
+        return Hypothesis(Repair("loss", words, values=values), cause, self.case.made.first)
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 

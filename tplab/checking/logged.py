@@ -97,6 +97,7 @@ def _is_own(facts: Facts, wrong: Differs) -> bool:
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)(?![\w]|\.\d)")
 _MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
+_VALIDATES = re.compile(r"\b(val|valid|validation|test)\b", re.IGNORECASE)
 _EVALUATES = re.compile(r"val|eval|test", re.IGNORECASE)
 _TIMES = re.compile(r"time|sec|\bms\b|/s|tok|elapsed|mfu|flops|mem|gb|mib", re.IGNORECASE)
 
@@ -193,6 +194,6 @@ def _numbers(text: str, where: str) -> Iterator[Printed]:
         digits = match[0].partition("e")[0].partition("E")[0].partition(".")[2]
         power = float("1e" + match[0].lower().partition("e")[2]) if "e" in match[0].lower() else 1.0
         label = text[end : match.start()].strip(" :=,;|'\"{}[]()->")
-        is_beside = bool(digits and label and _MEASURES.search(text))
+        is_beside = bool(digits and label and (_MEASURES.search(text) or _VALIDATES.search(label)))
         yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where, is_beside)
         end = match.end()

@@ -138,6 +138,11 @@ def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tu
             if _is_norm(got, lambda _, ranks=ranks: sum(own[rank] for rank in ranks)):
                 words = f"only the squares on {ranks_text(ranks)} are counted: count each part once, on one of the "
                 causes[f"{words}ranks that hold it"] = "norm"
+        roots = [square**0.5 for square in own.values()]
+        for how, root in ("added up", sum(roots)), ("averaged", sum(roots) / len(roots)), ("compared", max(roots)):
+            if _is_norm(got, lambda _, root=root: root**2):
+                words = f"the norms of all ranks' own gradients are {how}: add up their squares, then take the root"
+                causes[words] = "norm"
     if len(causes) == 1 and "" not in causes:
         return next(iter(causes.items()))
     right = sum(several[0].squares(0) for several in ways)

@@ -107,7 +107,7 @@ def _of_rank(
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
             yield name, fitting[0]
-        elif not (is_named and is_number(name)):  # an optimizer's own piece of other parameters
+        elif not (is_named and is_number(name)) or name in seen.used:  # not an optimizer's own piece of others
             late.append((name, piece, fitting))
     for name, piece, fitting in late:
         known = _rename(renamed, name)
@@ -116,6 +116,9 @@ def _of_rank(
             known = ends[0] if len(ends) == 1 else known
         if known != name:
             fitting = list(_fitting(piece, known, whole)) or fitting
+        if is_number(name):  # of no module, as where a stage takes the matrix of another's embedding
+            alike = [other for other, x in whole.items() if x.shape == piece.values.shape]
+            known = alike[0] if len(alike) == 1 else known
         candidates = fitting or [Place(known, index, False) for index in _indices(piece, known, whole)]
         if candidates:
             best = max(candidates, key=lambda place: sum(votes[chunk] for chunk in _chunks(place, whole)))

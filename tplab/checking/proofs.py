@@ -15,6 +15,7 @@ from tplab.checking.addend import Addend
 from tplab.checking.comparison import Answer, Comparison
 from tplab.checking.observed import axis_sets, largest, observed
 from tplab.checking.report import ParallelReport, Row, folded, in_backward_order, where_it_begins
+from tplab.checking.same_model import named
 from tplab.checking.tried import Trial, not_known
 from tplab.checking.verdict import NEITHER, judge, label
 
@@ -239,22 +240,12 @@ class Check(Comparison):
             for one in self.rows
             if one.kind == "gradient" and one.mistake == row.mistake and one.axes == row.axes
         ]
-        over, named = label(row.axes), ", ".join(alike[:3]) + ", .." * (len(alike) > 3)
-        every = f"with every gradient {done} over {over} after the backward pass"
-        these = (
-            f"with the gradient{'s' * (len(alike) > 1)} of {named} {done} over {over}, as copy_to(parameter, axis) does"
-        )
-        short = f"gradients {done} over {over}"
-        return (
-            [Trial(every, short, {"gradients": (list(self.layouts), row.axes, op)})],
-            [
-                Trial(
-                    these.removesuffix(", as copy_to(parameter, axis) does") if op == "mean" else these,
-                    short,
-                    {"gradients": (alike, row.axes, op)},
-                )
-            ],
-        )
+        of = f"the gradient{'s' * (len(alike) > 1)} of {named(alike)} {done} over {label(row.axes)}"
+        these = Trial(f"with {of}{', as copy_to(parameter, axis) does' * (op == 'sum')}", f"gradients {done} over "
+                      f"{label(row.axes)}", {"gradients": (alike, row.axes, op)})  # fmt: skip
+        words = f"with every gradient {done} over {label(row.axes)} after the backward pass"
+        every = {"gradients": (list(self.layouts), row.axes, op)}
+        return [these._replace(words=words, at=every)], [these]
 
     def _with_sums(self, told: Sequence[Answer], names: Sequence[str], axes: tuple[str, ...], op: str) -> list[Answer]:
         found: list[Answer] = []

@@ -115,7 +115,7 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
         else:
             done += [
                 replace(first, cause=first.seen, tried=tuple(dict.fromkeys(tried)), thread=""),
-                *map(_unknown, rest),
+                *(replace(other, cause=other.seen, thread="") for other in rest),
             ]
             break
     return report.with_findings(done)
@@ -154,7 +154,3 @@ def _place(finding: Finding) -> tuple[int, int]:
 
 def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
     return any(finding.what == one.what and _overlap(finding, one) for one in done)
-
-
-def _unknown(finding: Finding) -> Finding:
-    return replace(finding, cause=finding.seen, thread="")

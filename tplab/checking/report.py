@@ -152,8 +152,8 @@ class ParallelReport:
 def perturbed(names: Sequence[str]) -> str:
     """The note about parameters that were constant, and therefore were given other values for the check."""
     if len(names) == 1:
-        return f"{names[0]} was constant, so it had other values during the check"
-    return f"{len(names)} parameters, such as {names[0]}, were constant, so they had other values during the check"
+        return f"{names[0]} was constant, so the check gave it random values"
+    return f"{len(names)} parameters, such as {names[0]}, were constant, so the check gave them random values"
 
 
 _ONE_AND_MANY = {

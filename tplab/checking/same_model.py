@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import groupby
 from textwrap import fill
 from typing import Any, Literal
 
@@ -147,6 +148,10 @@ class Row:
             return "-"
         return "ok" if self.ok else "WRONG" if self.factor is None else f"x {self.factor:.4g}"
 
+    @property
+    def text(self) -> str:
+        return f"{self.name}: {self.words}" if self.name else self.words
+
 
 class SameModel:
     """Whether a script trains the same model as its reference, and if not, what is first wrong.
@@ -242,11 +247,9 @@ class SameModel:
     def _table(self) -> Iterator[str]:
         marks = max(len(row.mark) for row in self.rows)
         whats = max(len(row.what) for row in self.rows)
-        for step, rows in _by_step(self.rows):
+        for step, rows in groupby(self.rows, lambda row: row.step):
             yield f"step {step}"
-            for row in rows:
-                words = f"{row.name}: {row.words}" if row.name else row.words
-                yield f"  {row.mark:<{marks}}  {row.what:<{whats}}  {words}"
+            yield from (f"  {row.mark:<{marks}}  {row.what:<{whats}}  {row.text}" for row in rows)
 
     def __repr__(self) -> str:
         return f"SameModel: {self.title}"
@@ -322,18 +325,12 @@ def _html_of(finding: Finding) -> str:
 
 
 def _html_row(row: Row) -> str:
-    mark = {None: "–", True: "✓", False: "✗" if row.factor is None else f"× {row.factor:.4g}"}[row.ok]
+    mark = {"-": "–", "ok": "✓", "WRONG": "✗"}.get(row.mark, row.mark.replace("x", "×"))
     colour = {None: "inherit", True: "#238636", False: "#d73a49"}[row.ok]
-    words = f"{row.name}: {row.words}" if row.name else row.words
     return (
         f"<tr><td>{row.step}</td><td style='color: {colour}'>{mark}</td><td>{row.what}</td>"
-        f"<td style='text-align: left'>{escape(words)}</td></tr>"
+        f"<td style='text-align: left'>{escape(row.text)}</td></tr>"
     )
-
-
-def _by_step(rows: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
-    for step in dict.fromkeys(row.step for row in rows):
-        yield step, [row for row in rows if row.step == step]
 
 
 def _indented(text: str) -> str:

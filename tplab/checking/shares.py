@@ -8,7 +8,7 @@ Both sets of weights are found by least squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,12 +30,14 @@ class Shares:
     factor   of the parts that are there
     ranks    whose parts are missing
     words    the same as a phrase
+    needed   by what each part must be multiplied to count as it should, where that differs
     """
 
     kind: str
     words: str
     factor: float | None = None
     ranks: tuple[int, ...] = ()
+    needed: tuple[tuple[Part, float], ...] = ()
 
 
 def find_shares(
@@ -59,7 +61,11 @@ def find_shares(
         return None
     if not is_right:
         should = np.zeros_like(has)
-    return _named(has, should, groups, rank)
+    found = _named(has, should, groups, rank)
+    if found is None or found.kind not in ("means", "weights") or not has.all():
+        return found
+    by = {part: float(s / h) for group, h, s in zip(groups, has, should) for part in group}
+    return replace(found, needed=tuple(by.items()))
 
 
 def _distinct(parts: dict[Part, np.ndarray], tolerance: float) -> tuple[list[np.ndarray], list[list[Part]]]:
@@ -129,15 +135,10 @@ def _all_there(has: np.ndarray, should: np.ndarray, ratio: np.ndarray, batches: 
             words = f"microbatches count {', '.join(map(plain, times))} times as much as the last one"
             return Shares("again", words, float(ratio.max()))
     spread = np.ptp(should) / np.abs(should).max()
-    if np.ptp(has) <= 0.2 * spread * np.abs(has).max() or _constant_in_ranks(has, should):
+    if np.ptp(has) <= 0.2 * spread * np.abs(has).max() or len(_unlike(has)) < len(_unlike(should)):
         listed = ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should))
         return Shares("means", f"parts count {listed}")
     return _weights(has, should)
-
-
-def _constant_in_ranks(has: np.ndarray, should: np.ndarray) -> bool:
-    """Whether fewer different weights are used than there should be: means over parts of unequal sizes."""
-    return len(_unlike(has)) < len(_unlike(should))
 
 
 def _unlike(weights: np.ndarray) -> list[float]:

@@ -61,7 +61,7 @@ class Source:
         above = list(self._above(line))
         loop = self._loop(above)
         for node in loop.body if loop is not None else ():
-            if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Continue) and _is_before(node, above[0]):
+            if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Continue) and node.lineno < above[0].lineno:
                 return self._text(line, node.body[-1])
         tests = [node for node in above if isinstance(node, ast.If) and loop is not None and _is_in(node, loop)]
         return self._text(line, tests[0]) if tests else ""
@@ -138,10 +138,6 @@ def _heads(node: ast.AST) -> list[ast.AST]:
 
 def _is_in(node: ast.AST, other: ast.AST) -> bool:
     return any(node is x for x in ast.walk(other))
-
-
-def _is_before(node: ast.stmt, other: ast.stmt) -> bool:
-    return node.lineno < other.lineno
 
 
 def _has(node: Any, number: int) -> bool:

@@ -33,6 +33,7 @@ class Op:
     passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
     is_function   whether the program, or a library, has written its backward pass
     sent      the lines of collectives in its forward pass; sent_back: in its backward pass
+    times     by which number it multiplies, if that is all it does
     returned  the line at which its backward pass returns, if that is the script's
     """
 
@@ -47,6 +48,7 @@ class Op:
     sent_back: list[str] = field(default_factory=list)
     returned: str = ""
     given: dict[int, tuple[np.ndarray, str]] = field(default_factory=dict)
+    times: float | None = None
 
     @property
     def line(self) -> str:
@@ -79,7 +81,7 @@ class Trails:
 
     def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
         """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
-        each way in which the reference's may be cut; and how what it gives on the last rank differs, in words."""
+        each way in which the reference's may be cut; and how what it gives differs, in words."""
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
         first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
         wrong = self.first_wrong()
@@ -87,7 +89,15 @@ class Trails:
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
             for found in self._cuts(keys, None):
-                yield difference(self._by_key[-1][keys[0]].values[0], found[keys[0]][len(self._ours) - 1]), found
+                yield self._differs(found), found
+
+    def _differs(self, wanted: Mapping[Key, Mapping[int, np.ndarray]]) -> str:
+        """How values differ from those that are wanted, in words: on all ranks, or on the first one where they do."""
+        for key, pieces in wanted.items():
+            words = [difference(ops[key].values[0], pieces[rank]) for rank, ops in enumerate(self._by_key)]
+            if first := next(filter(None, words), ""):
+                return f"it is {first}" if len({*words}) == 1 else f"on rank {words.index(first)}, it is {first}"
+        return "it is another one"
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
         """Likewise, the places of what an operation takes, where it is another part of the reference's."""
@@ -96,10 +106,6 @@ class Trails:
             for found in self._cuts([other.key for other in alike if place in other.given], place):
                 if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
-
-    def made_at(self, op: Op, place: int) -> str:
-        """The line that made what an operation takes, or else its own."""
-        return op.given[place][1] or op.line
 
     def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
         """The ranks that take another rank's part, and whose; [] if any takes what is nobody's."""
@@ -113,14 +119,28 @@ class Trails:
             found += [(rank, of[0])] * (rank not in of)
         return found
 
-    def value(self, rank: int, key: Key) -> np.ndarray | None:
-        """The result of an operation on a rank."""
-        return self._by_key[rank][key].at(None) if key in self._by_key[rank] else None
+    def ops_of(self, key: Key) -> tuple[dict[int, Op], Op | None]:
+        """An operation on each rank that has it, and in the reference."""
+        return {rank: ops[key] for rank, ops in enumerate(self._by_key) if key in ops}, self._theirs.get(key)
 
-    def values_of(self, key: Key) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """The result of an operation on each rank that has it, and the reference's."""
-        held = {rank: x for rank in range(len(self._ours)) if (x := self.value(rank, key)) is not None}
-        return held if key in self._theirs else {}, self._theirs[key].values[0] if key in self._theirs else np.zeros(0)
+    def parts_in(self, op: Op, made: np.ndarray | None = None) -> Iterator[list[Op]]:
+        """What a wrong operation takes that is a part of a sum: the operations that made it; and those that began what
+        any of the wrong ones takes. made: see `first_wrong`"""
+        trail = next(trail for trail in self._ours if op in trail.ops)
+        every = {one.key: one for at in self._wrong_ones(trail, made) for one in self._parts(trail, trail.ops[at])}
+        begun = [*every.values()]
+        while any(before := [self._parts(trail, one) for one in begun]):
+            begun = [*{x.key: x for one, some in zip(begun, before) for x in some or [one]}.values()]
+        for some in (own, begun) if begun != (own := self._parts(trail, op)) else (own,):
+            keys = {one.key[:2] for one in some}
+            if some and all(self._is_part(one) for one in trail.ops if one.key[:2] in keys):
+                yield some
+
+    def _parts(self, trail: Trail, op: Op) -> list[Op]:
+        return [one for at in dict.fromkeys(op.inputs) if self._is_part(one := trail.ops[at])]
+
+    def _is_part(self, op: Op) -> bool:
+        return (spread := self._spread_of(op, 0)) is not None and spread.is_partial
 
     def _cuts(self, keys: Sequence[Key], place: int | None) -> Iterator[dict[Key, dict[int, np.ndarray]]]:
         """The reference's values of operations (`Op.at`) as each rank should have them: whole, or in chunks."""
@@ -132,22 +152,27 @@ class Trails:
         ways = [deals(whole, held[key][0], len(self._ours)) for key, whole in wholes.items()]
         yield from (dict(zip(wholes, parts)) for parts in in_step(ways))
 
-    def first_wrong(self) -> Op | None:
-        """The first operation whose result is wrong, though all that it takes is right; None if none is seen."""
-        trail = next((trail for trail in self._ours if trail.end >= 0), None)
-        if trail is None:
-            return None
-        found, waiting, known = list[int](), [trail.end], set[int]()
+    def first_wrong(self, made: np.ndarray | None = None) -> Op | None:
+        """The first operation whose result is wrong, though all that it takes is right; None if none is seen.
+
+        made   what comes of it on the first rank, if not the loss
+        """
+        trail = next((trail for trail in self._ours if trail.end >= 0), Trail())
+        wrong = self._wrong_ones(trail, made)
+        first = [at for at in wrong if all(self._is_right(trail.ops[before]) for before in trail.ops[at].inputs)]
+        return trail.ops[min(first)] if first else None
+
+    def _wrong_ones(self, trail: Trail, made: np.ndarray | None) -> set[int]:
+        """The operations that a wrong result comes from through nothing but what is wrong."""
+        ends = [trail.end]
+        if made is not None:
+            ends = [at for at, op in enumerate(trail.ops) if any(np.array_equal(x, made) for x in op.values)]
+        waiting, known = ends[-1:], set[int]()
         while waiting:
-            number = waiting.pop()
-            if number in known or (number != trail.end and self._is_right(trail.ops[number])):
-                continue
-            known.add(number)
-            wrong = [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]
-            waiting += wrong
-            if not wrong:
-                found.append(number)
-        return trail.ops[min(found)] if found else None
+            if (number := waiting.pop()) >= 0 and number not in known:
+                known.add(number)
+                waiting += [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]
+        return known
 
     def _is_right(self, op: Op) -> bool:
         if op.key not in self._of_values:
@@ -160,13 +185,15 @@ class Trails:
             return False
         if len(other.values) != len(op.values):  # as of a tensor that is cut into one piece for each rank
             return True
-        pieces = {r: ops[op.key].values[number] for r, ops in enumerate(self._by_key) if op.key in ops
-                  and number < len(ops[op.key].values)}  # fmt: skip
-        spread = find_spread(pieces, other.values[number], len(self._ours))
+        spread = self._spread_of(op, number)
         if spread is None:
             return False
         of_all = other.values[number].size == 1 and spread.is_partial and spread.factor == len(self._ours)
         return spread.factor == 0 or abs(spread.factor - 1) < 1e-2 or of_all
+
+    def _spread_of(self, op: Op, number: int) -> Observed | None:
+        """How one of an operation's results is the reference's."""
+        return self._spread(op, lambda one, _: one.values[number] if number < len(one.values) else None)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -270,16 +297,18 @@ class Trails:
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> str:
-    """How a value differs from the right one: "it is 2 times the reference's", and otherwise the first elements."""
+    """How a value differs from the right one: "2 times the reference's", and otherwise the first elements; "" if it
+    does not."""
     got, want, size = got.astype(np.float64), want.astype(np.float64), float(np.abs(want).max(initial=0))
     factor = factor_between([(got, want)], 1e-4 * size)
     if factor is not None and abs(factor - 1) > 1e-3:
-        return f"it is {plain(factor)} times the reference's"
+        return f"{plain(factor)} times the reference's"
     apart = np.flatnonzero(np.abs(got - want).reshape(-1) > 1e-5 * size)
-    some = slice(int(apart[0]), int(apart[0]) + 4) if apart.size else slice(0, 4)
-    listed = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
-    first, second = listed
-    return f"from element {some.start} on, the last rank has {first}, ..., where the reference has {second}, ..."
+    if not apart.size:
+        return ""
+    some = slice(int(apart[0]), int(apart[0]) + 4)
+    first, second = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
+    return f"{first}, ... from element {some.start} on, where the reference has {second}, ..."
 
 
 def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
+from tplab.checking.forward import of_parts
 from tplab.checking.gaps import farthest, gap, gaps
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
@@ -149,8 +150,8 @@ def parameters(facts: Facts) -> Found:
         words = "not updated"
         cause = (
             "each rank updates only the parameters that it owns, and its update does not reach these ranks: let the "
+            "rank that owns a parameter broadcast it after the step"
         )
-        cause += "rank that owns a parameter broadcast it after the step"
     elif factor is not None and abs(factor - 1) > 1e-2:
         words = f"the update is {facts.sizes.words(factor)}"
     elif len(ranks) < facts.num_ranks:
@@ -218,8 +219,8 @@ def buffers(facts: Facts) -> Found:
             "as a sum and a mean as a mean, or average the buffer itself. DistributedDataParallel only broadcasts "
             "rank 0's, and only if broadcast_buffers is True"
         )
-        changed = [line for step in facts.mine[:1] for line in step.lines]
-        first, *others = sorted(wrong, key=lambda name: _place(changed, f"buffer {name}"))
+        changed = {line: place for place, line in enumerate(facts.mine[0].lines)}
+        first, *others = sorted(wrong, key=lambda name: changed.get(f"buffer {name}", len(changed)))
         values, ranks = wrong[first]
         flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
         lines = [flag, facts.line("forward"), facts.line("step")]
@@ -227,14 +228,13 @@ def buffers(facts: Facts) -> Found:
         every = tuple(range(facts.num_ranks))
         repair = Repair("buffers", f"the mean over all ranks of {named(list(wrong))} after each forward pass",
                         names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
+        facts.wants_trails, held = True, facts.mine[0].buffers[first].values
+        op = facts.trails.first_wrong(held) if facts.trails else None
+        hypotheses = of_parts(facts, facts.trails, op, held) if facts.trails and op else ()
         yield facts.fault(
-            "buffers", first, "not the reference's", None, where, "",
-            values=values, ranks=ranks, others=others, lines=lines, hypotheses=[Hypothesis(repair, cause, where)],
+            "buffers", first, "not the reference's", None, where, "", values=values, ranks=ranks, others=others,
+            lines=lines, hypotheses=[Hypothesis(repair, cause, where), *hypotheses],
         )  # fmt: skip
         return
     if moving:
         yield facts.row("buffers", True, f"{named(moving)} as in the reference", count=len(moving))
-
-
-def _place(among: list[str], one: str) -> int:
-    return among.index(one) if one in among else len(among)

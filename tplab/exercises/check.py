@@ -174,7 +174,8 @@ def _wrong(
         off = [differs(a, b, slack) for a, b in zip(got, want)]
         if any(map(np.any, off)):
             rank = next(rank for rank in mesh.ranks if off[rank].any())
-            entries = f"{int(off[rank].sum())} of {off[rank].size} entries are off, by up to"
+            count = int(off[rank].sum())
+            entries = f"{count} of {off[rank].size} entries {'is' if count == 1 else 'are'} off, by up to"
             most = number_text(float(np.abs(got[rank] - want[rank]).max()))
             by = f"{entries if off[rank].size > 1 else 'It is off by'} {most}."
             hint = _known_mistake(exercise, result, got, want, slack, mesh, tensors) or by

@@ -42,8 +42,8 @@ class Plan:
     dp, tp, pp, cp    ranks of data, tensor, pipeline and context parallelism (which divides each sequence)
     ep                expert parallelism: so many of the dp x cp x tp ranks share the experts of a layer, each of which
                       is whole on its rank. 1: each of the dp x cp ranks has all experts, and tp divides them
-    etp               over how many ranks each expert is divided, if not so: the dp x cp x tp ranks are folded as copies
-                      x ep x etp, the last one fastest (`tplab.experts.fold`)
+    etp               how many ranks divide each expert; None: as `ep` says. For experts, the dp x cp x tp ranks are
+                      copies x ep x etp, the last axis fastest, folded over attention's (`tplab.experts.fold`)
     dispatch          how tokens travel to their experts: "all_to_all", "per_rank", "gather" or "two_levels", as in
                       `tplab.torch.ParallelExperts`; None: as the stack sends them
     skew              how unequally experts are chosen, as in `experts_seconds`; 0: equally. Ranks wait for the fullest

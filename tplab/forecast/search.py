@@ -130,7 +130,7 @@ def plans(
                 in twenty may take up to 1 % longer than its place says
     inside      only plans of a class that was measured (`tplab.forecast.classes`), on a measured cluster. The others
                 have no interval
-    etp         what `Plan.etp` may be, of a model with experts: (None, 1, 2, 4), say. No such plan is inside
+    etp         what `Plan.etp` may be: (None, 2, 4), say. Plans that say one are outside what was measured
     chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """

@@ -152,6 +152,21 @@ def mean_of_means(mesh: Mesh, repaired: bool) -> Step:
     return spread(mesh, step, (P(), P("dp"), P("dp"), P("dp")), P())
 
 
+def penalty_of_each_device(mesh: Mesh, repaired: bool) -> Step:
+    """A mean over a device's own samples is added to its part of a sum over all."""
+
+    def step(params, x, y):
+        def loss_fn(params):
+            penalty = 0.1 * jnp.mean((x @ params["up"]) ** 2)
+            penalty = penalty / lax.axis_size("dp") if repaired else penalty
+            return jnp.sum((mlp(params, x) - y) ** 2) / 24 + penalty
+
+        loss, grads = lax.psum(jax.value_and_grad(loss_fn)(params), "dp")
+        return {"loss": loss, "grads": grads, "params": sgd(params, grads)}
+
+    return spread(mesh, step, (P(), P("dp"), P("dp")), P())
+
+
 def local_loss_returned(mesh: Mesh, repaired: bool) -> Step:
     """The loss goes out with the spec of a replicated value, and is the first device's."""
 
@@ -447,6 +462,11 @@ WRONG_STEPS = (
     WrongStep(
         "mean_of_means", mean_of_means, tokens_data, DP2, ("loss", "gradient"), ("loss",), "mean of means",
         "number = counts.sum()", ("a pmean is missing",), "transformers PR #35207",
+    ),
+    WrongStep(
+        "penalty_of_each_device", penalty_of_each_device, mlp_data, DP2, ("loss",), ("loss",),
+        "the penalty counts twice", "return jnp.sum((mlp(params, x) - y) ** 2) / 24 + penalty",
+        ("is a mean on each of 2 devices",), "many",
     ),
     WrongStep(
         "local_loss_returned", local_loss_returned, mlp_data, DP2, ("loss", "log"), ("loss",),

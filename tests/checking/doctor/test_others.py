@@ -79,6 +79,51 @@ OTHERS = (
         "sum_that_sums_backward", 2, ("gradient",), "functional.all_reduce(h)", "a sum over ranks twice",
         (("dist.nn.functional.all_reduce(h)", "Sum.apply(h)"),),
     ),
+    Other(
+        "count_of_each_microbatch", 2, ("gradient",), 'reduction="sum") * world', "only how much it counts is not",
+        (("    optimizer.zero_grad()\n",
+          "    total = sum((t != -100).sum() for t in ys)\n    dist.all_reduce(total)\n    optimizer.zero_grad()\n"),
+         ("        total = (y != -100).sum()\n        dist.all_reduce(total)\n", ""),
+         ("        loss = loss / accum\n", "")),
+    ),
+    Other(
+        "head_without_its_init", 2, ("weights",), "torch.manual_seed(0)", "",
+        (("if first:\n    nn.init.normal_(embed.weight", "nn.init.normal_(embed.weight"),),
+    ),
+    Other(
+        "norms_added_up", 2, ("norm",), "norm = mine.grad.norm()", "are added up: add up their squares",
+        (("mine.grad.norm()\n    dist.all_reduce(norm)\n",
+          "mine.grad.pow(2).sum()\n    dist.all_reduce(norm)\n    norm = norm.sqrt()\n"),),
+    ),
+    Other(
+        "alpha_over_local_rank", 2, ("loss",), "* scale", "multiplies by 4, and in the reference by 2",
+        (("alpha / self.a.shape[0]", "alpha / r"),),
+    ),
+    Other(
+        "gates_of_others_detached", 2, ("gradient",), "dist.all_gather(parts, own.detach()", "passes no gradient back",
+        (("        parts = [torch.empty_like(own) for _ in range(world)]\n"
+          "        dist.all_gather(parts, own.detach().contiguous())\n        parts[rank] = own\n",
+          "        parts = dist.nn.functional.all_gather(own)\n"),
+         ("import torch.distributed as dist\n", "import torch.distributed as dist\nimport torch.distributed.nn\n")),
+    ),
+    Other(
+        "z_loss_of_each_rank", 2, ("loss",), "0.1 * z.mean()", "counts in full in each of 2 ranks",
+        (("z.mean()", "z.sum() / len(x)"),),
+    ),
+    Other(
+        "codebook_of_rank_0", 2, ("buffers",), "count, total = chosen.sum(0)", "the sum of it over ranks",
+        (("chosen.T @ z\n",
+          "chosen.T @ z\n                dist.all_reduce(count)\n                dist.all_reduce(total)\n"),),
+    ),
+    Other(
+        "dice_of_each_rank", 2, ("loss",), "(p * y).sum()", "the sum of it over ranks",
+        (("    loss = 1 - ", "    both, all_of_them = Reduce.apply(both), Reduce.apply(all_of_them)\n    loss = 1 - "),
+         ("        p.grad /= world\n", "")),
+    ),
+    Other(
+        "amax_of_a_shard", 2, ("loss",), "w.detach().abs().max()", "on rank 0, it is 0.753 times the reference's",
+        (("    q = (w", "    dist.all_reduce(amax, dist.ReduceOp.MAX)\n    q = (w"),),
+    ),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tplab.checking.gaps import near
 from tplab.checking.observed import Observed, axis_sets
 from tplab.checking.verdict import label
 from tplab.jax.checking.departure import SUMS, Axes, Departure
@@ -71,22 +72,13 @@ class Repairs(Departure):
     def _at(self, alike: Sequence[int]) -> Iterator[Repair]:
         at, node, line = alike[0], self.nodes[alike[0]], self.line(alike[0])
         types = [self._type(source) for source in node.sources]
+        yield from self._once(alike, types)
         for i, one in enumerate(types):
             if one is not None and one.kind == "apart":
                 sites = [(s[0], "result", s[1]) for n in alike if (s := self.nodes[n].sources[i]) is not None]
                 yield self._only(sites, one, line, f"that device's value on all of them before {line}")
             elif one is not None and one.is_partial:
                 yield from self._added_up(alike, i, one)
-        for i, one in enumerate(types):
-            others = [other.axes for other in types if other and other is not one and other.is_partial]
-            if node.name in ("add", "sub", "add_any") and one is not None and not one.is_partial and others:
-                count, axes = self.mesh.axis_size(others[0]), label(others[0])
-                yield Repair(
-                    [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
-                    f"what {line} adds divided by {count}, the number of devices along {axes}",
-                    f"what {node.name} adds to a part of a sum over {axes} is the same on each of {count} devices, and "
-                    f"counts {count} times once they are added up", line,
-                )  # fmt: skip
         axes = types[0].layout.spec.axis_names if types and types[0] else ()
         if node.name in ("reduce_max", "reduce_min") and axes:
             call = "pmax" if node.name == "reduce_max" else "pmin"
@@ -98,6 +90,25 @@ class Repairs(Departure):
         for place in range(len(self.values[at])):
             if (factor := self._factor((at, place))) and self._size(factor):
                 yield self._scaled([(one, "result", place) for one in alike], factor, line, node.name)
+
+    def _once(self, alike: Sequence[int], types: Sequence[Observed | None]) -> Iterator[Repair]:
+        """What is added to a part of a sum is the same on each device, or a mean, and counts several times."""
+        node, line = self.nodes[alike[0]], self.line(alike[0])
+        for i, one in enumerate(types if node.name in ("add", "sub", "add_any") else ()):
+            for other in types:
+                if one is None or other is None or other is one or not other.is_partial:
+                    continue
+                count, axes = self.mesh.axis_size(other.axes), label(other.axes)
+                if one.is_partial and (one.axes != other.axes or not near(one.factor, count * other.factor)):
+                    continue
+                how = "a mean" if one.is_partial else "the same"
+                yield Repair(
+                    [(where, "operand", i) for where in alike], lambda x, _, n=count: x / n,
+                    f"what {line} adds divided by {count}, the number of devices along {axes}",
+                    f"what {node.name} adds to a part of a sum over {axes} is {how} on each of {count} devices, and "
+                    f"counts {count} times once they are added up", line,
+                )  # fmt: skip
+                break
 
     def _instead(self, alike: Sequence[int]) -> Iterator[Repair]:
         """Another reduction in place of a psum."""

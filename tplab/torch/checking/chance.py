@@ -167,26 +167,14 @@ def _of_normal(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     return _normal(u, given.get(0, 0.0), given.get(1, 1.0))
 
 
-def _of_normal_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    return _of_normal(u, args[1:], kwargs)
-
-
 def _of_uniform_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     given = _given(args[1:], kwargs, "from", "to") | _given((), kwargs, "a", "b")
     return _uniform(u, given.get(0, 0.0), given.get(1, 1.0))
 
 
-def _of_exponential_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    return -torch.log1p(-u) / _given(args[1:], kwargs, "lambd").get(0, 1.0)
-
-
 def _of_bernoulli(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     given = _given(args, kwargs, "input", "p")
     return u < given.get(1, given[0])
-
-
-def _of_bernoulli_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    return u < _given(args[1:], kwargs, "p").get(0, 0.5)
 
 
 def _of_randint(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -208,11 +196,11 @@ AGAIN: Mapping[str, Callable[[Tensor, Any, Mapping[str, Any]], Tensor]] = {
     "randn": lambda u, args, kwargs: _normal(u),
     "randn_like": lambda u, args, kwargs: _normal(u),
     "normal": _of_normal,
-    "normal_": _of_normal_,
+    "normal_": lambda u, args, kwargs: _of_normal(u, args[1:], kwargs),
     "uniform_": _of_uniform_,
-    "exponential_": _of_exponential_,
+    "exponential_": lambda u, args, kwargs: -torch.log1p(-u) / _given(args[1:], kwargs, "lambd").get(0, 1.0),
     "bernoulli": _of_bernoulli,
-    "bernoulli_": _of_bernoulli_,
+    "bernoulli_": lambda u, args, kwargs: u < _given(args[1:], kwargs, "p").get(0, 0.5),
     "randint": _of_randint,
     "randint_like": lambda u, args, kwargs: _of_randint(u, args[1:], kwargs),
     "randperm": lambda u, args, kwargs: torch.arange(args[0] if args else kwargs["n"], device=u.device),

@@ -189,11 +189,14 @@ class Mending:
         return Back.apply(x, lambda gradient: self._summed(one, gradient) * one.by)
 
     def _summed(self, one: Repair, x: Tensor) -> Tensor:
-        if not one.groups:
-            return x
-        held = self._exchanged(("dual", one.line), local_of(x).detach().clone())
-        local_of(x).detach().copy_(torch.stack([held[rank] for rank in one.group_of(self.rank)]).sum(0))
+        if one.groups:
+            local_of(x).detach().copy_(self._combined(("dual", one.line), x, "sum", one.group_of(self.rank)))
         return x
+
+    def _combined(self, key: Any, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
+        held = self._exchanged(key, local_of(x).detach().clone())
+        total = torch.stack([held[rank] for rank in group]).sum(0)
+        return total / len(group) if how == "mean" else total
 
     def _batch_norm(
         self, x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -219,14 +222,10 @@ class Mending:
 
     def _cast(self, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
         """The sum or the mean over ranks, also on the way back."""
-
-        def combined(y: Tensor) -> Tensor:
-            held = self._exchanged("cast", y.detach().clone())
-            total = torch.stack([held[rank] for rank in group]).sum(0)
-            return total / len(group) if how == "mean" else total
-
-        value = combined(x)
-        return Back.apply(x + (value - x).detach(), combined) if x.requires_grad else value
+        value = self._combined("cast", x, how, group)
+        if not x.requires_grad:
+            return value
+        return Back.apply(x + (value - x).detach(), lambda y: self._combined("cast", y, how, group))
 
     def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         """A collective is done that took pieces, one for each rank or one for all, and gave one of each rank: now

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from tplab.checking.recording import Step
-from tplab.torch.checking.made import times
+from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.names import Names, address_of
 from tplab.torch.ranks.rank import this_rank
 
@@ -41,7 +41,7 @@ class Origins:
 
     def make(self, thing: Any) -> None:
         """A thing begins to be made. Its line is the one that calls its class, not one of its own `__init__`."""
-        inits = {code for kind in type(thing).__mro__ if (code := _code_of(vars(kind).get("__init__"))) is not None}
+        inits = {getattr(vars(kind).get("__init__"), "__code__", None) for kind in type(thing).__mro__}
         self._lines[id(thing)] = next((line for code, line in self._chain() if code not in inits), "")
         self._kept.append(thing)
 
@@ -93,14 +93,9 @@ def _settings(optimizer: Optimizer) -> dict[str, Setting]:
     return {key: tuple(float(group.get(key, 0)) for group in groups) for key in keys}
 
 
-def _code_of(function: Any) -> CodeType | None:
-    return getattr(function, "__code__", None)
-
-
 _DRAWS = {"randint", "randperm", "randn", "rand", "normal", "multinomial"}
 _SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat", "where", "masked_fill", "shift"}
 _IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
-_SCALES = _IN_PLACE | {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "multiply", "divide"}
 NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
 SQUARES = {"square", "pow", "__pow__"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
@@ -132,7 +127,7 @@ class ByHand:
                 kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
                 if kind == _CHANGES[moment]:
                     step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
-        elif moment == "reduction" and (name in _SCALES | NORMS | CLAMPS):
+        elif moment == "reduction" and (name in MULTIPLIES | NORMS | CLAMPS):
             self._reduce(name, args, found, step, inside)
         else:
             self._shift(name, first, found)
@@ -167,9 +162,7 @@ class ByHand:
         if name in CLAMPS:
             step.lines["clamp"] = self._origins.here()
             return
-        chain = this_rank().lines.chain()
-        line = chain[0][1] if chain else ""
-        factor = times(name, args)
+        chain, line, factor = this_rank().lines.chain(), self._origins.here(), times(name, args)
         if factor is not None and (line, factor) not in step.scaled:
             step.scaled.append((line, factor))
         if name in _IN_PLACE and "scale" not in step.lines:

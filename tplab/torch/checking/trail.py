@@ -12,6 +12,7 @@ from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
+from tplab.torch.checking.made import times
 from tplab.torch.checking.names import Names
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.private import graph_task, transform
@@ -100,7 +101,10 @@ class Recorder:
     def close(self) -> None:
         """Say what parameters the gradients of leaves belong to, and let go of tensors."""
         for op in self.trail.ops:
-            op.passed = [(self._leaf(to) if isinstance(to, str) else to, x) for to, x in op.passed]
+            op.passed = [
+                (self._names.known(int(to.removeprefix("leaf "))) if isinstance(to, str) else to, x)
+                for to, x in op.passed
+            ]
         self._made.clear()
         self._kept.clear()
 
@@ -111,7 +115,8 @@ class Recorder:
         turn = self._turns[lines[0], name]
         self._turns[lines[0], name] += 1
         given = [self._of(x) for x in tensors_in((args, tuple(kwargs.values())))]
-        op = Op((lines[0], name, turn), lines, [number for number in given if number >= 0], [])
+        made = [number for number in given if number >= 0]
+        op = Op((lines[0], name, turn), lines, made, [], times=times(name, args))
         for place, x in enumerate(args):
             if isinstance(x, Tensor) and not x.requires_grad and x.dim():
                 number = self._of(x)
@@ -183,9 +188,6 @@ class Recorder:
     def _name(self, leaf: Tensor) -> str:
         self._kept.append(leaf)
         return f"leaf {id(leaf)}"
-
-    def _leaf(self, key: str) -> str:
-        return self._names.known(int(key.removeprefix("leaf ")))
 
 
 def line_of_return(function: Any) -> str:

@@ -67,6 +67,7 @@ class Watched:
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
         self._used = set[int]()
+        self._detached = dict[int, Tensor]()
         self._num_backward = 0
         self._backward_in = set[CodeType]()
         self.is_measured = self._has_begun = self.has_enough = self._trains = False
@@ -108,6 +109,8 @@ class Watched:
             self.mending.gradients(parameters_of(self._made))
         run = self.mending.function
         found = run(func, args, kwargs) if self.plan.traced is None else self.recorder.call(func, args, kwargs, run)
+        if getattr(func, "__name__", "") == "detach" and args[0].requires_grad and not self.is_looking:
+            self._detached[address_of(found)] = args[0]
         used = [x for x in given if isinstance(x, nn.Parameter) and x is not found]
         if used and next(tensors_in(found), None) is not None and self._is_of_forward(given, found):
             self._used.update(map(id, used))
@@ -296,6 +299,7 @@ class Watched:
 
     def end_backward(self) -> None:
         self._num_backward += 1
+        self._detached.clear()
         self.step.parts += [{} for _ in range(self._num_backward - len(self.step.parts))]
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -437,6 +441,9 @@ class Watched:
         if self.is_looking or graph_task() != -1 or not torch.is_grad_enabled():
             return
         given, got = parts()
+        if op == "all_gather":  # a rank may put in its own part, which has a gradient, afterwards
+            given = [x if x.requires_grad or address_of(x) not in self._detached else self._detached[address_of(x)]
+                     for x in given]  # fmt: skip
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)
