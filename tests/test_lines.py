@@ -18,6 +18,9 @@ class OldShell:
         self.user_ns = {"In": [""]}
         self._monkeypatch = monkeypatch
 
+    def transform_cell(self, raw: str) -> str:
+        return raw
+
     def run_cell(self, raw: str, transformed: str | None = None, counted: bool = True) -> str:
         """The file as which the cell is compiled."""
         text = raw if transformed is None else transformed

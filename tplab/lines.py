@@ -43,7 +43,9 @@ def _shell() -> Any:
 
 
 def _is_of_kernel(filename: str) -> bool:
-    """Whether a kernel older than IPython 8 has compiled a cell as this file."""
+    """Whether a kernel, or a terminal, older than IPython 8 has compiled a cell as this file."""
+    if filename.startswith("<ipython-input-"):
+        return True
     compiler = sys.modules.get("ipykernel.compiler")
     return compiler is not None and str(Path(filename).parent) == compiler.get_tmp_directory()
 

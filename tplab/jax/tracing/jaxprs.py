@@ -150,7 +150,10 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep
 _HERE = Path(__file__).resolve().parents[1]
-_BEGINNINGS = {str(_HERE / "ranks" / "program.py"), str(_HERE / "checking" / "tape.py")}
+_BEGINNINGS = {
+    str(_HERE / "ranks" / "program.py"),
+    *(str(_HERE / "checking" / f"{name}.py") for name in ("tape", "same_model")),
+}
 """Where tplab calls the program."""
 _TRACING = str(_HERE / "tracing") + os.sep
 """JAX 0.7 gives this for what is recomputed: its gradient is made when tplab asks for the whole program."""
