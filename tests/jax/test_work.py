@@ -117,6 +117,7 @@ def test_what_the_program_makes_narrower_is_narrow():
         )
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="XLA of jaxlib 0.7 adds up in rounds of 32, each by itself")
 def test_a_sum_in_float32_of_what_is_narrow():
     x = shape(4096, 512, dtype="bfloat16")
     found = compiled(lambda x: x.astype(jnp.float32).sum(0), x)

@@ -33,7 +33,8 @@ def as_written(flow: Flow, place: Spot) -> Array:
     what one fusion gives to another counts as float32.
     """
     array, key = place.one.arrays[0], (place.computation, place.one.name)
-    if len(place.one.arrays) > 1 or not _is_float(array) or array.itemsize == 1 or flow.is_given(place):
+    is_known = _is_float(array) or is_inserted(place.one)  # of whole numbers, those that XLA of jaxlib 0.7 widens
+    if len(place.one.arrays) > 1 or not is_known or array.itemsize == 1 or flow.is_given(place):
         return array
     if key not in flow.dtypes:
         flow.dtypes[key] = narrow_before(flow, place) or narrow_after(flow, place) or array.dtype
@@ -79,7 +80,7 @@ def narrow_after(flow: Flow, place: Spot, index: int | None = None) -> str:
 
 
 def _is_narrower(one: Array, other: Array) -> bool:
-    return _is_float(one) and _is_float(other) and one.itemsize < other.itemsize
+    return _is_float(one) == _is_float(other) and one.itemsize < other.itemsize
 
 
 def _is_float(array: Array) -> bool:
