@@ -48,7 +48,7 @@ lint: .venv/test ## ruff and pyright
 	$(BIN)/pyright
 
 unit: .venv/test ## unit and property tests
-	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist worksteal --durations 40
+	$(BIN)/python -m pytest tests --ignore tests/browser --numprocesses auto --dist worksteal --durations 80
 
 labs-test: .venv/test ## re-run every lab and compare every output with the committed one
 	$(BIN)/python -m pytest labs --nbval --nbval-cell-timeout 120 --numprocesses auto --dist loadfile
