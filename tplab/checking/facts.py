@@ -67,6 +67,14 @@ class Facts:
             if place.name == name:
                 yield rank, mine, place
 
+    def are_parts(self, *ranks: int) -> bool:
+        """Whether these ranks hold other parts of the same parameters: of all that they hold, or of some."""
+        held, *others = ({p.name: p for (at, _), p in self.places.items() if at == rank} for rank in ranks)
+        return all(
+            held.keys() == other.keys() and any(held[name].index != other[name].index for name in held)
+            for other in others
+        )
+
     @property
     def on_no_rank(self) -> list[str]:
         """The reference's parameters of which no rank is known to hold a part."""

@@ -52,13 +52,18 @@ class Sent:
     is_open: bool = False
 
 
+FEWEST = 32
+"""Elements of a dropout mask: fewer may be dropped alike by chance."""
+
+
 @dataclass(frozen=True)
 class Drawn:
-    """A dropout mask: the line, what the elements of the input add up to, and the mask's checksum."""
+    """A dropout mask: the line, what the elements of the input add up to, the mask's checksum, and its elements."""
 
     where: str
     given: float
     mask: int
+    size: int
 
 
 @dataclass

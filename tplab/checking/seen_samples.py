@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell
-from tplab.checking.recording import Step
+from tplab.checking.recording import FEWEST, Step
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
 from tplab.checking.sends import partitions
@@ -165,11 +166,19 @@ def targets(facts: Facts) -> Found:
 
 
 def dropout(facts: Facts) -> Found:
-    """Ranks that work on the same activations must drop the same."""
+    """Ranks that work on the same activations must drop the same, and ranks that hold parts of a layer must not."""
     for first, *others in facts.copies:
         for rank in others:
             for a, b in zip(facts.mine[first].masks, facts.mine[rank].masks):
-                if np.isclose(a.given, b.given, rtol=1e-4) and a.mask != b.mask:
+                is_same = np.isclose(a.given, b.given, rtol=1e-4)
+                if not is_same and a == replace(b, given=a.given) and a.size >= FEWEST and facts.are_parts(first, rank):
+                    words = (
+                        f"the same on rank {rank} as on rank {first}, for other activations: where ranks share a "
+                        "layer, each drops by a mask of its own"
+                    )
+                    yield facts.fault("dropout", "", words, None, a.where, "", ranks=(first, rank))
+                    return
+                if is_same and a.mask != b.mask:
                     cause = (
                         "these ranks work on the same activations, and each draws a dropout mask of its own: draw it "
                         "from a generator that has the same seed and state on all of them"

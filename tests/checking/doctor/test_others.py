@@ -96,6 +96,10 @@ OTHERS = (
           "mine.grad.pow(2).sum()\n    dist.all_reduce(norm)\n    norm = norm.sqrt()\n"),),
     ),
     Other(
+        "one_mask_for_all_shards", 2, ("dropout",), "F.dropout(h, 0.5)", "",
+        (("torch.manual_seed(7)", "torch.manual_seed(7 + rank)"),),
+    ),
+    Other(
         "alpha_over_local_rank", 2, ("loss",), "* scale", "multiplies by 4, and in the reference by 2",
         (("alpha / self.a.shape[0]", "alpha / r"),),
     ),

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tplab.checking.recording import checksum
+from tplab.checking.recording import FEWEST, checksum
 from tplab.checking.report import Row
 from tplab.mesh import Mesh
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.layers.dropout import dropout
 
 DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, dropout}
-FEWEST = 32  # elements; fewer may be dropped alike by chance
 
 Seen = list[tuple[str, int, int, int]]
 """Of each dropout, in the order of calls: the module, checksums of input and mask, the number of elements."""

@@ -273,7 +273,7 @@ class Watched:
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
         given = float(array_of(x).astype(np.float64).sum())
-        self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0))))
+        self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0)), mask.numel()))
         self.seen.kinds.add("Dropout")
 
     def begin_backward(self, tensors: Any, grads: Any) -> Any:
