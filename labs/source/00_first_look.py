@@ -11,8 +11,8 @@
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
 # *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
-# adds its own number to it. After seven steps every sum is 250; a picture that does not move shows step 4. This
-# picture was drawn from a run of the program below.*
+# adds its own number to it. After seven steps every sum is 250. (If the picture does not move, it shows step 4.) It
+# was drawn from a run of the program below.*
 
 # %%
 import subprocess

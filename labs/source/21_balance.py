@@ -194,7 +194,7 @@ timeline(traces["zigzag"])
 # | striped | 100% | 69.6% | 82.6% | 74.4% | 82.9% |
 #
 # On H800s, contiguous took 26.0 ms forward and zigzag 15.9 ms, so zigzag was 1.64 times as fast. The forecast, for
-# H100s, is 12% and 8% above that.
+# H100s, is 12% and 8% above these times.
 #
 # For contiguous, balance explains nearly all of the loss. For the other two it explains nothing, and 10 to 30% of the time
 # is still lost. A ring calls the kernel eight times on small tiles and merges the results. Striped tiles are all triangles,

@@ -63,7 +63,7 @@ CLAIMS = (
         lambda: [*took(), took()[0] / took()[1]],
     ),
     Claim(
-        "is 12% and 8% above that",
+        "is 12% and 8% above these times",
         lambda: [100 * (clock(name) / real - 1) for name, real in zip(("contiguous", "zigzag"), took())],
     ),
     Claim(
