@@ -79,8 +79,8 @@ LIMITS = """\
   H100s and B200s only.
 - No step of a model with latent attention, or with dense layers before its experts (DeepSeek-V2 and V3), was fitted,
   and none is in a class: their forecasts have no interval. What predicts a further token (DeepSeek-V3's MTP) is left
-  out. No step is known whose plan says `etp`, `dispatch` or `skew`, so these have no interval either. The bytes are
-  those of tplab's own layers (tests/forecast/test_dispatch.py); what a skew costs in a training step, no row says.
+  out. We know of no step whose plan has an `etp`, `dispatch` or `skew`, so these have no interval either. The bytes are
+  those of tplab's own layers (tests/forecast/test_dispatch.py), but no row says what a skew costs in a training step.
 - Small kernels that run one by one wait for their launches. On simulated ranks of "h100-measured", a step of tplab's
   own GPT on 512 tokens took 2.0 times its forecast with 16 layers of 1,024 features, and 2.6 times with 8 of 512.
 - Failures, checkpoints, data loading and evaluation are not in a step.

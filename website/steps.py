@@ -218,8 +218,8 @@ def _deepseek() -> str:
     head = ["DeepSeek-V3 in Megatron-Bridge", "measured, s", "forecast, nothing recomputed", "all recomputed"]
     return f"""\
 DeepSeek-V3 has latent attention, three dense layers before its experts, and a shared expert. The rows that were
-published (bridge, as above) do not say what was recomputed. Nothing was fitted to them, and they are in no class. That
-of 25.11 predicts a further token, too, and on B200s that of 25.09 drops tokens.
+published (bridge, as above) do not say what was recomputed. Nothing was fitted to them, and they are in no class. The
+model of 25.11 also predicts a further token, and that of 25.09 on B200s drops tokens.
 
 {table(head, lines)}
 They took {none} times what is forecast if nothing is recomputed, and {full} times if all is.

@@ -11,8 +11,8 @@
 # ![Eight ranks in a ring. Each passes a sum to the next rank, which adds its own number. After seven hops every rank has the sum of all eight.](images/00_first_look.png)
 #
 # *Eight ranks start with one number each. In every step, each rank sends its sum to the next rank, receives one, and
-# adds its own number to it. After seven steps every sum is 250; the still shows step 4. This picture was drawn from a
-# run of the program below.*
+# adds its own number to it. After seven steps every sum is 250. (If the picture does not move, it shows step 4.) It
+# was drawn from a run of the program below.*
 
 # %%
 import subprocess
@@ -69,7 +69,7 @@ print(totals)
 # <details><summary>Answer</summary>
 #
 # 960 bytes: sixteen ranks make fifteen steps, and 16 · 15 · 4 = 960. Eight ranks send 8 · 28 = 224 bytes together. So
-# twice as many ranks send more than four times as many bytes: in total it is $R\,(R - 1)$ messages.
+# twice as many ranks send more than four times as many bytes: in total, $R$ ranks send $R\,(R - 1)$ messages.
 #
 # </details>
 #
@@ -144,8 +144,8 @@ except RankError as error:
 # %% [markdown]
 # ## A bug to repair
 #
-# A colleague has rewritten it with one variable fewer. The new version runs, and it is right on two ranks, but not on
-# eight:
+# A colleague has rewritten `add_up` with one variable fewer. The new version runs, and it is right on two ranks, but
+# not on eight:
 
 # %%
 def total_of_ring(x):  # x [1]: this rank's own number
@@ -216,9 +216,9 @@ print("the same sums:", same, "with", one_call.trace.bytes_sent(rank=0), "bytes"
 # With $R$ ranks and tensors of $n$ bytes, each rank sends $(R - 1)\,n$ bytes in whole tensors, and
 # $2\,\frac{R - 1}{R}\,n$ bytes in pieces.
 #
-# **Predict.** Are pieces always faster? Here are both ways on eight H100s, which are GPUs, with eight numbers and with
-# 4,096 × 4,096, the size of one matrix in a seven-billion-parameter model. The times are modelled from the GPU's data
-# sheet. (On torch's `meta` device, tensors have shapes but no numbers.)
+# **Predict.** Are pieces always faster? Here are both ways on eight H100 GPUs, with eight numbers and with 4,096 ×
+# 4,096, the size of one matrix in a seven-billion-parameter model. The times are modelled from the GPU's data sheet.
+# (On torch's `meta` device, tensors have shapes but no numbers.)
 
 # %%
 for size in (8, 4096 * 4096):

@@ -377,7 +377,7 @@ knob("Two layers on more ranks", "hidden width", widths, start=4096, about=about
 # they are slower than one up to a width of 4,096, because latencies and launches take most of the time. With many
 # tokens, only $F$ and the hardware matter. By its data sheet, an H100 does 2,198 bfloat16 operations in the time that
 # it takes to send one byte. With 2 bytes per element, all-reduce and matmuls then take the same time at $F = (R - 1)
-# \cdot 2198$, about 15,000 on eight ranks. Surprisingly, the forecast agrees, with many tokens: real matmuls miss the
+# \cdot 2198$, about 15,000 on eight ranks. Surprisingly, the forecast for 4,096 tokens agrees: real matmuls miss the
 # data sheet by about as much as real messages do.
 #
 # </details>

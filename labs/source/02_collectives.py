@@ -91,9 +91,9 @@ for rank, arrived in enumerate(out.per_rank):
 # %% [markdown]
 # ## Add on the way: reduce-scatter
 #
-# Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that its
-# third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is $4 + 0 + 7
-# + 4 = 15$, a diagonal that wraps around. Find the other three first.
+# Now a sum travels. It starts as one rank's first number. The next rank adds its second number, the one after that
+# its third, and the last adds its fourth and keeps the sum. The sum that ends on rank 0 started on rank 1. It is $4 +
+# 0 + 7 + 4 = 15$, a diagonal that wraps around. Find the other three.
 
 # %%
 def add_on(parts):  # R parts, in the order in which a passing sum collects them
@@ -129,8 +129,8 @@ animate(ring.trace)
 #
 # ## Why the busiest rank cannot send less
 #
-# Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds up and sends the sum back.
-# `ppermute` sends along the pairs of ranks that you give it.
+# Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds them up and sends the sum
+# back. `ppermute` sends along the pairs of ranks that you give it.
 
 # %%
 def star(x):
@@ -164,10 +164,10 @@ for name, out in (("star", wheel), ("ring", ring)):
 animate(wheel.trace)
 
 # %% [markdown]
-# The ring saves no bytes, and spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
-# data sheets. In the star, rank 0 sends three tensors one by one while the others wait. It receives three at once,
-# because the model limits only what a rank sends. On a real link the star takes 51 ms, not 34. (*Idle* ranks may be
-# sending.)
+# The ring saves no bytes, but spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
+# data sheets. In the star, rank 0 receives three tensors at once, because the model limits only what a rank sends.
+# Then it sends three in turn. If a link also limited what arrives, the star would take 51 ms, not 34. (An *idle* rank
+# may be sending.)
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -327,7 +327,7 @@ curves(
 
 # %% [markdown]
 # The third curve, halving-doubling, exchanges halves, then quarters, then eighths, and comes back the same way: few
-# hops *and* few bytes. So in this model it always beats the ring. But it assumes that any two ranks can talk at full
+# hops *and* few bytes. In this model it always beats the ring, but it assumes that any two ranks can talk at full
 # speed, as through NVIDIA's switch. Where ranks are wired as a ring or a torus, messages to ranks four places away
 # share links. A ring sends to neighbours only.
 #
@@ -346,9 +346,9 @@ for gpu in ("a100", "h100"):
 # <details><summary>Answer</summary>
 #
 # On A100s they nearly agree, at about 70% of the data sheet. On H100s the all-reduce reaches a quarter more than the
-# all-gather, its own second half: it takes 1.5 times as long, and not twice. NVIDIA's newer switches can add (**NVLS**,
-# or SHARP): each rank sends its tensor once and receives the sum once, about $n$ bytes instead of $2\frac{R-1}{R}n$.
-# For the lower bound, such a switch is one more participant.
+# all-gather, its own second half. For 128 MiB, it takes 1.5 times as long, not twice. NVIDIA's newer switches can add
+# (**NVLS**, or SHARP): each rank sends its tensor once and receives the sum once, about $n$ bytes instead of
+# $2\frac{R-1}{R}n$. For the lower bound, such a switch is one more participant.
 #
 # </details>
 #
@@ -398,8 +398,8 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check uses other numbers, with one piece per row. Build it from `ring_shift`: each rank sends $2(R-1)$ pieces. Fix
-# `sum_up` above, run its cell, then run this one.
+# The check uses other numbers, with one piece per row. Fix `sum_up` above, with `ring_shift` and $2(R-1)$ pieces from
+# each rank. Run its cell, then this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up

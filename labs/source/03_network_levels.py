@@ -158,19 +158,18 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Every doubling halves the time, up to eight cards. Sixteen would save only another fifth: eight cards of 50 GB/s carry
-# 400 GB/s, and NVLink, with 450 GB/s for seven eighths of the bytes, carries 514 GB/s in all, however many cards there
-# are. With one card per GPU, as in a DGX, the two levels are nearly balanced. On the data sheet, the number of nodes
-# hardly matters.
+# Every doubling halves the time, up to eight cards. Sixteen would save only another fifth: eight cards of 50 GB/s
+# carry 400 GB/s, and NVLink, with 450 GB/s for seven eighths of the bytes, is enough for 514 GB/s. With one card per
+# GPU, as in a DGX, the two levels are nearly balanced. On the data sheet, the number of nodes hardly matters.
 #
 # </details>
 #
 # ## What was measured
 #
 # On paper, more nodes hardly slow down an all-reduce. Is that so? Here is the bus bandwidth of lab 02,
-# $2\,\frac{R-1}{R}\,\frac{n}{t}$, for 256 MB on 1 to 64 nodes of a real cluster, the one on which the Ultra-Scale
-# Playbook was measured, beside the data sheet and tplab's forecast. Other labs call what joins its nodes **the
-# playbook's network**.
+# $2\,\frac{R-1}{R}\,\frac{n}{t}$, for 256 MB, beside the data sheet and tplab's forecast. It was measured on 1 to 64
+# nodes of a real cluster, the one of the Ultra-Scale Playbook. Other labs call what joins its nodes **the playbook's
+# network**.
 
 # %%
 nodes = [2**k for k in range(7)]
@@ -203,8 +202,8 @@ for k, row, *both in zip(nodes, rows, forecast, sheet):
 
 # %% [markdown]
 # On one or two nodes the data sheet is right within a tenth. On 64 nodes it promises eleven times what was measured.
-# The forecast gives two reasons: each card reaches less of its bandwidth, as if others shared the network, and an
-# all-reduce waits for its hops from node to node: on 64 nodes, 70 % of the time.
+# The forecast gives two reasons. Each card reaches less of its bandwidth, as if others shared the network. And an
+# all-reduce waits for its hops from node to node, on 64 nodes for 70 % of the time.
 #
 # The forecast was fitted to these points and to training steps on this cluster, so where it agrees, that proves little. On
 # two nodes it is 40 % too low, and on 64 nodes 70 % too high. But there the users' own runs range from 12 to 177 GB/s.
@@ -231,8 +230,9 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
 # nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
-# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`: its owner's,
-# or a sum over ranks. The check says which. A GPU's rank is node × (GPUs per node) + gpu.
+# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`, from its
+# owner alone or summed over ranks. Both are right, and the check says which you have. A GPU's rank is node × (GPUs
+# per node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #

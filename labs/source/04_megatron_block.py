@@ -241,11 +241,11 @@ matrices(first, "The gradient of scale_2, its first four entries")
 #
 # ## Why tensor parallelism stops at eight
 #
-# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks,
-# in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the playbook's network ([lab
-# 03](03_network_levels.ipynb)). (±: the forecast's median error on measured rows that its fit has not seen.) Operations
-# that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does each doubling
-# save?
+# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen
+# ranks, in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the playbook's network ([lab
+# 03](03_network_levels.ipynb)). (± is the forecast's median error on measured rows that its fit has not seen.)
+# Operations that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does
+# each doubling save?
 
 # %%
 from tplab import cost
@@ -288,17 +288,18 @@ knob("More and more ranks", "tokens", options, start=4096, about=about)
 # the same on every rank, there are as many launches as before, and an all-reduce takes about as long on eight ranks as
 # on four.
 #
-# Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on InfiniBand,
-# and less than half as fast on the playbook's network. But that takes twice the GPUs. If there are enough samples, give
-# the other eight samples of their own ([lab 16](16_data_parallel.ipynb)). (With fused kernels there is less to compute,
-# so all-reduces weigh more.)
+# Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on
+# InfiniBand, and less than half as fast on the playbook's network. But that takes twice the GPUs. If there are enough
+# samples, let the other eight GPUs train on their own ([lab 16](16_data_parallel.ipynb)). (With fused kernels there
+# is less to compute, so all-reduces weigh more.)
 #
 # </details>
 #
-# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. Each pair of these runs has
-# the same GPUs and the same batch, with twice the `tp` and half the `dp`. So each replica of the model has twice as
-# many ranks and twice as many samples: its speed-up is twice the ratio of the times. Here are the medians, and
-# forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
+# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. The two runs of a pair
+# have equally many GPUs and the same batch, but the second has twice the `tp` and half the `dp`. So each of its
+# replicas of the model has twice as many ranks and samples, and its speed-up is twice the ratio of the times. Here
+# are the medians, and forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096
+# tokens.)
 
 # %%
 from statistics import median

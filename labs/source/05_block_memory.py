@@ -242,10 +242,10 @@ for ranks in (2, 3, 4, 6, 12):
 # %% [markdown]
 # ## What it saves, and what it costs
 #
-# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd also keeps two
-# *gathered* inputs, those of query, key and value and of up. On four ranks these are $2 \cdot 2 \cdot \frac34$ more,
-# and make $8.5\,sbh$ into $11.5\,sbh$. Megatron keeps only the rank's own tokens, and gathers a second time in the
-# backward pass. It saves memory and pays with messages. `tt.gather_again` does the same:
+# With split tokens a rank should keep $34\,sbh/t$. But for the gradients of the weights autograd keeps two inputs
+# *gathered*: that of query, key and value, and that of up. On four ranks these are $2 \cdot 2 \cdot \frac34\,sbh$
+# more, so a rank keeps $11.5\,sbh$ instead of $8.5\,sbh$. Megatron keeps only the rank's own tokens, and gathers a
+# second time in the backward pass. It saves memory and pays with messages. `tt.gather_again` does the same:
 
 # %%
 def kept_again(x):
@@ -259,9 +259,9 @@ for name, found in (("whole", whole), ("split", halves), ("gathered again", agai
     print(f"{name:<15} {found.bytes:>8,} bytes, {found.bytes / (S * B * H):5.2f} sbh")
 
 # %% [markdown]
-# So it is, apart from the small tensors. What about time? Here is the MLP half at real size, on four H100s,
-# **modelled** from their data sheet (with unfused norms, as in eager PyTorch). The timeline is that of the last
-# program:
+# Apart from the small tensors, these are $16$, $11.5$ and $8.5\,sbh$. What about time? Here is the MLP half at real
+# size, on four H100s, **modelled** from their data sheet (with unfused norms, as in eager PyTorch). The timeline is
+# that of the last program:
 
 # %%
 sizes = ((1, 2048, 4096), (1, 2048, 4096), (4096,), (4096, 16384), (16384, 4096))

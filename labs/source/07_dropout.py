@@ -81,8 +81,8 @@ matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
 # %% [markdown]
 # ## Different masks outside: the copies drift apart
 #
-# torch's own `F.dropout` draws from each rank's own generator, which `run` seeds differently. After $g$, that is wrong.
-# `run` compares tensors that should be copies, and names the ranks that differ:
+# torch's `F.dropout` draws from each rank's own generator, and `run` seeds each differently. After $g$, that is
+# wrong. `run` compares tensors that should be copies, and names the ranks that differ:
 
 # %%
 def after_g(y):
@@ -180,8 +180,8 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # ## How ranks agree on a mask
 #
 # The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
-# outside. The seed of the second also depends on the rank. (Here we may add, because a run has only one seed.)
-# (Megatron-LM switches to the second one with `get_cuda_rng_tracker().fork()`.)
+# outside. The seed of the second also depends on the rank. (We may add the two, because a run has only one seed.)
+# Megatron-LM switches to the second with `get_cuda_rng_tracker().fork()`.
 
 # %%
 def two_generators(seed):

@@ -252,12 +252,12 @@ print(f"by the forecast: from {pays_from(D, F, 8, find('h100-measured'))} tokens
 # <details><summary>What there is to discover</summary>
 #
 # At the 5 µs per launch that we assume, the overlapped layer is slower below 745 tokens. If the GPU always has
-# operations waiting, or runs a CUDA graph, launches cost nearly nothing. Then it always pays for this layer, even with
-# few tokens: a hop takes 1.9 µs, and hides behind 2.5 µs of reading an eighth of the weight.
+# operations waiting, or runs a CUDA graph, launches cost nearly nothing. Then overlapping always pays for this layer,
+# even with few tokens: a hop takes 1.9 µs, and hides behind 2.5 µs of reading an eighth of the weight.
 #
-# In the forecast, a launch takes 2.4 µs and a hop at least 6.4 µs, so it needs 171 tokens.
+# In the forecast, a launch takes 2.4 µs and a hop at least 6.4 µs, so it pays from 171 tokens.
 #
-# For a narrower input it may not pay with many tokens. What is hidden grows with $D$, and the additional passes over
+# For a narrower input, many tokens only make it worse. What is hidden grows with $D$, and the additional passes over
 # the result grow with $F$. For $D = 2048$ and $F = 32768$, even if launches cost nothing, the overlapped layer takes
 # 1.4 times as long with 4,096 tokens, and 1.5 times with 65,536.
 #
@@ -398,8 +398,8 @@ check_product_scatter(product_scatter)
 #
 # - A matmul over split features is a sum of matmuls. Add them in the order in which the pieces arrive.
 # - Overlap saves no bytes. It pays if the hidden hops take longer than the additional launches and passes over the
-#   result: with a wide input, and many tokens or cheap launches. Here, 596 µs instead of 835 is hardly more than the
-#   561 of the matmul. Rounding more often costs some precision in bfloat16.
+#   result: with a wide input, and many tokens or cheap launches. Our layer took 596 µs instead of 835, hardly more
+#   than the 561 of its matmul. Rounding more often costs some precision in bfloat16.
 # - Check overlap in a trace. The numbers stay right when it silently stops.
 #
 # **Sources.** Wang et al. 2023, [Overlap communication with dependent

@@ -213,10 +213,10 @@ for layers in (1, 2, 3):
 
 # %% [markdown]
 # Here are the ten all-reduces in a step of two blocks at the sizes of GPT-2 medium (width 1,024, 50,257 vocabulary
-# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s. (±6 %: its
-# median error on measured rows that its fit has not seen.) They begin when the model has been made and cut. In the
-# middle is the `all_gather`, and then every rank computes the loss of all the logits. This takes more time than the two
-# blocks.
+# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s, and begin
+# when the model has been made and cut. (±6 % is its median error on measured rows that its fit has not seen.) In the
+# middle is the `all_gather`, and then every rank computes the loss of all the logits. This takes more time than the
+# two blocks.
 
 # %%
 def modelled(ranks, sequences, layers, gpu="h100", **options):
@@ -314,10 +314,11 @@ for ranks, sequences in [(1, 8), (2, 8), (4, 8), (8, 8), (1, 1)]:
     print(f"H100s: {ranks}   sequences in total: {sequences}   {took}")
 
 # %% [markdown]
-# Is the forecast for one GPU right? Nothing here tests the others. MosaicML
+# Is the forecast for one GPU right? (For more GPUs we have no measurement.) MosaicML
 # [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) a model of the
-# same size, MPT-350m, on eight A100s, each with the whole model and 64 sequences of 1,024 tokens. With the optimizer's
-# step, each GPU processed 64,813 tokens per second. Here is our forecast for one of these GPUs, without the optimizer:
+# same size, MPT-350m, on eight A100s, each with the whole model and 64 sequences of 1,024 tokens. With the
+# optimizer's step, each GPU processed 64,813 tokens per second. Here is our forecast for one of these GPUs, without
+# the optimizer:
 
 # %%
 trace = modelled(1, 64, layers=24, gpu="a100", gather_logits=False)
@@ -385,7 +386,7 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 # </details>
 #
 # Write the plan. Print `small_llama()` to see its modules. Every module with parameters needs a line. A module that
-# every rank should have whole is "replicate", but no matrix may be.
+# every rank should have whole is "replicate", but do not replicate a matrix.
 
 # %%
 from tplab.exercises.hugging_face_gpt2 import check_llama_plan, small_llama

@@ -349,10 +349,10 @@ knob("One batch on four H100s", "microbatches",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The bubble shrinks with every step, as the formula says, and still the batch does not get faster for ever. By the data
-# sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, each takes longer again:
-# every rank launches twice as many kernels, each of them half as large, and small kernels use a GPU badly. The formula is
-# roughly right about the bubble, and silent about the rest.
+# The bubble shrinks with every step, as the formula says, and still the batch does not get faster for ever. By the
+# data sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, each takes
+# longer again: every doubling gives a rank twice as many kernels, each of them half as large, and small kernels use a
+# GPU badly. The formula is roughly right about the bubble, and silent about the rest.
 #
 # Larger microbatches can be cut further. The authors of the Ultra-Scale Playbook **measured** a 1B model on pipelines of
 # four H100s, eight of them side by side, with sequences of 4,096 tokens. With 8, 16 and 32 microbatches, each GPU got
@@ -386,8 +386,8 @@ for rule, cuts in num_cuts.items():
 #
 # ## A bug to repair: a deadlock
 #
-# When a message takes as long as a forward, ranks of 1F1B wait for messages. Running more forwards ahead would hide them.
-# The goal is to be as fast as GPipe, and to hold no more microbatches than that takes. Here is a first attempt:
+# When a message takes as long as a forward, ranks of 1F1B wait for messages. Running more forwards ahead would hide
+# them. The goal is to be as fast as GPipe, with as few microbatches held as that allows. Here is a first attempt:
 
 # %%
 for rule in (one_f_one_b, gpipe):

@@ -90,8 +90,8 @@ for m in (8, 32, 128):
     print(f"{m:3} microbatches: {early:g} and {late:g} steps, {apart:.1f}% apart")
 
 # %% [markdown]
-# With few microbatches, let the simulation decide: even a larger largest stage can win. Of layers 1, 5, 7, 3, 3, 9 on three
-# ranks, [6, 10, 12] takes 336 steps, and [13, 6, 9] takes 331.
+# With few microbatches, let the simulation decide: even a cut with a larger largest stage can win. With layers of 1,
+# 5, 7, 3, 3, 9 steps, three ranks and 8 microbatches, [6, 10, 12] takes 336 steps, and [13, 6, 9] takes 331.
 #
 # ## Build it
 #
@@ -274,9 +274,9 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
     print(sizes, f"at least {bound(sizes)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
-# When is an uneven cut worth it? Here the first one saves up to 15% of the memory for 16% more time. Recomputation ([lab
-# 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if you need a little more
-# memory, move a layer. If you need much more, recompute.
+# When is an uneven cut worth it? Here, moving one block saves up to 15% of the memory for 16% more time.
+# Recomputation ([lab 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if
+# you need a little more memory, move a layer. If you need much more, recompute.
 
 # %% [markdown]
 # ## Your turn: room for the first rank

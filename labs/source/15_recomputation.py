@@ -184,8 +184,9 @@ for every in (1, 4, 16):
     print(f"every {every:2}: tensors kept: {kept}")
 
 # %% [markdown]
-# Without `jax.checkpoint` it keeps the input and two tensors per layer. What truly differs is randomness. In JAX, a random key is an argument of the piece, so both passes draw the same numbers.
-# In torch, the numbers come from a generator that the first pass has changed. Your turn, below, is about that.
+# Without `jax.checkpoint`, JAX keeps the input and two tensors per layer. What truly differs is randomness. In JAX, a
+# random key is an argument of the piece, so both passes draw the same numbers. In torch, the numbers come from a
+# generator that the first pass has changed. Your turn, below, is about that.
 #
 # ## Turn the knob: layers that keep more
 #
@@ -248,11 +249,12 @@ for name, every in [("none", None), ("every 1", 1), ("every 2", 2), ("every 3", 
           f"{alive / 1e6:.2f} MB at its peak; same gradients: {apart < 1e-5}")
 
 # %% [markdown]
-# What a rank keeps *between* its actions (forward and backward passes) nearly disappears. With $k = 1$, its four pieces
-# begin at the token ids, which take almost nothing, and at each of the three blocks. With $k = 2$ or 3, one piece begins at
-# the ids and one at a block. So 3, 1 and 1 checkpoints per microbatch are left to count. One of them takes
-# 32 tokens x 64 numbers x 4 B = 8,192 B, and 3 of them for 4 microbatches are the 0.10 MB. The peak falls less, because the
-# piece that is being computed again is alive, and so are gradients. Here is all of rank 0's memory, with the parameters:
+# What a rank keeps *between* its actions (forward and backward passes) nearly disappears. With $k = 1$, rank 0 has
+# four pieces. They begin at the token ids, which take almost nothing, and at each of the three blocks. With $k = 2$
+# or 3, one piece begins at the ids and one at a block. So 3, 1 and 1 checkpoints per microbatch are left to count.
+# One of them takes 32 tokens x 64 numbers x 4 B = 8,192 B, and 3 of them for 4 microbatches are the 0.10 MB. The peak
+# falls less, because the piece that is being computed again is alive, and so are gradients. Here is all of rank 0's
+# memory, with the parameters:
 
 # %%
 from tplab.widgets import memory_timeline
@@ -296,14 +298,15 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
           f"recomputed {(held + checkpoints) / 1e9:4.1f} GB")
 
 # %% [markdown]
-# With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four, it fits only
-# without the embedding: an embedding of 128,256 entries takes 8.4 GB more. With eight, it takes nearly twice the memory. A
-# compromise is **selective** recomputation: only of what is large but cheap, such as attention scores. Fused attention
-# already does this.
+# With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four, it fits
+# only without the embedding: an embedding of 128,256 entries takes 8.4 GB more. With eight, it takes nearly twice the
+# memory. A compromise is **selective** recomputation, which recomputes only what is large but cheap, such as
+# attention scores. Fused attention already does this.
 #
-# By the count of FLOPs, a step takes a third longer. What did others gain on real GPUs by avoiding it? Korthikanti et al.
-# trained a GPT with 530 billion parameters on 2,240 A100s. Compared with recomputing everything, training became 29% faster
-# when they recomputed only attention scores, and sharded the norms' activations as in [lab 05](05_block_memory.ipynb).
+# By the count of FLOPs, a step takes a third longer. What does avoiding it save on real GPUs? Korthikanti et al.
+# trained a GPT with 530 billion parameters on 2,240 A100s. Compared with recomputing everything, training became 29%
+# faster when they recomputed only attention scores, and sharded the norms' activations as in [lab
+# 05](05_block_memory.ipynb).
 
 # %% [markdown]
 # ## Your turn: a bug to repair

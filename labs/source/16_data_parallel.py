@@ -72,7 +72,8 @@ print("w after a step with the mean:", round(w - rate * mean, 2))
 
 # %% [markdown]
 # With their own gradients, the replicas would drift apart. With the mean, they stay equal, as on one device with both
-# examples: 19 is the gradient of the mean loss. So an `all_reduce` of the gradients is all that has to be sent.
+# examples: 19 is the gradient of the mean loss. So an `all_reduce` of the gradients is all the communication that
+# data parallelism needs.
 #
 # ## Build it
 #
@@ -144,9 +145,9 @@ for bucket_bytes in (None, 25e6):
 #
 # <details><summary>Answer</summary>
 #
-# Nearly all, about 70%, and nothing. The last bucket holds the gradients of the *first* layers. It is complete only when
-# the backward pass is over, so nothing is left to hide it behind. Of whole layers, buckets of 50 MB
-# hold 48, 48 and 38 MB, and the last is 28% of the bytes. A single bucket *is* the last one.
+# Nearly all, about 70%, and nothing. The last bucket holds the gradients of the *first* layers. It is complete only
+# when the backward pass is over, so nothing is left to hide it behind. Buckets of 50 MB are filled with whole layers
+# and hold 48, 48 and 38 MB, so the last has 28% of the bytes. A single bucket *is* the last one.
 #
 # </details>
 
@@ -237,8 +238,8 @@ for ranks in (8, 16, 64):
 #
 # <details><summary>Answer</summary>
 #
-# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only 600.
-# The more GPUs there are, the more tokens each needs, as below.
+# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only
+# 600, because there each GPU needs many more tokens if there are more GPUs, as below.
 #
 # </details>
 
@@ -292,12 +293,11 @@ for row in zip(NODES, measured, theirs, ndr):
     print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(*row))
 
 # %% [markdown]
-# On two nodes the fastest run has microbatches of two sequences, and on one node of one, so its GPUs are worth over 100%
-# by the forecasts.
-# On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet more than a third is lost.
-# Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab 17](17_zero.ipynb)), whose gather of
-# new parameters is not hidden. The forecast counts both. But its network was fitted to such runs, so its agreement with
-# them proves little.
+# By the forecasts, a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences,
+# and that on one node of one. On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet
+# more than a third is lost. Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab
+# 17](17_zero.ipynb)), whose gather of new parameters is not hidden. The forecast counts both. But its network was
+# fitted to such runs, so its agreement with them proves little.
 #
 # ## Send once per step
 #

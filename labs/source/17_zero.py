@@ -114,10 +114,9 @@ print(Pieces(((2, 5), (3,)), 4))
 # <details><summary>Answer</summary>
 #
 # Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`, and ZeRO only puts the
-# optimizer's step in between. With one microbatch stage 2 sends as much, but its `reduce_scatter` runs during the backward
-# pass. In stage 3
-# parameters are gathered for the forward pass and again for the backward pass: three times $\frac{R-1}{R}$ instead of
-# two.
+# optimizer's step in between. With one microbatch, stage 2 sends as much, but its `reduce_scatter` runs during the
+# backward pass. In stage 3 parameters are gathered for the forward pass and again for the backward pass: three times
+# $\frac{R-1}{R}$ instead of two.
 #
 # </details>
 
@@ -286,9 +285,10 @@ for prefetch, trace in traces.items():
 timeline(traces[True])
 
 # %% [markdown]
-# Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass (whose
-# layer has just been used, and could have stayed), and the last gradients. Point at a message to see which unit it is for. Prefetch costs one more whole layer in memory. (We
-# assume that messages do not slow down computing.)
+# Three of the twelve messages have nothing to hide behind: the first gather, the first gather of the backward pass
+# (of the layer that has just been used, and could have stayed), and the last gradients. Hover over a message to see
+# which unit it is for. Prefetch costs one more whole layer in memory. (We assume that messages do not slow down
+# computing.)
 #
 # ## Turn the knob: how many ranks?
 #
@@ -345,13 +345,12 @@ for ranks in (8, 64, 256, 512):
         print(row)
 
 # %% [markdown]
-# Inside a node, all messages hide from about 1,900 tokens per rank. In the forecast that is more than in
-# [lab 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`. On
-# 64 GPUs, the forecast is about 2,200 tokens per
-# rank with InfiniBand NDR and about 6,500 tokens per rank with the playbook's network ([lab
-# 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On 512 GPUs they are 2,600 and
-# 20,500. They grow apart because a ring waits for each of its hops, and
-# on the playbook's network a hop takes longer.
+# Inside a node, all messages hide from about 1,900 tokens per rank. In the forecast that is more than in [lab
+# 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`.
+# On 64 GPUs, the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the
+# playbook's network ([lab 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On
+# 512 GPUs, the two forecasts are 2,600 and 20,500. They grow apart because a ring waits for each of its hops, and on
+# the playbook's network a hop takes longer.
 #
 # MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
 # 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps is what the blocks'
@@ -405,10 +404,10 @@ for name, axes in choices.items():
         print(f"{name}: {took:4.1f} ms, {hidden:.0%} hidden ({cluster.kind_on(64)})")
 
 # %% [markdown]
-# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast, which we can compare with no
-# measurement. Its two levels take turns, while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the playbook's network it takes
-# 28.0 ms instead of 86.0 ms, because fewer bytes cross, in fewer hops. The price is memory: $16/8$ bytes per parameter
-# instead of $16/64$.
+# With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. (We know of no measurement.)
+# Its two levels take turns, while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the
+# playbook's network it takes 28.0 ms instead of 86.0 ms, because fewer bytes cross, in fewer hops. The price is
+# memory: $16/8$ bytes per parameter instead of $16/64$.
 #
 # ## A bug to repair
 #
@@ -433,9 +432,9 @@ check_step(my_step)
 # %% [markdown]
 # ## Your turn: two matrices, one message
 #
-# Write `relu(x @ a) @ b` as a unit: all its parameters travel in one message. `a` [D, D] and then `b` [D, D] make up a single
-# row of numbers, and `piece` is this rank's part of the row. The loss is a sum over the whole batch, so its gradient must be
-# summed over all ranks. Do you need a class as above?
+# Write `relu(x @ a) @ b` as a unit: all its parameters travel in one message. `a` [D, D] and then `b` [D, D] make up
+# a single row of numbers, and `piece` is this rank's part of the row. The loss is a sum over the whole batch, so the
+# gradient of `piece` must be summed over all ranks. Do you need a class as above?
 
 # %%
 def my_layer(x, piece):  # x [B/dp, D]   piece [2 D D / dp]   ->   y [B/dp, D]

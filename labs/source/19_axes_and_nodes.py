@@ -4,9 +4,9 @@
 # **Sixteen ranks have two axes, data and tensor. Which mesh sends the fewest bytes, and which of its axes may cross the
 # network?**
 #
-# Prerequisites: $f$ and $g$ from [lab 01](01_split_a_layer.ipynb), which are `copy_to` and `reduce_from`, nodes and cards from
-# [lab 03](03_network_levels.ipynb), and gradients that are sent during the backward pass
-# ([lab 16](16_data_parallel.ipynb)). Time: 40 minutes.
+# Prerequisites: $f$ and $g$, which are `copy_to` and `reduce_from`, from [lab 01](01_split_a_layer.ipynb); nodes and
+# cards from [lab 03](03_network_levels.ipynb); and gradients that are sent during the backward pass ([lab
+# 16](16_data_parallel.ipynb)). Time: 40 minutes.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/19_axes_and_nodes.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/19_axes_and_nodes.ipynb)
 #
@@ -167,9 +167,9 @@ knob("Five meshes", "tokens", batches, start=2**16, about=about, unit="B")
 # ## Which axis stays inside the node?
 #
 # The ranks along the last axis of a mesh are neighbours, so they share a node and have the fastest links. Which axis
-# should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of their
-# all-reduces for two nodes of eight H100s: from the data sheet, and as a forecast with each of two networks, InfiniBand NDR
-# and that of the Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)).
+# should be last? We take the batch at which 4 × 4 and 8 × 2 send the same number of bytes, and model the time of
+# their all-reduces for two nodes of eight H100s: from the data sheet, and as a forecast with each of two networks,
+# InfiniBand NDR and the playbook's network ([lab 03](03_network_levels.ipynb)).
 
 # %%
 batch = 2 * HIDDEN
@@ -230,8 +230,9 @@ timeline(traces[Mesh(tp=4, dp=4)])
 # `tp`, one in the forward and one in the backward pass. The two short all-reduces are those of the gradients over
 # `dp`: on this mesh they stay inside a node, although they did not need its fast links.
 #
-# Equal bytes do not take equal time. In the lines above this picture, without any overlap, 8 × 2 and 4 × 4 take 1.4 and
-# 1.5 ms on the data sheet, but 3.6 and 3.0 ms with the playbook's network. (A real model also has attention.)
+# Equal bytes do not take equal time. In the first list of times, `tp` and `dp` together take 1.4 ms on 8 × 2 and 1.5
+# ms on 4 × 4 by the data sheet, but 3.6 and 3.0 ms with the playbook's network. (In a real model, attention sends as
+# well.)
 
 # %% [markdown]
 # ## A bug to repair

@@ -42,8 +42,8 @@ tiles(TokenLayout("contiguous", 16, 4), AttentionMask(causal=False))
 # layers work on one token at a time and do not notice. (The gradients of their weights are summed over these ranks.)
 # Attention does: a token's query is compared with the keys of other tokens, and some are on other ranks.
 #
-# This is **context parallelism**, and its axis is `cp`. We could gather all keys and values, but for a million tokens that is
-# 4 GiB in each layer of Llama 3 8B, which has 8 key and value heads of width 128, in bfloat16.
+# This is **context parallelism**, and its axis is `cp`. We could gather all keys and values, but for a million tokens
+# that is 4 GiB in each layer of Llama 3 8B, with its 8 key and value heads of width 128 in bfloat16.
 #
 # ## By hand: two partial softmaxes
 #
@@ -60,8 +60,8 @@ print("attention over all six keys:", right)
 print("over the three of each rank:", partial)
 
 # %% [markdown]
-# **Predict.** Each rank has computed softmax over its own three keys. The mean of 4 and 2.5 is 3.25, and the right answer is
-# 3. Which one number must each rank send along with its result, so that the two can be combined?
+# **Predict.** Each rank has computed softmax over its own three keys. The mean of 4 and 2.5 is 3.25, and the right
+# answer is 3. Which one number must each rank send along with its result, so that the two can be combined?
 #
 # <details><summary>Answer</summary>
 #
@@ -111,8 +111,8 @@ for ranks in (1, 2, 3, 4, 8):
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# The last five lines ran on simulated ranks. Three processes on this machine, which pass keys and values on over gloo,
-# get the same. In two hops, a rank sends the keys and values of 8 tokens, each 8 numbers of 8 bytes:
+# The last five lines ran on simulated ranks. Three processes on this machine, which pass keys and values on over
+# gloo, get the same. In each of two hops, a rank sends the keys and values of 8 tokens, 8 numbers of 8 bytes each:
 
 # %%
 real = tt.run(ring, Mesh(cp=3), q, k, v, in_specs=TOKENS, out_specs=TOKENS,
@@ -243,9 +243,10 @@ for link in (sheet.link(0, 1), sheet.link(0, 8)):
     print(f"{link.name}, by the formula at peak rates: {least:,}")
 
 # %% [markdown]
-# Peak rates are no bound here: a slower kernel hides more, and FlashAttention 2 reaches about a third of the peak on an H100.
-# Besides, any kernel takes a least time: in a node, even the tile of one token takes longer than its hop. If a causal mask
-# halves the work of a tile, the numbers of the formula double. In the backward pass, $dK$ and $dV$ travel with $K$ and $V$.
+# Peak rates are no bound here: a slower kernel hides more, and FlashAttention 2 reaches about a third of the peak on
+# an H100. Besides, any kernel takes a minimum time: in a node, even the tile of one token takes longer than its hop.
+# If a causal mask halves the work of a tile, the numbers of the formula double. In the backward pass, $dK$ and $dV$
+# travel with $K$ and $V$.
 #
 # ## What it costs
 #
@@ -294,10 +295,10 @@ for run in ring_attention():
         print(f"{data:<12}  {run.variant:<16} {run.seconds * 1e3:5.1f} ms")
 
 # %% [markdown]
-# By the forecast for H100s, the ring takes 111 ms, 16% longer than measured here. (Its FlashAttention 2 was fitted to two of
-# these rows.) Zigzag and stripe are rings that give all ranks equal work, and are much faster: see the next lab.
-# `llama3_allgather` is the gather, which with documents is between the two rings. No one has published a measurement of the
-# exchange of heads on the same machine.
+# By the forecast for H100s, the ring takes 111 ms, 16% longer than measured here. (Its FlashAttention 2 was fitted to
+# two of these rows.) Zigzag and stripe are rings that give all ranks equal work, and are much faster: see the next
+# lab. `llama3_allgather` is the gather, which with documents is between the two rings. We know of no measurement of
+# the exchange of heads on this machine.
 #
 # **Decide.** Exchanging heads sends the fewest bytes, and gives all ranks the same work. But here $R$ can be at most 8,
 # unless you copy key and value heads. A ring has no such limit, and enough tokens hide its hops.

@@ -154,8 +154,8 @@ for framework in (tt, tj):
 #
 # ## See it run
 #
-# Here is the attention layer of Llama 3 8B once more, on eight H100s with 8,192 tokens each, now causal, by the same
-# forecast. First contiguous, and then zigzag:
+# Here is the attention layer of Llama 3 8B once more, on eight H100s with 8,192 tokens each, now causal, by the
+# forecast of lab 20. First contiguous, and then zigzag:
 
 # %%
 def on_h100(layout, tokens=8192):
@@ -193,8 +193,8 @@ timeline(traces["zigzag"])
 # | zigzag | 100% | 81.8% | 89.8% | 85.3% | 90.2% |
 # | striped | 100% | 69.6% | 82.6% | 74.4% | 82.9% |
 #
-# On H800s, contiguous took 26.0 ms forward and zigzag 15.9, and was 1.64 times as fast. The forecast, for H100s, is 12% and 8%
-# above that.
+# On H800s, contiguous took 26.0 ms forward and zigzag 15.9 ms, so zigzag was 1.64 times as fast. The forecast, for
+# H100s, is 12% and 8% above these times.
 #
 # For contiguous, balance explains nearly all of the loss. For the other two it explains nothing, and 10 to 30% of the time
 # is still lost. A ring calls the kernel eight times on small tiles and merges the results. Striped tiles are all triangles,
@@ -218,7 +218,7 @@ for head_ranks in (1, 2, 4, 8):
 # %% [markdown]
 # | | ring | heads | both |
 # |---|---|---|---|
-# | ranks | any number, if zigzag's $2p$ pieces are equal | at most the key and value heads | more than either |
+# | ranks | any number; zigzag's $2p$ must divide the tokens | at most the key and value heads | more than either |
 # | balance | zigzag needed | by itself: every rank has all tokens | zigzag between the groups |
 # | hidden behind computing | yes, with enough tokens | no: attention waits for it | the ring, yes |
 # | where to use it | across nodes | inside a node | heads inside, ring across |

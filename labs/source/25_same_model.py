@@ -144,7 +144,8 @@ timeline(tt.run(one_step, MESH, distributed=True, cluster="h100").trace)
 print(tt.run(one_step, MESH, types=True, distributed=True).types)
 
 # %% [markdown]
-# A type changes at a collective, where pieces meet in a product, or where a sum or a mean runs over a dim that is cut.
+# A type changes at a collective, `copy_to` or `scatter_to`, where pieces meet in a product, or where a sum or a mean
+# runs over a dim that is cut.
 #
 # ## Build it: compare with one rank
 #
@@ -190,9 +191,9 @@ print(doctor())
 #
 # ## Six versions
 #
-# Each version replaces one function of the script. Guess what is wrong and by which factor, and then run the doctor. To find
-# the cause, it runs the script again with one thing changed. If the step is right then, the change is the proof. Cells are
-# numbered in the order in which they ran.
+# Each version replaces one function of the script. Guess what is wrong and by which factor, and then run the doctor.
+# To find the cause, it runs the script again with one thing changed. If the step is right then, the change is the
+# proof. It numbers cells in the order they ran.
 #
 # Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are.
 #
@@ -337,10 +338,10 @@ knob("Seven scripts", "steps", options, start=40, about="mean squared error", un
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# After one step, only version 6 differs. In the first nine steps the norm is above 0.4, and clipping takes any factor out,
-# so versions 1 and 3 still equal the right script. Later they take larger steps than they should, as version 5 does from
-# the start, and here that even lowers the loss. After 40 steps only version 4 stands out, and it looks like a learning rate
-# that is too small.
+# After one step, only version 6 differs. In the first nine steps the norm is above 0.4, and clipping takes any factor
+# out, so versions 1 and 3 still equal the right script after ten. Later they take larger steps than they should, as
+# version 5 does from the start, and here that even lowers the loss. After 40 steps only version 4 stands out, and it
+# looks like a learning rate that is too small.
 #
 # </details>
 #

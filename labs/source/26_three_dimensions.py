@@ -244,8 +244,8 @@ print(f"JAX and torch have the same three losses to 1e-4: {apart < 1e-4}")
 # %% [markdown]
 # ## Turn the knob
 #
-# At the top, InfiniBand joins the nodes, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25 GB/s? For each
-# order, guess how many times as long a step takes. Then turn the knob, which is the one at the top once more.
+# At the top, InfiniBand joins the nodes, with 50 GB/s per GPU. What if it were 10 Gb Ethernet, with 1.25 GB/s? For
+# each order, guess how many times as long a step takes. Then turn the knob, here once more.
 
 # %%
 knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,

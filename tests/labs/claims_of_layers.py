@@ -194,7 +194,7 @@ CLAIMS = (
     ),
     Claim(
         BLOCK,
-        "the same GPUs and the same batch, with twice the tp and half the dp",
+        "equally many GPUs and the same batch, but the second has twice the tp and half the dp",
         lambda: all(
             (b.plan.tp, 2 * b.plan.dp, b.plan.ranks, b.batch) == (2 * a.plan.tp, a.plan.dp, a.plan.ranks, a.batch)
             for few in (4, 8)
@@ -228,7 +228,8 @@ CLAIMS = (
     ),
     Claim(
         MEMORY,
-        "On four ranks these are $2 \\cdot 2 \\cdot \\frac34$ more, and make $8.5\\,sbh$ into $11.5\\,sbh$",
+        "On four ranks these are $2 \\cdot 2 \\cdot \\frac34\\,sbh$ more, so a rank keeps $11.5\\,sbh$ "
+        "instead of $8.5\\,sbh$",
         lambda: 0 < gathered_once() - 2 * 2 * 3 / 4 - 34 / 4 < 0.2,  # the rest are small tensors
     ),
     Quote(

@@ -30,7 +30,7 @@ def _met(seen: Seen, num_hops: int) -> np.ndarray:
     return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(num_hops + 1)])
 
 
-TOO_FEW = "The number of the next rank is missing: it needs R - 1 hops, and the last number to arrive counts, too."
+TOO_FEW = "The number of the next rank is missing: it needs R - 1 hops, and the last number to arrive counts too."
 
 
 def _on_a_ring(

@@ -114,7 +114,7 @@ def _compare(mesh: Mesh, sharded: Callable[[Any], Any], model: Any) -> ParallelR
 
 KNOWN = {
     "^output of .*: its bias is not added": "Add it once, after the sum",
-    "^gradient of .*bias: 1/. of the reference on every": "Does each rank add a share of it? Add all, after the sum",
+    "^gradient of .*bias: 1/. of the reference on every": "Does each rank add a share? Add all of it, after the sum",
 }
 """What to do about two mistakes that `check_parallel` finds, but does not explain."""
 

@@ -40,8 +40,8 @@ GATHER_ALL = Exercise(
         ),
         Mistake(
             "y",
-            "All rows are there, and sorted wrongly. They arrive ordered by GPU and then by node, so `reshape` them to "
-            "[GPUs, nodes, n], and not to [nodes, GPUs, n].",
+            "All rows are there, but in the wrong order. They arrive ordered by GPU and then by node, so `reshape` "
+            "them to [GPUs, nodes, n], and not to [nodes, GPUs, n].",
             lambda seen: _gpus_first(replace(seen, want=_gpus_first(seen))),
         ),
     ),

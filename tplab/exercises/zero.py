@@ -243,5 +243,5 @@ def _in_pieces(answer: Answer) -> Verdict:
             "which takes half of the bytes."
         )
     if sum(event.op == "all_gather" for event in answer.traces[0].select(rank=0, kind="collective").events) == 1:
-        answer.verdict.text += "\nIt gathers once: a rank keeps both matrices until it goes back. A class frees them."
+        answer.verdict.text += "\nIt gathers once: both matrices stay until the backward pass. A class frees them."
     return answer.verdict

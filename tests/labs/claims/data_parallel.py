@@ -70,7 +70,7 @@ CLAIMS = (
     Quote("about 70%", ("50 MB             2.90 ms, 71% hidden",)),
     Quote("The size hardly matters between 5 and 50 MB", ("5 MB              2.92 ms", "50 MB             2.90 ms")),
     Claim(
-        "buckets of 50 MB hold 48, 48 and 38 MB, and the last is 28% of the bytes",
+        "Buckets of 50 MB are filled with whole layers and hold 48, 48 and 38 MB, so the last has 28% of the bytes",
         lambda: [50, *(size / 1e6 for size in buckets()), 100 * buckets()[-1] / sum(buckets())],
     ),
     Claim(
@@ -113,8 +113,8 @@ CLAIMS = (
     ),
     Claim("it is only 600", lambda: [most_gpus(PLAYBOOK)]),
     Claim(
-        "On two nodes the fastest run has microbatches of two sequences, and on one node of one, so its GPUs are worth "
-        "over 100%",
+        "a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences, and that on "
+        "one node of one",
         lambda: (
             [three_billion()[gpus].plan.microbatch for gpus in (16, 8)] == [2, 1]
             and 16 * forecast_seconds(16) < 8 * forecast_seconds(8)

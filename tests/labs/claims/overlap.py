@@ -47,11 +47,11 @@ CLAIMS = (
     ),
     Claim("the overlapped layer is slower below 745 tokens", lambda: [pays_from(D, F, 8, SHEET) or 0]),
     Claim(
-        "Then it always pays for this layer, even with few tokens",
+        "Then overlapping always pays for this layer, even with few tokens",
         lambda: all(times_as_long(2**k, D, F) < 1 for k in range(17)),
     ),
     Claim(
-        "For a narrower input it may not pay with many tokens",
+        "For a narrower input, many tokens only make it worse",
         lambda: times_as_long(8, 2048, F) < 1 < times_as_long(4096, 2048, F) < times_as_long(65536, 2048, F),
     ),
     Claim(
@@ -61,7 +61,7 @@ CLAIMS = (
     Given("the fastest of six runs"),
     Given("a hop, whichever is longer"),
     Claim(
-        "596 µs instead of 835 is hardly more than the 561 of the matmul",
+        "596 µs instead of 835, hardly more than the 561 of its matmul",
         lambda: [1e6 * LARGE.overlapped, 1e6 * LARGE.blocking, 1e6 * MATMUL],
     ),
     Claim(

@@ -49,7 +49,7 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "On 512 GPUs they are 2,600 and 20,500",
+        "On 512 GPUs, the two forecasts are 2,600 and 20,500",
         lambda: [512, *tokens("ZeRO 3", 512, NDR, PLAYBOOK)],
     ),
     Claim(
