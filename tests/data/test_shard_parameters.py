@@ -697,6 +697,46 @@ def test_a_sharded_optimizer_does_not_take_what_the_backward_pass_combines(mine,
         lab.run(program, Mesh(dp=2))
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_a_sharded_optimizer_along_another_axis_shares_the_states_of_pieces(shard):
+    """Pieces within a node, and their states over nodes: the gradients of each are combined once."""
+
+    def program(x, y):
+        net = lab.shard_parameters(model(), "gpu")
+        optimizer = getattr(lab, f"shard_{shard}")(torch_adamw, net.parameters(), "node")
+        for _ in range(STEPS):
+            step(net, optimizer, x, y)
+        return list(lab.gather_state(net).values())
+
+    specs = P(("node", "gpu")), P(("node", "gpu"))
+    for held in lab.run(program, Mesh(node=2, gpu=2), torch.tensor(X), torch.tensor(Y), in_specs=specs).per_rank:
+        for got, expected in zip(held, one_device(), strict=True):
+            close(got.detach().numpy(), expected)
+
+
+@pytest.mark.parametrize("how", ["data_parallel", "average_gradients", "train_batch"])
+def test_what_is_frozen_has_no_mean(how):
+    """A frozen model that is cut, and a layer after it that is trained: its gradients are averaged as usual."""
+
+    def net() -> nn.Sequential:
+        made = model()
+        made[0].requires_grad_(False)
+        return made
+
+    right = net()
+    ((right(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean().backward()
+    *_, expected = [p.grad for p in right.parameters() if p.grad is not None]
+
+    def program():
+        made = net()
+        lab.shard_parameters(made[0], "gpu")
+        averages(made, how, ("node", "gpu"))
+        return [p.grad for p in made.parameters()][-1]
+
+    for grad in lab.run(program, Mesh(node=2, gpu=2, pp=1)).per_rank:
+        close(grad, expected.numpy())
+
+
 # ----------------------------------------------------------------------------------------------------- memory and time
 
 WIDTH, DEPTH = 64, 8

@@ -109,8 +109,9 @@ class Watched:
             self.mending.gradients(parameters_of(self._made))
         run = self.mending.function
         found = run(func, args, kwargs) if self.plan.traced is None else self.recorder.call(func, args, kwargs, run)
-        if getattr(func, "__name__", "") == "detach" and args[0].requires_grad and not self.is_looking:
-            self._detached[address_of(found)] = args[0]
+        is_detached = getattr(func, "__name__", "") == "detach" and given[0].requires_grad and not self.is_looking
+        if is_detached and transform() is None:
+            self._detached[address_of(found)] = given[0]
         used = [x for x in given if isinstance(x, nn.Parameter) and x is not found]
         if used and next(tensors_in(found), None) is not None and self._is_of_forward(given, found):
             self._used.update(map(id, used))

@@ -88,7 +88,7 @@ class Group:
     unit     the unit that they belong to, as a trace names it
     """
 
-    has_taken, takes_whole, in_backward = False, True, True  # as an owner of the pieces
+    has_taken, takes_whole, in_backward = False, True, False  # as an owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit

@@ -99,7 +99,8 @@ def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = Tru
     names = this_rank().mesh.names(axis)
     for path, module in (found for model in modules if are_averaged for found in model.named_modules()):
         for name, axes in vars(module).get("means", {}).items():
-            if both := [axis for axis in axes if axis in names]:
+            piece, both = module._parameters.get(name), [axis for axis in axes if axis in names]
+            if both and piece is not None and piece.requires_grad:
                 raise mean_already(f"{name!r} of {type(module).__name__} {path!r}", both)
     cuts = [axes_of_cuts(module, is_told=True) for module in modules]
     cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
