@@ -260,7 +260,7 @@ def test_what_the_other_pass_sends_is_not_for_the_unit_that_this_one_waits_for()
         for stage in stages.values():
             for block in stage.children():
                 block.after = lab.shard_parameters(nn.Linear(8, 8).double(), "dp", replicate_axis="node")
-                block.register_forward_hook(lambda block, _, y: block.after(y))
+                block.register_forward_hook(lambda block, _, y: block.get_submodule("after")(y))
         lab.train_batch(schedule, stages, lab.split_batch(x, x, 5), nn.functional.mse_loss, overlap=True)
 
     events = lab.run(program, Mesh(pp=2, ep=2, dp=2, node=2), keep_values=0).trace.events
