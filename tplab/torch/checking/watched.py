@@ -443,11 +443,17 @@ class Watched:
             return
         given, got = parts()
         if op == "all_gather":  # a rank may put in its own part, which has a gradient, afterwards
-            given = [x if x.requires_grad or address_of(x) not in self._detached else self._detached[address_of(x)]
-                     for x in given]  # fmt: skip
+            given = [*map(self._undetached, given)]
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)
+
+    def _undetached(self, x: Tensor) -> Tensor:
+        """The same, or the same part, of the tensor with a gradient of which it was detached."""
+        whole = None if x.requires_grad else self._detached.get(address_of(x))
+        if whole is None or whole.dtype != x.dtype:
+            return x
+        return whole.as_strided(x.size(), x.stride(), x.storage_offset()) if local_of(whole) is whole else whole
 
     def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
         return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)
