@@ -737,6 +737,21 @@ def test_what_is_frozen_has_no_mean(how):
         close(grad, expected.numpy())
 
 
+def test_what_is_noted_in_modules_does_not_meet_their_own_attributes():
+    def program():
+        net = model()
+        for name in ("cuts", "means"):
+            setattr(net[0], name, torch.ones(3))
+        lab.shard_parameters(net, "gpu")
+        averages(net, "average_gradients", "node")
+        return lab.gradient_norm(net)
+
+    norms = lab.run(program, Mesh(node=2, gpu=2)).per_rank
+    net = model()
+    ((net(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean().backward()
+    close(norms[0], lab.run(lambda: lab.gradient_norm(net), Mesh(dp=1)).per_rank[0].numpy())
+
+
 # ----------------------------------------------------------------------------------------------------- memory and time
 
 WIDTH, DEPTH = 64, 8
