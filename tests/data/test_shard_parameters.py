@@ -680,6 +680,22 @@ def test_in_a_pipeline_in_jax_too():
     np.testing.assert_allclose(run(True, "sum"), run(False), rtol=1e-6)
 
 
+def test_a_layer_in_jax_may_have_mean_axes_of_its_own():
+    class Norm:
+        mean_axes = (-1,)
+
+        def __call__(self, w: Any, x: Any) -> Any:
+            return (x - x.mean(self.mean_axes, keepdims=True)) @ w
+
+    def program(x: Any, w: Any) -> Any:
+        pairs = on_jax.split_batch(x, x, 2)
+        return on_jax.train_batch(one_f_one_b(1, 2), (Norm(), w), pairs, lambda y, _: (y**2).mean(), data_axis="dp")[0]
+
+    x, w = numbers(4, 3, seed=1), numbers(3, 3, seed=2)
+    out = on_jax.run(program, Mesh(dp=2, pp=1), x, w, in_specs=(P("dp"), P()), out_specs=P())
+    np.testing.assert_allclose(out.value, (((x - x.mean(-1, keepdims=True)) @ w) ** 2).mean(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("mine", ["parameters", "gradients"])
 @pytest.mark.parametrize("other", ["optimizer", "gradients"])
 def test_a_sharded_optimizer_does_not_take_what_the_backward_pass_combines(mine, other):
