@@ -132,3 +132,14 @@ def test_an_operation_that_not_all_ranks_have_is_no_other_rank_s():
 
     trails = Trails([Trail([op(0)]), Trail([op(0), op(1)], end=1)], Trail([op(0), op(1)], end=1))
     assert list(trails.wanted_by(op(1))) == []
+
+
+def test_operations_of_two_ranks_that_say_the_same_are_two():
+    """As on two stages of a pipeline, of which only the last has a loss."""
+
+    def ops(*values: float) -> list[Op]:
+        return [Op(("t.py:3", "mul", turn), ["t.py:3"], [], [np.full(3, x)]) for turn, x in enumerate(values)]
+
+    trails = Trails([Trail(ops(1.0)), Trail(ops(2.0), end=0)], Trail(ops(3.0), end=0))
+    op = trails.first_wrong()
+    assert op is not None and op.values[0][0] == 2.0 and list(trails.parts_in(op)) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tplab.checking.logged import compare_logs
 from tplab.checking.recording import Step
 from tplab.checking.samples import compare_samples
 from tplab.torch import same_model
@@ -52,6 +53,24 @@ def test_masks_of_ones_say_nothing_about_samples():
         assert (found.kind, found.copies) == ("same", ((0,), (1,))), found.words
     found = compare_samples([step(TOKENS[:2, :8])] * 2, whole)
     assert (found.kind, found.copies) == ("duplicates", ((0, 1),)), found.words
+
+
+@pytest.mark.parametrize(
+    ("line", "is_compared"),
+    [
+        ("val {}", True),
+        ("test accuracy {}%", True),
+        ("val loss {} s 3.1", True),
+        ("validation {} perplexity 9.0", True),
+        ("validation took {} minutes", False),
+        ("validation took {}", False),
+        ("validation: {} s", False),
+        ("test: {} samples/sec", False),
+    ],
+)
+def test_how_long_it_took_is_no_measure_of_the_model(line: str, is_compared: bool):
+    ours, theirs = (Step(prints=[(line.format(number) + "\n", "here")]) for number in ("0.25", "0.50"))
+    assert bool(compare_logs([ours], theirs, theirs, 0.0)[1]) == is_compared
 
 
 COMPILED = """\

@@ -81,7 +81,8 @@ def gradient_of_each_sample(is_summed: bool = True) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(functional_call(model, parameters, (x,)) * 2.0, y)
+        out = functional_call(model, parameters, (x,))
+        return F.mse_loss(out * 1.5 + torch.detach(input=out), y)
 
     for step in range(3):
         x, y = samples(step)

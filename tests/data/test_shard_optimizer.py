@@ -251,6 +251,7 @@ def test_a_group_that_comes_later_is_refused():
         (lambda net: (net, torch_adamw), "function"),
         (lambda net: (torch_adamw(net.parameters()), net.parameters()), "AdamW"),
         (lambda net: (torch_adamw, net.named_parameters()), "tuple"),
+        (lambda net: (torch_adamw, torch.nn.Sequential(net)), "Linear"),
     ],
 )
 def test_other_arguments_are_refused_in_words(arguments, kind):
@@ -258,6 +259,17 @@ def test_other_arguments_are_refused_in_words(arguments, kind):
 
     with pytest.raises(RankError, match=rf"parameters or groups of them, as in .* given an object of type {kind}"):
         lab.run(lambda: lab.shard_optimizer(*arguments(torch.nn.Linear(2, 2))), Mesh(dp=2))
+
+
+def test_a_list_of_parameters_may_be_a_module():
+    import tplab.torch as lab
+
+    def program():
+        held = torch.nn.ParameterList([torch.ones(3), torch.ones(2, 2)])
+        optimizer = lab.shard_optimizer(torch_adamw, held)
+        return sum(p.numel() for group in optimizer.inner.param_groups for p in group["params"])
+
+    assert lab.run(program, Mesh(dp=2)).per_rank == [4, 3]
 
 
 def test_a_state_has_the_master_copy():

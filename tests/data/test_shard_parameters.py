@@ -680,6 +680,22 @@ def test_in_a_pipeline_in_jax_too():
     np.testing.assert_allclose(run(True, "sum"), run(False), rtol=1e-6)
 
 
+def test_a_layer_in_jax_may_have_mean_axes_of_its_own():
+    class Norm:
+        mean_axes = (-1,)
+
+        def __call__(self, w: Any, x: Any) -> Any:
+            return (x - x.mean(self.mean_axes, keepdims=True)) @ w
+
+    def program(x: Any, w: Any) -> Any:
+        pairs = on_jax.split_batch(x, x, 2)
+        return on_jax.train_batch(one_f_one_b(1, 2), (Norm(), w), pairs, lambda y, _: (y**2).mean(), data_axis="dp")[0]
+
+    x, w = numbers(4, 3, seed=1), numbers(3, 3, seed=2)
+    out = on_jax.run(program, Mesh(dp=2, pp=1), x, w, in_specs=(P("dp"), P()), out_specs=P())
+    np.testing.assert_allclose(out.value, (((x - x.mean(-1, keepdims=True)) @ w) ** 2).mean(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("mine", ["parameters", "gradients"])
 @pytest.mark.parametrize("other", ["optimizer", "gradients"])
 def test_a_sharded_optimizer_does_not_take_what_the_backward_pass_combines(mine, other):
@@ -695,6 +711,61 @@ def test_a_sharded_optimizer_does_not_take_what_the_backward_pass_combines(mine,
 
     with pytest.raises(RankError, match=r"the gradient of this parameter \[\d.*\] is combined during the backward"):
         lab.run(program, Mesh(dp=2))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_a_sharded_optimizer_along_another_axis_shares_the_states_of_pieces(shard):
+    """Pieces within a node, and their states over nodes: the gradients of each are combined once."""
+
+    def program(x, y):
+        net = lab.shard_parameters(model(), "gpu")
+        optimizer = getattr(lab, f"shard_{shard}")(torch_adamw, net.parameters(), "node")
+        for _ in range(STEPS):
+            step(net, optimizer, x, y)
+        return list(lab.gather_state(net).values())
+
+    specs = P(("node", "gpu")), P(("node", "gpu"))
+    for held in lab.run(program, Mesh(node=2, gpu=2), torch.tensor(X), torch.tensor(Y), in_specs=specs).per_rank:
+        for got, expected in zip(held, one_device(), strict=True):
+            close(got.detach().numpy(), expected)
+
+
+@pytest.mark.parametrize("how", ["data_parallel", "average_gradients", "train_batch"])
+def test_what_is_frozen_has_no_mean(how):
+    """A frozen model that is cut, and a layer after it that is trained: its gradients are averaged as usual."""
+
+    def net() -> nn.Sequential:
+        made = model()
+        made[0].requires_grad_(False)
+        return made
+
+    right = net()
+    ((right(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean().backward()
+    *_, expected = [p.grad for p in right.parameters() if p.grad is not None]
+
+    def program():
+        made = net()
+        lab.shard_parameters(made[0], "gpu")
+        averages(made, how, ("node", "gpu"))
+        return [p.grad for p in made.parameters()][-1]
+
+    for grad in lab.run(program, Mesh(node=2, gpu=2, pp=1)).per_rank:
+        close(grad, expected.numpy())
+
+
+def test_what_is_noted_in_modules_does_not_meet_their_own_attributes():
+    def program():
+        net = model()
+        for name in ("cuts", "means"):
+            setattr(net[0], name, torch.ones(3))
+        lab.shard_parameters(net, "gpu")
+        averages(net, "average_gradients", "node")
+        return lab.gradient_norm(net)
+
+    norms = lab.run(program, Mesh(node=2, gpu=2)).per_rank
+    net = model()
+    ((net(torch.tensor(X)) - torch.tensor(Y)) ** 2).mean().backward()
+    close(norms[0], lab.run(lambda: lab.gradient_norm(net), Mesh(dp=1)).per_rank[0].numpy())
 
 
 # ----------------------------------------------------------------------------------------------------- memory and time

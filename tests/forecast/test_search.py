@@ -182,3 +182,16 @@ def test_what_is_chosen_every_plan_has():
     }
     with pytest.raises(PlanError, match="a search cannot be given tp; it takes attention, compiled, state_dtype"):
         plans("llama3.2-1b", gpus=2, batch=4, tp=2)
+
+
+def test_of_what_goes_without_saying_there_is_one_plan():
+    """Where ranks share experts, etp=1 is what None means; and where they do not, etp=tp is."""
+    model = Model(layers=2, hidden=64, heads=4, ffn=128, vocab=256, experts=8, experts_per_token=2)
+
+    def layouts(*etp: int | None) -> list[Plan]:
+        found = plans(model, "h100", gpus=8, batch=8, sequence=64, schedules=("1f1b",), inside=False, etp=etp)
+        return [one.plan for one in found]
+
+    alike = [replace(plan, etp=plan.expert_tp) for plan in layouts(None, 1, 2)]
+    assert len(set(alike)) == len(alike)
+    assert {plan.expert_tp for plan in layouts(1)} == {1} and {plan.etp for plan in layouts(1)} == {None, 1}

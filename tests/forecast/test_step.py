@@ -90,6 +90,15 @@ def test_dense_first_layers_take_their_own_time():
     assert sum(one.dense for one in held) == DEEPSEEK.parameters - experts
 
 
+def test_zero_3_gathers_a_dense_layer_where_that_is_the_largest():
+    """Where 64 ranks share the experts, a rank has less of a layer with experts than of a dense one."""
+    plan = Plan(dp=64, ep=64, pp=61, zero=3)
+    first, second, *_, last = [held_parameters(DEEPSEEK, plan, place).unit for place in range(61)]
+    assert first == last == DEEPSEEK.vocab * DEEPSEEK.hidden
+    assert second == DEEPSEEK.dense.layer_parameters > DEEPSEEK.layer_on_rank(ep=64)
+    assert held_parameters(DEEPSEEK, plan, 30).unit == DEEPSEEK.layer_on_rank(ep=64)
+
+
 def test_of_a_model_with_dense_first_layers_the_search_finds_what_a_forecast_says():
     model = replace(DEEPSEEK, layers=9, dense_layers=2)
     found = plans(model, "h100-measured", gpus=64, batch=64, inside=False)

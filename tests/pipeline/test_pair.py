@@ -249,3 +249,20 @@ def test_torch_distributed_does_not_know_the_thread():
 
     with pytest.raises((NotImplementedError, RankError), match="leave it out where the program"):
         lab.run(step, Mesh(pp=2), torch.ones(10, 4), distributed=True)
+
+
+def test_what_the_other_pass_sends_is_not_for_the_unit_that_this_one_waits_for():
+    """The mean over copies of pieces is waited for, and meanwhile the other pass sends tokens to experts."""
+
+    def program():
+        schedule, x = dualpipe_v(2, 5), torch.ones(20, 8, dtype=torch.float64)
+        stages = stages_of_experts(schedule, 8, "all_to_all")
+        for stage in stages.values():
+            for block in stage.children():
+                block.after = lab.shard_parameters(nn.Linear(8, 8).double(), "dp", replicate_axis="node")
+                block.register_forward_hook(lambda block, _, y: block.get_submodule("after")(y))
+        lab.train_batch(schedule, stages, lab.split_batch(x, x, 5), nn.functional.mse_loss, overlap=True)
+
+    events = lab.run(program, Mesh(pp=2, ep=2, dp=2, node=2), keep_values=0).trace.events
+    sent = {(event.axis, event.where.partition(", ")[2]) for event in events if event.kind == "collective"}
+    assert sent == {("pp", ""), ("ep", ""), ("dp", "for the model"), ("node", "for the model")}

@@ -99,7 +99,8 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)
 _MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
 _VALIDATES = re.compile(r"\b(val|valid|validation|test)\b", re.IGNORECASE)
 _EVALUATES = re.compile(r"val|eval|test", re.IGNORECASE)
-_TIMES = re.compile(r"time|sec|\bms\b|/s|tok|elapsed|mfu|flops|mem|gb|mib", re.IGNORECASE)
+_TIMES = re.compile(r"time|sec|\bms\b|/s|tok|took|elapsed|duration|mfu|flops|mem|gb|mib", re.IGNORECASE)
+_UNIT = re.compile(r"\s*([mun]?s|sec\w*|min|minutes?|h|hours?|[kmg]i?b|[a-z]+/s\w*)\b(?!\s*[:=\d])", re.IGNORECASE)
 
 
 class Printed(NamedTuple):
@@ -107,6 +108,7 @@ class Printed(NamedTuple):
 
     label   the words before it
     slack   half of its last digit
+    is_time whether it says how long something took, or how much of something there is
     is_beside   whether it has decimals, and is in one line with something that says how well the model does
     """
 
@@ -114,13 +116,13 @@ class Printed(NamedTuple):
     value: float
     slack: float
     where: str
+    is_time: bool = False
     is_beside: bool = False
 
     @property
     def is_measure(self) -> bool:
         """Whether it says how well the model does, and not how long something took, or how many ranks there are."""
-        is_one = self.is_beside or bool(_MEASURES.search(self.label))
-        return is_one and not _TIMES.search(self.label)
+        return not self.is_time and (self.is_beside or bool(_MEASURES.search(self.label)))
 
     @property
     def is_evaluation(self) -> bool:
@@ -195,5 +197,6 @@ def _numbers(text: str, where: str) -> Iterator[Printed]:
         power = float("1e" + match[0].lower().partition("e")[2]) if "e" in match[0].lower() else 1.0
         label = text[end : match.start()].strip(" :=,;|'\"{}[]()->")
         is_beside = bool(digits and label and (_MEASURES.search(text) or _VALIDATES.search(label)))
-        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where, is_beside)
+        is_time = bool(_TIMES.search(label) or _UNIT.match(text, match.end()))
+        yield Printed(label, float(match[0]), 0.5 * 10.0 ** -len(digits) * power, where, is_time, is_beside)
         end = match.end()

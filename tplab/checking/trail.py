@@ -20,7 +20,7 @@ _REFERENCE = -1
 """The reference's place among the ranks."""
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself: two ranks' may say the same
 class Op:
     """One operation of a forward pass.
 

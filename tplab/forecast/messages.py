@@ -25,8 +25,8 @@ def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
     stride, ranks = {
         "tp": (1, plan.tp),
         "cp": (plan.tp, plan.cp),
-        "ep": (plan.expert_tp if plan.etp else 1, plan.ep),
-        "ep inside": (plan.expert_tp if plan.etp else 1, size),
+        "ep": (plan.expert_tp, plan.ep),
+        "ep inside": (plan.expert_tp, size),
         "etp": (1, plan.expert_tp),
         "dp": (plan.tp, plan.copies),
         "pp": (plan.tp * plan.copies, plan.pp),

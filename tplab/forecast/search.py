@@ -21,7 +21,7 @@ from tplab.forecast.classes import class_of
 from tplab.forecast.clusters import USUAL
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.memory import room
-from tplab.forecast.model import Model
+from tplab.forecast.model import Model, expert_tp
 from tplab.forecast.plan import ALIASES, Plan, divisors, takes_virtual
 from tplab.forecast.ranking import Estimate, Ranking
 from tplab.forecast.stacks import Stack, find_stack
@@ -130,7 +130,8 @@ def plans(
                 in twenty may take up to 1 % longer than its place says
     inside      only plans of a class that was measured (`tplab.forecast.classes`), on a measured cluster. The others
                 have no interval
-    etp         what `Plan.etp` may be: (None, 2, 4), say. Plans that say one are outside what was measured
+    etp         what `Plan.etp` may be: (None, 2, 4), say. Plans with another one than None means are outside what was
+                measured
     chosen      fields of `CHOICES`, which every plan has instead of what the stack does
     Raises PlanError if there is no plan that could train the model, with the reasons.
     """
@@ -151,7 +152,8 @@ def plans(
     base = replace(Plan(), **_fields(stack, cluster) | chosen)
     stack = find_stack(stack, base)
     several = [replace(base, etp=one) for one in etp]
-    layouts = [layout for one in several for layout in _layouts(model, one, gpus, batch, sequence, refused)]
+    every = (layout for one in several for layout in _layouts(model, one, gpus, batch, sequence, refused))
+    layouts = [*dict.fromkeys(every)]
     if inside and cluster.fitted is not None:
         measured = [plan for plan in layouts if class_of(stack, model, plan, cluster)]
         if layouts and not measured:
@@ -236,7 +238,8 @@ def _layouts(model: Model, base: Plan, gpus: int, batch: int, sequence: int, los
                 dp = gpus // tp // pp // cp
                 for ep in divisors(dp * cp * tp) if model.experts else (1,):
                     is_shared = base.sequence_parallel and tp > 1
-                    plan = replace(base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=is_shared)
+                    etp = None if base.etp == expert_tp(tp, ep) else base.etp  # what goes without saying
+                    plan = replace(base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=is_shared)
                     why = plan.refusal(model, batch, sequence)
                     if why is None:
                         yield plan

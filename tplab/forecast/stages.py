@@ -83,12 +83,13 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
     """
     stack = find_stack(stack)
     stages = stages_on(model, stack.cut(plan), pipeline_rank)
-    ends, copied, split, experts = model.end_parts, 0, 0, 0
+    ends, copied, split, experts, unit = model.end_parts, 0, 0, 0, 0
     for kind, layers in zip((model, model.dense), map(sum, zip(*(stage.counts[:2] for stage in stages)))):
         for part in kind.layer_parts.values():
             copied += layers * part.copied
             split += layers * part.split
             experts += layers * part.experts
+        unit = max(unit, kind.layer_on_rank(plan.tp, plan.ep, plan.etp) if layers else 0)
     dense, experts = copied + split // plan.tp, experts // (plan.ep * plan.expert_tp)
     words, embedding = model.vocab_on_rank(plan.tp) * model.hidden, 0
     has_first, has_last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
@@ -100,8 +101,6 @@ def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | S
         dense += ends["final norm"]
         if not (model.tied and has_first and not stack.plain):
             dense += words
-    unit = max(
-        model.layer_on_rank(plan.tp, plan.ep, plan.etp), words if has_first or has_last else 0
-    )  # a dense one is smaller
+    unit = max(unit, words if has_first or has_last else 0)
     is_tied = model.tied and has_first != has_last
     return Parameters(dense + embedding, experts, embedding, words, copied, unit, is_tied)

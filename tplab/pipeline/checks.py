@@ -30,7 +30,8 @@ def mean_already(what: str, axes: Iterable[str]) -> ValueError:
     """The error for a gradient that would be averaged twice."""
     return ValueError(
         f"{what}: shard_parameters makes its gradient the mean over {', '.join(map(repr, axes))} in the backward pass, "
-        "so nothing is left to average there; leave it out, in train_batch by average=False"
+        "so nothing is left to average there; leave it out, in train_batch by average=False. Where other parameters of "
+        "the model need it, cut this one with op='sum'"
     )
 
 

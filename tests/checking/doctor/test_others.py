@@ -164,3 +164,14 @@ def test_what_is_repaired_is_the_same_model(row: Other, tmp_path: Path):
     path.write_text(repaired(row))
     report = same_model(path, ranks=row.ranks)
     assert (report.exit_code, report.findings) == (0, ()), str(report)
+
+
+def test_a_part_of_what_was_detached_has_its_gradient(tmp_path: Path):
+    """Rows are gathered one half after the other."""
+    text, path = (FOLDER / "gates_of_others_detached.py").read_text(), tmp_path / "halves.py"
+    gather = "dist.all_gather(parts, own.detach().contiguous())"
+    assert gather in text
+    halves = "for h in (0, 4):\n            dist.all_gather([x[h : h + 4] for x in parts], own.detach()[h : h + 4])"
+    path.write_text(text.replace(gather, halves))
+    first = same_model(path, ranks=2).first
+    assert first is not None and first.proof and "passes no gradient back" in first.cause, str(first)

@@ -102,7 +102,7 @@ class ShardedLayer:
     def gather(self, pieces: Any) -> Any:
         return self.about.gathered(pieces)
 
-    def mean_axes(self) -> tuple[str, ...]:
+    def axes_of_mean_gradients(self) -> tuple[str, ...]:
         """The axes over which its gradients are the mean when they come."""
         return self.about.names() if self.about.op == "mean" else ()
 
@@ -126,8 +126,8 @@ class ShardedLayers:
     def gather(self, pieces: Sequence[Any]) -> list[Any]:
         return [layer.gather(p) for layer, p in zip(self.layers, pieces, strict=True)]
 
-    def mean_axes(self) -> tuple[str, ...]:
-        return self.layers[0].mean_axes() if self.layers else ()
+    def axes_of_mean_gradients(self) -> tuple[str, ...]:
+        return self.layers[0].axes_of_mean_gradients() if self.layers else ()
 
     def __call__(self, pieces: Sequence[Any], x: Any) -> Any:
         before = x

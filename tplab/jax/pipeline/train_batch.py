@@ -165,7 +165,7 @@ def _ticks(
 def _check_no_mean(stages: Stages, data_axis: Axis) -> None:
     """Raise ValueError for a layer whose gradients are the mean over a part of `data_axis` already."""
     for layer in (layer.called for stage in stages.blueprints.stages for layer in stage.layers):
-        means: Callable[[], Collection[str]] | None = getattr(layer, "mean_axes", None)
+        means: Callable[[], Collection[str]] | None = getattr(layer, "axes_of_mean_gradients", None)
         if means is not None and (both := sorted(set(means()).intersection(this_mesh().names(data_axis)))):
             raise mean_already(f"a {type(layer).__name__}", both)
 

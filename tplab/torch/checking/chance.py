@@ -172,11 +172,6 @@ def _of_uniform_(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     return _uniform(u, given.get(0, 0.0), given.get(1, 1.0))
 
 
-def _of_bernoulli(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    given = _given(args, kwargs, "input", "p")
-    return u < given.get(1, given[0])
-
-
 def _of_randint(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     bounds = [x for x in args if isinstance(x, int)][:2]
     low, high = kwargs.get("low", bounds[0] if len(bounds) > 1 else 0), kwargs.get("high", bounds[-1] if bounds else 1)
@@ -199,7 +194,7 @@ AGAIN: Mapping[str, Callable[[Tensor, Any, Mapping[str, Any]], Tensor]] = {
     "normal_": lambda u, args, kwargs: _of_normal(u, args[1:], kwargs),
     "uniform_": _of_uniform_,
     "exponential_": lambda u, args, kwargs: -torch.log1p(-u) / _given(args[1:], kwargs, "lambd").get(0, 1.0),
-    "bernoulli": _of_bernoulli,
+    "bernoulli": lambda u, args, kwargs: u < (given := _given(args, kwargs, "input", "p")).get(1, given[0]),
     "bernoulli_": lambda u, args, kwargs: u < _given(args[1:], kwargs, "p").get(0, 0.5),
     "randint": _of_randint,
     "randint_like": lambda u, args, kwargs: _of_randint(u, args[1:], kwargs),

@@ -240,7 +240,7 @@ class Mending:
             return mine if len(given) > 1 else [torch.stack(mine).sum(0).reshape(given[0].shape)]
 
         found, base = Through.apply(back, len(given), *given, *got), got[0]._base
-        if base is not None and sum(x.numel() for x in got) == base.numel():  # views of one tensor: write it at once
+        if base is not None and sum(x.numel() for x in got if x._base is base) == base.numel():  # write it at once
             base.copy_(torch.cat([y.reshape(-1) for y in found]).view_as(base))
             return
         for x, y in zip(got, found):

@@ -109,8 +109,9 @@ class Watched:
             self.mending.gradients(parameters_of(self._made))
         run = self.mending.function
         found = run(func, args, kwargs) if self.plan.traced is None else self.recorder.call(func, args, kwargs, run)
-        if getattr(func, "__name__", "") == "detach" and args[0].requires_grad and not self.is_looking:
-            self._detached[address_of(found)] = args[0]
+        is_detached = getattr(func, "__name__", "") == "detach" and given[0].requires_grad and not self.is_looking
+        if is_detached and transform() is None:
+            self._detached[address_of(found)] = given[0]
         used = [x for x in given if isinstance(x, nn.Parameter) and x is not found]
         if used and next(tensors_in(found), None) is not None and self._is_of_forward(given, found):
             self._used.update(map(id, used))
@@ -442,11 +443,17 @@ class Watched:
             return
         given, got = parts()
         if op == "all_gather":  # a rank may put in its own part, which has a gradient, afterwards
-            given = [x if x.requires_grad or address_of(x) not in self._detached else self._detached[address_of(x)]
-                     for x in given]  # fmt: skip
+            given = [*map(self._undetached, given)]
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)
+
+    def _undetached(self, x: Tensor) -> Tensor:
+        """The same, or the same part, of the tensor with a gradient of which it was detached."""
+        whole = None if x.requires_grad else self._detached.get(address_of(x))
+        if whole is None or whole.dtype != x.dtype:
+            return x
+        return whole.as_strided(x.size(), x.stride(), x.storage_offset()) if local_of(whole) is whole else whole
 
     def _gradients(self, parameters: list[Tensor]) -> dict[str, Piece]:
         return self._pieces((self.names.of(p), reduced(p.grad, p)) for p in parameters if p.grad is not None)

@@ -24,7 +24,7 @@ from tplab.torch.data.pieces import (
     reduced_row,
     row_of,
 )
-from tplab.torch.layers.parameters import note_cuts, note_mean
+from tplab.torch.layers.parameters import CUTS, note_cuts, note_mean
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import this_rank
@@ -88,7 +88,7 @@ class Group:
     unit     the unit that they belong to, as a trace names it
     """
 
-    has_taken, takes_whole, in_backward = False, True, True  # as an owner of the pieces
+    has_taken, takes_whole, in_backward = False, True, False  # as an owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit
@@ -146,7 +146,7 @@ class Group:
 def _check_copies(module: nn.Module, name: str, about: About) -> None:
     """Raise ValueError if ranks that would share a parameter hold other pieces of it already, as of experts."""
     names = this_rank().mesh.names
-    cut = {axis for axes in vars(module).get("cuts", {}).get(name, ()) for axis in names(axes)}
+    cut = {axis for axes in vars(module).get(CUTS, {}).get(name, ()) for axis in names(axes)}
     along = [axis for axes in (about.axis, about.replicate_axis) if axes for axis in names(axes) if axis in cut]
     if along:
         raise ValueError(

@@ -103,9 +103,12 @@ class Owner(Protocol):
 
 def note_owner(parameter: Tensor, piece: Tensor, owner: Owner, axis: Axis) -> None:
     """Note that `owner` steps `piece` in place of the whole parameter, as long as it exists, and other ranks of `axis`
-    the other pieces. Raises ValueError where another owner takes the gradient before this one could."""
-    earlier = _owners[parameter][1]() if parameter in _owners else None
-    if earlier is not None and earlier.in_backward:
+    the other pieces. Raises ValueError where another owner takes the gradient before this one could, or where the
+    parameter is a piece itself, of which ranks of `axis` hold others."""
+    of_piece, of_owner, along = _owners.get(parameter) or _NO_OWNER
+    earlier, names = of_owner(), this_rank().mesh.names
+    is_cut = of_piece() is parameter and not set(names(along)).isdisjoint(names(axis))
+    if earlier is not None and (earlier.in_backward or is_cut):
         raise ValueError(
             f"the gradient of this parameter {list(parameter.shape)} is combined during the backward pass already, by "
             "shard_parameters or an earlier shard_gradients: step what shard_parameters has cut with an ordinary "
@@ -126,7 +129,7 @@ def where_gradients_are(
     """
     for key, parameter in named:
         axes = cuts.get(parameter, ())
-        of_piece, of_owner, axis = _owners.get(parameter) or (lambda: None, lambda: None, ())
+        of_piece, of_owner, axis = _owners.get(parameter) or _NO_OWNER
         piece, owner = of_piece(), of_owner()
         if piece is not None and piece.grad is not None:
             parameter, axes = piece, (*axes, *this_rank().mesh.names(axis))
@@ -139,4 +142,5 @@ def where_gradients_are(
         yield key, parameter, axes
 
 
+_NO_OWNER: Any = lambda: None, lambda: None, ()
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -272,7 +272,7 @@ class Bucket:
 
 def _groups(make: Any, params: Params) -> list[dict[str, Any]]:
     _check_kind(make, callable(make))
-    _check_kind(params, isinstance(params, Iterable) and not isinstance(params, nn.Module | Tensor))
+    _check_kind(params, isinstance(params, Iterable) and not isinstance(params, Tensor))
     listed: list[Any] = list(params)
     if not listed:
         raise ValueError("there are no parameters to share; give model.parameters(), or groups of them")

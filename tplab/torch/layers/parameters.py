@@ -21,6 +21,8 @@ from tplab.torch.ranks.rank import this_rank
 
 Draw = Callable[..., Tensor]
 """torch.rand or torch.randn"""
+CUTS, _MEANS = "_cuts_by_tplab", "_means_by_tplab"
+"""Where modules have what is noted in them."""
 
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
@@ -58,14 +60,14 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
 def note_cuts(module: nn.Module, axis: Axis, *names: str) -> None:
     """Note in a module that the ranks of `axis` hold the other pieces of these parameters of its own, which may be
     pieces already. A copy of the module knows it too, whatever tensors it is given."""
-    cuts: dict[str, tuple[Axis, ...]] = vars(module).setdefault("cuts", {})
+    cuts: dict[str, tuple[Axis, ...]] = vars(module).setdefault(CUTS, {})
     for name in names:
         cuts[name] = (*cuts.get(name, ()), axis)
 
 
 def note_mean(module: nn.Module, axes: Sequence[str], name: str) -> None:
     """Note in a module that the backward pass itself makes the gradient of this parameter the mean over these axes."""
-    vars(module).setdefault("means", {})[name] = tuple(axes)
+    vars(module).setdefault(_MEANS, {})[name] = tuple(axes)
 
 
 def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
@@ -76,7 +78,7 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
     """
     found: dict[Tensor, tuple[str, ...]] = {}
     for path, module in model.named_modules():
-        cuts: dict[str, tuple[Axis, ...]] = vars(module).get("cuts", {})
+        cuts: dict[str, tuple[Axis, ...]] = vars(module).get(CUTS, {})
         for name, axes in cuts.items():
             piece = module._parameters.get(name)
             if piece is None and not is_told and getattr(module, name, None) is not None:
@@ -98,8 +100,9 @@ def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = Tru
     """
     names = this_rank().mesh.names(axis)
     for path, module in (found for model in modules if are_averaged for found in model.named_modules()):
-        for name, axes in vars(module).get("means", {}).items():
-            if both := [axis for axis in axes if axis in names]:
+        for name, axes in vars(module).get(_MEANS, {}).items():
+            piece, both = module._parameters.get(name), [axis for axis in axes if axis in names]
+            if both and piece is not None and piece.requires_grad:
                 raise mean_already(f"{name!r} of {type(module).__name__} {path!r}", both)
     cuts = [axes_of_cuts(module, is_told=True) for module in modules]
     cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}

@@ -82,12 +82,12 @@ class Pair:
     def _switch(self, other: Lock, own: Lock) -> None:
         """From this thread to the other, and back. Ctrl-C ends the one that runs."""
         rank = self._rank
-        states, drawn = [one.get() for one in self._generators], (rank.seed, rank.draws, rank.drawn)
+        states, own_of_pass = [one.get() for one in self._generators], (rank.seed, rank.draws, rank.drawn, rank.unit)
         if self._gate is not None:
             self._gate.close()
         other.release()
         own.acquire()
-        rank.seed, rank.draws, rank.drawn = drawn
+        rank.seed, rank.draws, rank.drawn, rank.unit = own_of_pass
         for one, state in zip(self._generators, states, strict=True):
             one.set(state)
         if self._gate is not None:
