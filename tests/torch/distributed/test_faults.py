@@ -310,11 +310,6 @@ def wrong_key() -> None:
         store.wait(["raedy"])
 
 
-def wrong_key_with_a_timeout() -> None:
-    if rank_() == 0:
-        c10d._get_default_store().wait(["raedy"], timedelta(seconds=1))
-
-
 def barrier_of_some() -> None:
     if rank_() == 0:
         dist.monitored_barrier(timeout=timedelta(hours=1))
@@ -331,7 +326,6 @@ def barrier_of_some() -> None:
         any_source_without_send,
         groups_in_another_order,
         wrong_key,
-        wrong_key_with_a_timeout,
         barrier_of_some,
     ],
     ids=lambda program: program.__name__,
