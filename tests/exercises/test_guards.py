@@ -312,7 +312,7 @@ def test_rows_that_are_treated_as_copies():
     def shared(x, w, bias):
         return row_linear(tt)(x, tt.copy_to(w, "tp"), bias)
 
-    expect(check_row_linear(shared), False, "The ranks' pieces of this gradient are added up", "rows of its own")
+    expect(check_row_linear(shared), False, "The ranks' pieces of this gradient are added up", "must stay apart")
 
 
 def test_the_librarys_layer_is_not_an_answer():
