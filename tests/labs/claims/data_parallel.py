@@ -86,7 +86,7 @@ CLAIMS = (
         lambda: SHEET.inner_link.bandwidth == 9 * SHEET.link(0, 8).bandwidth,
     ),
     Claim(
-        "An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens per rank",
+        "An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each",
         lambda: [989, 450, 7 / 8 * SHEET.chip.flops["bfloat16"] / SHEET.inner_link.bandwidth],
     ),
     Claim("$B$ is 400 GB/s: eight cards of 50 GB/s", lambda: [8 * SHEET.link(0, 8).bandwidth / 1e9, 50]),
