@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -139,3 +142,40 @@ def test_attention_that_drops_in_torchs_context_parallelism(p: float):
     first = same_model(in_context, [p, "SUM"], ranks=2, device="cpu").first
     assert first is not None and first.where == line_of("# of the sequence's parts"), str(first)
     assert first.factor == pytest.approx(2)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, whose gradient every rank has already."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(total := x.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+def shared_mlp(way: str) -> None:
+    """An MLP whose hidden features ranks share. All masks come from one seed: "terms" of a sum may be dropped in the
+    same places before they are added up, and to masks of "DTensor" torch itself sees; "parts" may not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16, bias=False))
+    styles = ColwiseParallel(use_local_output=way != "DTensor"), RowwiseParallel(output_layouts=Partial())
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), dict(zip("01", styles)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        hidden = model[0](torch.linspace(-1, 1, 48).sin().reshape(6, 8)).relu()
+        out = model[1](hidden if way == "terms" else F.dropout(hidden, 0.5))
+        loss = Sum.apply(F.dropout(out, 0.5) if way == "terms" else out).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way, code", [("terms", 0), ("DTensor", 0), ("parts", 1)])
+def test_one_mask_is_wrong_for_parts_alone(way: str, code: int):
+    report = same_model(shared_mlp, (way,), ranks=2)
+    assert report.exit_code == code, str(report)
+    assert [finding.what for finding in report.findings] == ["dropout"] * code

@@ -58,11 +58,8 @@ def _finding(case: Case) -> Finding:
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want
-        words = (
-            facts.sizes.words(factor)
-            if is_loss
-            else f"{plain(factor) if abs(factor - 1) > 0.01 else f'{factor:.6g}'} times the reference's"
-        )
+        times = plain(factor) if abs(factor - 1) > 0.01 else f"{factor:.6g}"
+        words = facts.sizes.words(factor) if is_loss else f"{times} times the reference's"
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
         values = f"{mean:.6g}", f"{want:.6g}"

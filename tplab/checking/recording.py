@@ -58,7 +58,8 @@ FEWEST = 32
 
 @dataclass(frozen=True)
 class Drawn:
-    """A dropout mask: the line, what the elements of the input add up to, the mask's checksum, and its elements."""
+    """A dropout mask: the line, what the elements of the input add up to, the mask's checksum, and how many elements
+    it has; 0 for a DTensor, to whose masks torch itself sees."""
 
     where: str
     given: float

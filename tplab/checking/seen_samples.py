@@ -171,7 +171,8 @@ def dropout(facts: Facts) -> Found:
         for rank in others:
             for a, b in zip(facts.mine[first].masks, facts.mine[rank].masks):
                 is_same = np.isclose(a.given, b.given, rtol=1e-4)
-                if not is_same and a == replace(b, given=a.given) and a.size >= FEWEST and facts.are_parts(first, rank):
+                is_one = not is_same and a == replace(b, given=a.given) and a.size >= FEWEST
+                if is_one and facts.are_parts(first, rank) and _are_pieces(facts, a.where):
                     words = (
                         f"the same on rank {rank} as on rank {first}, for other activations: where ranks share a "
                         "layer, each drops by a mask of its own"
@@ -191,3 +192,11 @@ def dropout(facts: Facts) -> Found:
                     return
     if any(step.masks for step in facts.mine):
         yield facts.row("dropout", True, "masks were drawn but not used, because they would hide all other differences")
+
+
+def _are_pieces(facts: Facts, where: str) -> bool:
+    """Whether ranks drop from pieces of what the reference drops from, and not from copies of it or terms of a sum."""
+    ours, theirs = (
+        sum(a.size for step in of for a in step.masks if a.where == where) for of in (facts.mine, facts.theirs)
+    )
+    return ours <= theirs

@@ -18,7 +18,8 @@ class Kept(NamedTuple):
     layer_again, head_again  what is computed again in their backward passes, at most of any layer
     layer_work, head_work    what their backward passes need besides
     logits                   of this rank's entries, in all the copies that the loss makes of them
-    keeps_logits             whether they are kept, and not computed again      dense    kept of a dense first layer
+    keeps_logits             whether they are kept, and not computed again
+    dense                    kept of a dense first layer
     """
 
     layer: int

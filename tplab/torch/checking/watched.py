@@ -273,8 +273,8 @@ class Watched:
         return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
-        given = float(array_of(x).astype(np.float64).sum())
-        self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0)), mask.numel()))
+        given, size = float(array_of(x).astype(np.float64).sum()), mask.numel() if local_of(x) is x else 0
+        self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0)), size))
         self.seen.kinds.add("Dropout")
 
     def begin_backward(self, tensors: Any, grads: Any) -> Any:
