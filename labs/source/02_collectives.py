@@ -194,8 +194,8 @@ for piece in range(4):
 # So some rank must send at least that much, and in the ring no rank sends more.
 #
 # If an all-reduce takes $t$ seconds, its **bus bandwidth** (`busbw`) is $2\frac{R-1}{R}\frac nt$: the rate at which every
-# link of a ring must have sent. For an all-gather or a
-# reduce-scatter, the factor is $\frac{R-1}{R}$, and $n$ is the whole tensor.
+# link of a ring must have sent. For an all-gather or a reduce-scatter, the factor is $\frac{R-1}{R}$, and $n$ is the
+# whole tensor.
 #
 # ## What it costs
 #

@@ -235,8 +235,9 @@ for loss in (token_loss, per_target):
 #
 # $$\text{I:}\quad dx = dy\, w^T \qquad\qquad \text{W:}\quad dw = x^T dy$$
 #
-# Each takes as many FLOPs as the forward, so for linear layers alone $B = I + W = 2F$. `train_batch` splits the backward of any module in this
-# way: I goes from the output to the input and keeps the gradient of each layer's output, and W computes the weights'
+# Each takes as many FLOPs as the forward, so for linear layers alone $B = I + W = 2F$. `train_batch` splits the backward
+# of any module in this way: I goes from the output to the input and keeps the gradient of each layer's output, and W
+# computes the weights'
 # gradients from these. The split computes nothing twice.
 #
 # **Predict.** In our GPT, which takes more FLOPs, I or W?
@@ -273,8 +274,9 @@ print(f"(I + W) / B = {(split['I'] + split['W']) / whole['B']:.2f}")
 #
 # In the picture at the top, run and simulation used the same durations. That they agree shows that the ranks kept to the
 # schedule, and no more. Now we measure seconds, and predict what has not been measured yet: **each batch from the one
-# before**. Two ranks are real processes, and the model is wider, so that there is something to measure. `measured_costs` reads from the trace of one batch how long each action took. From that, the simulation predicts
-# *when* each action of the next batch begins.
+# before**. Two ranks are real processes, and the model is wider, so that there is something to measure.
+# `measured_costs` reads from the trace of one batch how long each action took. From that, the simulation predicts *when*
+# each action of the next batch begins.
 #
 # **Predict.** What will be missing from this prediction?
 #

@@ -254,11 +254,11 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# On InfiniBand, by the data sheet, a step takes 41.5, 43.0 and 54.7 ms: only tensor parallelism across the nodes costs much.
-# On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism, and
-# 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of the
+# On InfiniBand, by the data sheet, a step takes 41.5, 43.0 and 54.7 ms: only tensor parallelism across the nodes costs
+# much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism,
+# and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of the
 # Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)) are 57, 60 and 82 ms. The first two orders are close, and
-# nobody has measured which is ahead. [Lab 04](04_megatron_block.ipynb) has measurements of tensor parallelism across
+# no one has measured which is ahead. [Lab 04](04_megatron_block.ipynb) has measurements of tensor parallelism across
 # nodes.
 #
 # </details>

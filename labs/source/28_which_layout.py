@@ -209,7 +209,7 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
 # In the list, `cp` is context parallelism ([lab 20](20_long_sequence.ipynb)), `v_half` is lab 10's V-Half, and `v_min`
 # keeps even fewer microbatches. The best plan has a schedule that your library may not offer, so the best plan without it
 # is shown too. They differ by less than either interval is wide: only 7 and 10 such runs were published. A plan of a kind
-# that nobody has measured has no interval. It is **outside what was measured**, and `plans` does not propose it.
+# that has not been measured has no interval. It is **outside what was measured**, and `plans` does not propose it.
 
 # %% [markdown]
 # Here are plans for Llama 3 8B on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare it
