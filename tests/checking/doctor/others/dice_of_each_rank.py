@@ -9,18 +9,6 @@ rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 
 
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g
-
-
 class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
