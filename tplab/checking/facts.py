@@ -58,6 +58,11 @@ class Facts:
         return self.reference.steps(self.number)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the reference goes on, and the ranks were started again from their checkpoint."""
+        return self.reference.seen[0].states is not None
+
+    @property
     def num_ranks(self) -> int:
         return len(self.ours)
 

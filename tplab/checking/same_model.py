@@ -86,7 +86,8 @@ class Finding:
         """The quantity in words: the gradient of blocks.0.mlp.weight and of 5 others."""
         many = f" and of {len(self.others)} other{'s' * (len(self.others) > 1)}" if self.others else ""
         on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
-        return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
+        link = " " if self.what == "optimizer" else " of "
+        return TITLES[self.what] + f"{link}{self.name}" * bool(self.name) + many + on
 
     @property
     def untold(self) -> str:
@@ -117,7 +118,7 @@ TITLES: dict[What, str] = {
     "loss": "the loss",
     "gradient": "the gradient",
     "norm": "the norm of the gradients",
-    "optimizer": "the optimizer's setting",
+    "optimizer": "the optimizer's",
     "parameters": "the parameters after the step",
     "buffers": "the buffer",
     "log": "the logged value",

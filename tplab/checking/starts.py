@@ -163,7 +163,11 @@ def lost(facts: Facts) -> Found:
         values = farthest(needs.weights[name], theirs[name])
         got, want = f"{values[0]:.6g}", f"{values[1]:.6g}"
         words, where = "not those with which the run goes on", facts.ours[0].lines.get("weights", forward)
-        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward])
+        cause = "these weights were not restored when the script was started again: save all of them, and load them"
+        wanted = {(rank, mine): place.take(theirs[one]) for one in theirs for rank, mine, place in facts.holders(one)}
+        repair = Repair("weights", "the weights with which the run goes on", values=wanted)
+        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward],
+                          hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
         return
     if found.kind in ("more", "other"):
         words, where = f"{found.words}, which goes on", facts.line_of_data() or forward

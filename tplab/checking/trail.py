@@ -16,6 +16,7 @@ from tplab.checking.observed import Observed, deals, factor_between, find_spread
 from tplab.units import plain
 
 Key = tuple[str, str, int]
+MATMULS = {"matmul", "__matmul__", "mm"}
 _REFERENCE = -1
 """The reference's place among the ranks."""
 
@@ -33,7 +34,7 @@ class Op:
     passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
     is_function   whether the program, or a library, has written its backward pass
     sent      the lines of collectives in its forward pass; sent_back: in its backward pass
-    times     by which number it multiplies, if that is all it does
+    times     by which number it multiplies, if that is all it does; compares: with which number it compares
     returned  the line at which its backward pass returns, if that is the script's
     """
 
@@ -49,6 +50,7 @@ class Op:
     returned: str = ""
     given: dict[int, tuple[np.ndarray, str]] = field(default_factory=dict)
     times: float | None = None
+    compares: float | None = None
 
     @property
     def line(self) -> str:
@@ -98,6 +100,25 @@ class Trails:
             if first := next(filter(None, words), ""):
                 return f"it is {first}" if len({*words}) == 1 else f"on rank {words.index(first)}, it is {first}"
         return "it is another one"
+
+    def other_limits(self) -> Iterator[tuple[Op, float, dict[Key, dict[int, np.ndarray]]]]:
+        """Comparisons with another number than the reference's, on the way to the loss; that number; and what they
+        should give."""
+        trail = next((trail for trail in self._ours if trail.end >= 0), Trail())
+        for op in (trail.ops[at] for at in sorted(self._wrong_ones(trail, None))):
+            theirs = self._theirs.get(op.key)
+            if theirs is not None and None not in (op.compares, theirs.compares) and op.compares != theirs.compares:
+                keys = [one.key for one in trail.ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
+                yield from ((op, theirs.compares, found) for found in self._cuts(keys, None))  # type: ignore[misc]
+
+    def products_of_parts(self) -> list[str]:
+        """The lines of matmuls of whose results each rank has only a part along both dims."""
+        found = dict[str, None]()
+        for op in (op for op in self._ours[0].ops if op.key[1] in MATMULS):
+            theirs, shape = self._theirs.get(op.key), tuple(len(self._ours) * size for size in op.values[0].shape)
+            if theirs is not None and len(shape) == 2 and theirs.values[0].shape == shape:
+                found[op.line] = None
+        return [*found]
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
         """Likewise, the places of what an operation takes, where it is another part of the reference's."""

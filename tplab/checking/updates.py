@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
@@ -39,8 +42,15 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.sizes.words(factor) if factor else "not the reference's"
+        if factor and facts.goes_on:  # that of another step, and no number of ranks
+            words = f"{factor:.4g} times the reference's"
         cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
-        if len(ranks) < facts.num_ranks:
+        if facts.goes_on:
+            cause = (
+                f"{_SETTINGS.get(key, key)} is not that of the run that goes on, as it was not restored: load the "
+                "optimizer's state, and that of its schedule, which otherwise begins anew"
+            )
+        elif len(ranks) < facts.num_ranks:
             cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
         elif factor and facts.sizes.named(factor):
             cause = (
@@ -62,8 +72,13 @@ def settings(facts: Facts) -> Found:
         is_partial = not stepped <= facts.places.keys() | facts.idle.keys()
         of = " of the parameters whose place in the reference is known" if is_partial else ""
         repair = Repair("settings", f"the reference's {key}{of} in each step", values=wanted)
+        tried = [Hypothesis(repair, cause, line, is_partial=is_partial)]
+        if facts.goes_on and not facts.number:
+            also = _restored(facts)
+            both = replace(repair, words=f"{repair.words}, and {also.words}")
+            tried.append(Hypothesis(both, f"{cause}. Its states were not restored either", line, also=(also,)))
         yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
-                          hypotheses=[Hypothesis(repair, cause, line, is_partial=is_partial)])  # fmt: skip
+                          hypotheses=tried)  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -108,12 +123,28 @@ def states(facts: Facts) -> Found:
         Repair("states", f"the optimizer's states of rank {other} on all ranks before the step",
                values={"from": other, "step": facts.number}) for other in right[:1]
     ]  # fmt: skip
+    if facts.goes_on and not facts.number:
+        cause = (
+            "the optimizer's state was not restored when the script was started again: save its state_dict() with the "
+            "weights, and load it before training goes on"
+        )
+        tried = [_restored(facts)]
     yield facts.fault(
         "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
         hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
         seen="settings and gradients are the reference's, but the optimizer's state is not",
     )  # fmt: skip
+
+
+def _restored(facts: Facts) -> Repair:
+    """The optimizer's states with which the run goes on, on ranks that were started again."""
+    found: dict[tuple[int, str], dict[str, np.ndarray]] = {}
+    for (name, key), want in facts.reference.start.items():
+        for rank, mine, place in facts.holders(name):
+            is_part = want.shape == facts.reference.weights[name].shape
+            found.setdefault((rank, mine), {})[key] = place.take(want) if is_part else want
+    return Repair("states", "the optimizer's states of the run that goes on", values={"step": 0, "whole": found})
 
 
 def parameters(facts: Facts) -> Found:
@@ -177,11 +208,29 @@ def parameters(facts: Facts) -> Found:
         spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
         repair = Repair("parameters", spoken, after[0])
         hypotheses.append(Hypothesis(repair, cause, after[0]))
+    hypotheses += _of_whole_tensors(facts, names)
     yield facts.fault(
         "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
         hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
+
+
+def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:
+    """The update of a shard is not the shard of the whole tensor's update."""
+    whole = facts.reference.weights
+    cut = [name for name in whole if len(facts.groups(name)) > 1]
+    if not set(names) & set(cut):
+        return
+    numbers = {name: np.arange(whole[name].size).reshape(whole[name].shape) for name in cut}
+    values = {(rank, mine): (name, place.take(numbers[name]), whole[name].shape)
+              for name in cut for rank, mine, place in facts.holders(name)}  # fmt: skip
+    cause = (
+        f"the optimizer computes the update of {named(names)} from each rank's part alone, and it depends on the whole "
+        "tensor, as a norm, a mean or a factor of it does: combine over ranks what is computed of several elements"
+    )
+    words = "optimizers that update whole tensors, of which each rank keeps its part"
+    yield Hypothesis(Repair("whole", words, values=values), cause, facts.line("combined") or facts.line("step"))
 
 
 def _is_kept_elsewhere(facts: Facts, name: str, rank: int, mine: str) -> bool:

@@ -55,6 +55,8 @@ _DIVIDES = {"div", "div_", "__truediv__", "true_divide", "divide", "__idiv__", "
 
 
 MULTIPLIES = _MULTIPLIES | _DIVIDES
+_COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_equal",
+             "__lt__", "__le__", "__gt__", "__ge__"}  # fmt: skip
 
 
 def times(name: str, args: Sequence[Any]) -> float | None:
@@ -65,6 +67,11 @@ def times(name: str, args: Sequence[Any]) -> float | None:
     if name in _MULTIPLIES:
         return numbers[0]
     return 1 / numbers[0] if name in _DIVIDES and numbers[0] and _is_constant(args[1]) else None
+
+
+def compares(name: str, args: Sequence[Any]) -> float | None:
+    """Which number the function of this name compares its tensor with, if it does."""
+    return float(args[1]) if name in _COMPARES and len(args) > 1 and _is_constant(args[1]) else None
 
 
 def _is_constant(x: Any) -> bool:

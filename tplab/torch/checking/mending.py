@@ -16,9 +16,10 @@ from torch.optim.optimizer import Optimizer
 from tplab.checking.gaps import near
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
+from tplab.checking.trail import MATMULS
 from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.names import Names, address_of, parameters_of
-from tplab.torch.checking.origins import CLAMPS
+from tplab.torch.checking.origins import ADDS, CLAMPS
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.rank import this_rank
@@ -66,6 +67,7 @@ class Mending:
         self._weights: dict[tuple[int, int], float] = {}
         self._before: dict[str, Tensor] = {}
         self._is_done, self._rows = -1, 1
+        self._cut: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def _of(self, *kinds: Kind, line: str | None = None) -> Iterator[Repair]:
         for one in self._repairs:
@@ -146,11 +148,13 @@ class Mending:
         if func is F.batch_norm and any(self._of("statistics")):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
-        if name in CLAMPS and any(self._of("late", line=line)):
+        if name in CLAMPS | ADDS and any(self._of("late", line=line)):
             self._later.append(lambda: func(*args, **kwargs))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
             args = tuple(self._wrapped(one, x, args) for x in args)
+        if name in MATMULS and any(self._of("gather", line=line)):
+            args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
             if name in one.names and isinstance(found, Tensor) and found.is_floating_point():
@@ -197,6 +201,16 @@ class Mending:
         held = self._exchanged(key, local_of(x).detach().clone())
         total = torch.stack([held[rank] for rank in group]).sum(0)
         return total / len(group) if how == "mean" else total
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Those of all ranks, side by side along the last dim; gradients go back to each."""
+        held, size = self._exchanged("gather", x.detach().clone()), x.shape[-1]
+
+        def back(gradient: Tensor) -> Tensor:
+            every = self._exchanged("gathered", gradient)
+            return sum(every.values(), torch.zeros_like(gradient)).narrow(-1, self.rank * size, size)
+
+        return Back.apply(x, back, torch.cat([held[rank] for rank in sorted(held)], -1))
 
     def _batch_norm(
         self, x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -287,6 +301,12 @@ class Mending:
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
+    def begin_step(self) -> None:
+        """Before the first forward pass of a step."""
+        for one in self._of("random"):
+            if self._step == one.times:
+                torch.set_rng_state(torch.from_numpy(np.array(one.values[self.rank])))
+
     def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model is called with."""
         batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
@@ -315,11 +335,15 @@ class Mending:
             _, whole = one.values.get(self._step, ([], None))
             if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
                 return self._part(one, whole, batch, target)
+        for one in self._of("gather"):
+            whole = one.values.get(self._step, ())[batch : batch + 1]
+            start = self.rank * len(target) if target.dim() else 0
+            return torch.from_numpy(np.array(whole[0][start : start + len(target)])).to(target) if whole else target
         for one in self._of("targets"):
-            return self._cut(one.values[self._step][1][batch], target, batch, ignored)
+            return self._cut_targets(one.values[self._step][1][batch], target, batch, ignored)
         return target
 
-    def _cut(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
+    def _cut_targets(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
         """The rank's part of the targets, and its weight in the mean over all of them."""
         size = this_rank().mesh.size
         part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
@@ -366,6 +390,29 @@ class Mending:
             if self._step == one.values["step"]:
                 self._share_states(one, optimizer)
 
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """All that the optimizer gets is as it should be: it updates whole tensors, in place of the rank's parts."""
+        for one in self._of("whole"):
+            at = {p: one.values[self.rank, name] for p in parameters_of([optimizer]) if p.grad is not None
+                  and local_of(p) is p and (self.rank, name := self._watched.names.of(p)) in one.values}  # fmt: skip
+            held = self._exchanged("whole", {of: (x.detach().clone(), x.grad.clone(), numbers)  # type: ignore[union-attr]
+                                             for x, (of, numbers, _) in at.items()})  # fmt: skip
+            for p, (of, numbers, shape) in at.items():
+                wholes = [p.new_zeros(shape) for _ in "pg"]
+                for parts in (mine[of] for mine in held.values() if of in mine):
+                    for whole, part in zip(wholes, parts):
+                        whole.view(-1)[torch.from_numpy(parts[2])] = part
+                self._cut.append((p, p.data, p.grad, torch.from_numpy(numbers)))  # type: ignore[arg-type]
+                p.grad, p.data = None, wholes[0]
+                p.grad = wholes[1]
+
+    def end_update(self) -> None:
+        for p, own, gradient, numbers in self._cut:
+            own.copy_(p.data.view(-1)[numbers])
+            p.grad, p.data = None, own
+            p.grad = gradient
+        self._cut.clear()
+
     def _set(self, one: Repair, group: dict[str, Any]) -> list[dict[str, Any]]:
         """A group of parameters in as many groups as have the same settings."""
         found: dict[Any, dict[str, Any]] = {}
@@ -381,7 +428,13 @@ class Mending:
         return [*found.values()]
 
     def _share_states(self, one: Repair, optimizer: Optimizer) -> None:
-        names, source = self._watched.names, one.values["from"]
+        names, source = self._watched.names, one.values.get("from")
+        if source is None:
+            for p in parameters_of([optimizer]):
+                for key, x in one.values["whole"].get((self.rank, names.of(p)), {}).items():
+                    value = torch.from_numpy(np.array(x))
+                    optimizer.state[p][key] = value.to(local_of(p)) if value.shape == local_of(p).shape else value
+            return
         held = self._exchanged("states", {names.of(p): state for p, state in optimizer.state.items()})
         if self.rank != source:
             for p in parameters_of([optimizer]):
@@ -411,16 +464,16 @@ class Mending:
 
 
 class Back(torch.autograd.Function):
-    """The same; on the way back, a function of the gradient."""
+    """The same, or what is there instead; on the way back, a function of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, back: Callable[[Tensor], Tensor], instead: Tensor | None = None) -> Tensor:
         ctx.back = back
-        return x.view_as(x)
+        return x.view_as(x) if instead is None else instead
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.back(gradients[0].clone()), None
+        return ctx.back(gradients[0].clone()), None, None
 
 
 class Through(torch.autograd.Function):
