@@ -64,29 +64,18 @@ def _of_other_groups(facts: Facts) -> Iterator[Hypothesis]:
         if 1 < len(parts) < size and sum(map(len, parts.values())) == size and size % len(parts) == 0:
             found.setdefault(tuple(sorted(map(tuple, parts.values()))), []).append(name)
     for way, names in found.items():
-        each = size // len(way)
-        near = tuple(tuple(range(at, at + each)) for at in range(0, size, each))
-        far = tuple(tuple(range(at, size, len(way))) for at in range(len(way)))
-        if len(way[0]) != each or (other := {near: far, far: near}.get(way)) is None or other == way:
-            continue
-        values = dict[tuple[int, str], np.ndarray]()
-        for name in names:
-            held = {rank: (mine, place) for rank, mine, place in facts.holders(name)}
-            places = sorted({place.index: place for _, place in held.values()}.items(), key=lambda at: at[0])
-            for group, (_, place) in zip(other, places):
-                values |= {(rank, held[rank][0]): place.take(facts.reference.weights[name]) for rank in group}
-        have, need = (" and ".join(map(ranks_text, some)) for some in (way, other))
-        words = f"{named(names)} dealt so that {need} have the same part"
-        cause = (
-            f"{have} have the same part of {named(names)}, and what it is used with is cut so that {need} need the "
-            "same, as where heads of queries share a head of keys and values: choose the part by rank // (ranks per "
-            "part) in place of rank % parts, or the other way round"
-        )
-        own = tuple(dict.fromkeys(mine for _, mine in values))
-        also = tuple(
-            Repair("gradients", words, line, own, other, "sum") for line in lines_of_reduction(facts, names)[:1]
-        )
-        yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=also)
+        for values, other in facts.deals(names):
+            have, need = (" and ".join(map(ranks_text, some)) for some in (way, other))
+            words = f"{named(names)} dealt so that {need} have the same part"
+            cause = (
+                f"{have} have the same part of {named(names)}, and what it is used with is cut so that {need} need "
+                "the same, as where heads of queries share a head of keys and values: choose the part by rank // "
+                "(ranks per part) in place of rank % parts, or the other way round"
+            )
+            own = tuple(dict.fromkeys(mine for _, mine in values))
+            also = [Repair("gradients", words, at, own, other, "sum") for at in lines_of_reduction(facts, names)[:1]]
+            if other != way:
+                yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=(*also,))
 
 
 def _without_others(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
@@ -104,7 +93,8 @@ def _without_others(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
             "they are compared with from all ranks, with gradients, and count labels on from the rank's first sample"
         )
         words = f"the samples of all ranks to compare with, and their labels, at {' and '.join(lines)}"
-        repair, *also = (Repair("gather", words, line, values=wholes) for line in lines)
+        each = tuple((rank,) for rank in range(size))
+        repair, *also = (Repair("gather", words, line, groups=each, values=wholes) for line in lines)
         yield Hypothesis(repair, cause, lines[0], also=tuple(also))
 
 

@@ -7,14 +7,16 @@ line of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from tplab.checking.observed import Observed, deals, factor_between, find_spread, in_step
 from tplab.units import plain
 
+T = TypeVar("T")
 Key = tuple[str, str, int]
 MATMULS = {"matmul", "__matmul__", "mm"}
 _REFERENCE = -1
@@ -69,6 +71,16 @@ class Trail:
 
     ops: list[Op] = field(default_factory=list)
     end: int = -1
+
+
+def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """What these come from, themselves included, where each comes from what is `before` it."""
+    waiting, found = [*ends], dict[T, None]()
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found[one] = None
+            waiting += before(one)
+    return found
 
 
 class Trails:
@@ -188,12 +200,9 @@ class Trails:
         ends = [trail.end]
         if made is not None:
             ends = [at for at, op in enumerate(trail.ops) if any(np.array_equal(x, made) for x in op.values)]
-        waiting, known = ends[-1:], set[int]()
-        while waiting:
-            if (number := waiting.pop()) >= 0 and number not in known:
-                known.add(number)
-                waiting += [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]
-        return known
+        return {*reached((end for end in ends[-1:] if end >= 0), lambda number: [
+            at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])
+        ])}  # fmt: skip
 
     def _is_right(self, op: Op) -> bool:
         if op.key not in self._of_values:

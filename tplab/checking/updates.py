@@ -87,24 +87,15 @@ def states(facts: Facts) -> Found:
     """What the optimizer keeps from step to step."""
     wrong: dict[tuple[str, str], set[int]] = {}
     first = (0, 0.0, 0.0)
-    for (name, key), want in facts.reference.states(facts.number).items():
+    for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
         size = 0.0 if gradient is None else float(np.abs(gradient).max(initial=0))
         share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
-        for rank, mine, place in facts.holders(name):
-            piece = facts.mine[rank].states.get((mine, key))
-            wanted = (place.take(want) if want.shape == facts.reference.weights[name].shape else want).astype(
-                np.float64
-            )
-            if piece is None or piece.values.shape != wanted.shape or not wanted.size:
-                continue
-            slack = 8 * max(share, facts.reference.floor) * np.abs(wanted).max()
-            if gap(piece.values, wanted) > max(
-                slack, TIMES * facts.reference.moved("states", (name, key), facts.number)
-            ):
-                if not wrong:
-                    first = rank, *farthest(piece.values, wanted)
-                wrong.setdefault((name, key), set()).add(rank)
+        slack = 8 * max(share, facts.reference.floor) * np.abs(want).max(initial=0)
+        if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
+            if not wrong:
+                first = rank, *farthest(got, want)
+            wrong.setdefault((name, key), set()).add(rank)
     if not wrong:
         return
     rank, got, want = first
@@ -139,12 +130,8 @@ def states(facts: Facts) -> Found:
 
 def _restored(facts: Facts) -> Repair:
     """The optimizer's states with which the run goes on, on ranks that were started again."""
-    found: dict[tuple[int, str], dict[str, np.ndarray]] = {}
-    for (name, key), want in facts.reference.start.items():
-        for rank, mine, place in facts.holders(name):
-            is_part = want.shape == facts.reference.weights[name].shape
-            found.setdefault((rank, mine), {})[key] = place.take(want) if is_part else want
-    return Repair("states", "the optimizer's states of the run that goes on", values={"step": 0, "whole": found})
+    values = {"step": 0, "whole": facts.dealt(facts.reference.start)}
+    return Repair("states", "the optimizer's states of the run that goes on", values=values)
 
 
 def parameters(facts: Facts) -> Found:
@@ -154,19 +141,15 @@ def parameters(facts: Facts) -> Found:
     wrong: dict[str, set[int]] = {}
     shares: list[float] = []
     first = (0, 0.0, 0.0)
-    for name, wanted in whole.items():
-        for rank, mine, place in facts.holders(name):
-            piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
-            if piece is None or piece.values.shape != want.shape:
-                continue
-            far = gaps(piece.values, want) > place.take(reference.slack_of_parameter(name, number))
-            if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
-                if not wrong:
-                    first = rank, *farthest(piece.values[far], want[far])
-                wrong.setdefault(name, set()).add(rank)
-                start = place.take(before[name])
-                moved, should = piece.values.astype(np.float64) - start, want - start
-                shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
+    for name, rank, mine, got, want, place in facts.pieces("parameters", whole):
+        far = gaps(got, want) > place.take(reference.slack_of_parameter(name, number))
+        if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
+            if not wrong:
+                first = rank, *farthest(got[far], want[far])
+            wrong.setdefault(name, set()).add(rank)
+            start = place.take(before[name])
+            moved, should = got.astype(np.float64) - start, want - start
+            shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
         where = ", on ranks that use them" * bool(facts.idle)
         words = f"{len(whole)} parameters are the reference's after the step{where}"
@@ -222,9 +205,9 @@ def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis
     cut = [name for name in whole if len(facts.groups(name)) > 1]
     if not set(names) & set(cut):
         return
-    numbers = {name: np.arange(whole[name].size).reshape(whole[name].shape) for name in cut}
-    values = {(rank, mine): (name, place.take(numbers[name]), whole[name].shape)
-              for name in cut for rank, mine, place in facts.holders(name)}  # fmt: skip
+    numbers = facts.dealt({name: np.arange(whole[name].size).reshape(whole[name].shape) for name in cut})
+    of = {(rank, mine): name for name in cut for rank, mine, _ in facts.holders(name)}
+    values = {at: (of[at], some, whole[of[at]].shape) for at, some in numbers.items()}
     cause = (
         f"the optimizer computes the update of {named(names)} from each rank's part alone, and it depends on the whole "
         "tensor, as a norm, a mean or a factor of it does: combine over ranks what is computed of several elements"

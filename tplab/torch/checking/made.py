@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.trail import reached
 from tplab.torch.private import transform
 
 Made = tuple[str, float | None]
@@ -88,14 +89,8 @@ def made(x: Tensor) -> list[Made]:
 def terms(x: Tensor) -> list[tuple[str, float]]:
     """The lines that multiply numbers that a number is made of, and by what, beside those of its `made`."""
     first = [*_chain(x.grad_fn)]
-    known, waiting, found = set(first), [*first], list[tuple[str, float]]()
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in known and (at := node.metadata.get(_KEY)):
-                known.add(node)
-                waiting.append(node)
-                found += [(at[0], at[1])] * (at[1] is not None)
-    return found
+    known = reached(first, lambda node: [one for one, _ in node.next_functions if one and one.metadata.get(_KEY)])
+    return [at for node in known if node not in first and (at := node.metadata[_KEY])[1] is not None]
 
 
 def _chain(node: Any) -> Iterator[Any]:

@@ -190,12 +190,14 @@ class Mending:
 
     def _back(self, one: Repair, x: Tensor) -> Tensor:
         """The same, whose gradient is the sum over the rank's group, times a factor."""
-        return Back.apply(x, lambda gradient: self._summed(one, gradient) * one.by)
 
-    def _summed(self, one: Repair, x: Tensor) -> Tensor:
-        if one.groups:
-            local_of(x).detach().copy_(self._combined(("dual", one.line), x, "sum", one.group_of(self.rank)))
-        return x
+        def back(gradient: Tensor) -> Tensor:
+            if one.groups:
+                total = self._combined(("dual", one.line), gradient, "sum", one.group_of(self.rank))
+                local_of(gradient).detach().copy_(total)
+            return gradient * one.by
+
+        return Back.apply(x, back)
 
     def _combined(self, key: Any, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
         held = self._exchanged(key, local_of(x).detach().clone())
@@ -336,9 +338,8 @@ class Mending:
             if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
                 return self._part(one, whole, batch, target)
         for one in self._of("gather"):
-            whole = one.values.get(self._step, ())[batch : batch + 1]
-            start = self.rank * len(target) if target.dim() else 0
-            return torch.from_numpy(np.array(whole[0][start : start + len(target)])).to(target) if whole else target
+            if batch < len(wholes := one.values.get(self._step, ())):
+                return self._part(one, wholes[batch], 0, target)
         for one in self._of("targets"):
             return self._cut_targets(one.values[self._step][1][batch], target, batch, ignored)
         return target
@@ -430,8 +431,9 @@ class Mending:
     def _share_states(self, one: Repair, optimizer: Optimizer) -> None:
         names, source = self._watched.names, one.values.get("from")
         if source is None:
-            for p in parameters_of([optimizer]):
-                for key, x in one.values["whole"].get((self.rank, names.of(p)), {}).items():
+            known = {names.of(p): p for p in parameters_of([optimizer])}
+            for (rank, (name, key)), x in one.values["whole"].items():
+                if rank == self.rank and (p := known.get(name)) is not None:
                     value = torch.from_numpy(np.array(x))
                     optimizer.state[p][key] = value.to(local_of(p)) if value.shape == local_of(p).shape else value
             return
