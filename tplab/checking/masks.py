@@ -12,6 +12,9 @@ FEWEST = 32
 """Elements of a mask: fewer may be dropped alike by chance."""
 
 
+_WAVE = np.cos(np.arange(1 << 16))
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A mask: the line or the module, the input's `mark`, the mask's checksum, and how many elements it has; 0 for a
@@ -26,7 +29,7 @@ class Drawn:
 def mark(x: np.ndarray) -> float:
     """A number by which an array is known, but for its rounding. A plain sum would not do: rows of attention weights
     all add up to 1."""
-    return float(x.reshape(-1).astype(np.float64) @ np.cos(np.arange(x.size)))
+    return float(x.reshape(-1).astype(np.float64) @ np.resize(_WAVE, x.size))
 
 
 def compared(a: Drawn, b: Drawn) -> Literal["", "two", "one"]:

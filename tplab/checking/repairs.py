@@ -112,7 +112,8 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings
-                    if not one.is_partial and not _is_known(other, done) and not _is_logged(other, found)
+                    if not one.is_partial and not _is_logged(other, found)
+                    and not any(other.what == known.what and _overlap(other, known) for known in done)
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
@@ -154,7 +155,3 @@ def _place(finding: Finding) -> tuple[int, int]:
     order = get_args(What)
     what = "gradient" if finding.what == "loss" else finding.what
     return finding.step, order.index(what)
-
-
-def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
-    return any(finding.what == one.what and _overlap(finding, one) for one in done)

@@ -93,6 +93,15 @@ class Trails:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _ends(self) -> Trail:
+        """Of the first rank that has a loss."""
+        return next((trail for trail in self._ours if trail.end >= 0), Trail())
+
+    def _alike(self, op: Op) -> list[Op]:
+        """Whenever the first rank runs the operation, if the reference does."""
+        return [one for one in self._ours[0].ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
+
     def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
         """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
         each way in which the reference's may be cut; and how what it gives differs, in words."""
@@ -116,12 +125,12 @@ class Trails:
     def other_limits(self) -> Iterator[tuple[Op, float, dict[Key, dict[int, np.ndarray]]]]:
         """Comparisons with another number than the reference's, on the way to the loss; that number; and what they
         should give."""
-        trail = next((trail for trail in self._ours if trail.end >= 0), Trail())
+        trail = self._ends
         for op in (trail.ops[at] for at in sorted(self._wrong_ones(trail, None))):
             theirs = self._theirs.get(op.key)
             if theirs is not None and None not in (op.compares, theirs.compares) and op.compares != theirs.compares:
-                keys = [one.key for one in trail.ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
-                yield from ((op, theirs.compares, found) for found in self._cuts(keys, None))  # type: ignore[misc]
+                for found in self._cuts([one.key for one in self._alike(op)], None):
+                    yield op, theirs.compares or 0.0, found
 
     def products_of_parts(self) -> list[str]:
         """The lines of matmuls of whose results each rank has only a part along both dims."""
@@ -134,9 +143,8 @@ class Trails:
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
         """Likewise, the places of what an operation takes, where it is another part of the reference's."""
-        alike = [other for other in self._ours[0].ops if other.key[:2] == op.key[:2] and other.key in self._theirs]
         for place in op.given:
-            for found in self._cuts([other.key for other in alike if place in other.given], place):
+            for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
                 if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
 
@@ -190,7 +198,7 @@ class Trails:
 
         made   what comes of it on the first rank, if not the loss
         """
-        trail = next((trail for trail in self._ours if trail.end >= 0), Trail())
+        trail = self._ends
         wrong = self._wrong_ones(trail, made)
         first = [at for at in wrong if all(self._is_right(trail.ops[before]) for before in trail.ops[at].inputs)]
         return trail.ops[min(first)] if first else None

@@ -90,13 +90,8 @@ class Mending:
         """One of torch.distributed's. `run(take)` runs it; `finished` is what to return where it is left out."""
         if not self._repairs:
             return run(take)
-        line = self._watched.line()
-        for one in self._of("mean", "sum", "skip", "last", "gradients", "wait", "parameters", line=line):
-            own = put if isinstance(put, Tensor) else put[min(call.place.index, len(put) - 1)]
-            if one.names and not set(self._watched.names.at(address_of(own))[1]) & set(one.names):
-                continue
-            if one.kind == "skip" and not self._is_turn(one):
-                continue
+        own = put[min(call.place.index, len(put) - 1)] if isinstance(put, list | tuple) and put else put
+        for one in self._here(own, "mean", "sum", "skip", "last", "gradients", "wait", "parameters"):
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
@@ -105,8 +100,8 @@ class Mending:
                 by = _scale(one, len(call.place.group))
                 return run(lambda y, by=by: take(y * by))
             if one.kind == "last":
-                self._turns[line, self._step] += 1
-                if self._turns[line, self._step] > one.times:
+                self._turns[one.line, self._step] += 1
+                if self._turns[one.line, self._step] > one.times:
                     continue
             if call.op in ("all_reduce", "broadcast"):
                 return finished()
@@ -119,16 +114,19 @@ class Mending:
 
     def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
         """One of tplab's own. `run(x)` runs it."""
-        for one in self._of("mean", "sum", "skip", "gradients", line=self._watched.line()) if self._repairs else ():
-            if one.names and not set(self._watched.names.at(address_of(x))[1]) & set(one.names):
-                continue
-            if one.kind == "skip" and not self._is_turn(one):
-                continue
+        for one in self._here(x, "mean", "sum", "skip", "gradients") if self._repairs else ():
             if one.kind in ("mean", "sum"):
                 return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
+
+    def _here(self, x: Any, *kinds: Kind) -> Iterator[Repair]:
+        """The repairs of the collective at this line, which is given x."""
+        for one in self._of(*kinds, line=self._watched.line()):
+            is_meant = not one.names or set(self._watched.names.at(address_of(x))[1]) & set(one.names)
+            if is_meant and (one.kind != "skip" or self._is_turn(one)):
+                yield one
 
     def keeps_order(self, line: str) -> bool:
         """Whether a collective takes the elements of a tensor in the program's order, not in that of memory."""

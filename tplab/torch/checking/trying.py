@@ -91,7 +91,7 @@ class Tried:
         """All ranks use the result of `gather_from` in the same way, and each goes on with its piece of the gradient.
         Each uses that of `all_gather` in its own way, and the gradients of all are added up. Their outputs are the
         same. Those that are not used as their kind requires pass gradients back as the other kind does."""
-        known = [loss.grad_fn] * ("gathers" in self.at and loss.grad_fn is not None)
+        known: list[Any] = [loss.grad_fn] * ("gathers" in self.at and loss.grad_fn is not None)
         for node in reached(known, lambda node: [other for other, _ in node.next_functions if other is not None]):
             call: Any = getattr(getattr(node, "exchange", None), "call", None)
             if type(node).__name__ == "_GatherBackward":

@@ -293,7 +293,8 @@ class Watched:
         self.step.lines["backward"] = line
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
-        if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
+        is_first = grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
+        if isinstance(first, Tensor) and first.numel() == 1 and is_first:
             by = self.mending.loss(len(self.step.losses))
             grads = torch.full_like(first, by) if by != 1.0 else grads
             self.step.losses.append((by * float(local_of(first).detach()), line))
@@ -479,10 +480,6 @@ class Watched:
                 yield
         finally:
             self.is_looking = before
-
-
-def _is_nothing(grads: Any) -> bool:
-    return grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
