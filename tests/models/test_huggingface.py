@@ -334,7 +334,7 @@ def test_a_checkpoint_drops_the_same_again():
     model = llama("SeedOss", residual_dropout=0.3, attention_dropout=0.2)
 
     def program(model, ids, is_checkpointed):
-        model = parallelize(model, llama_plan(model)).train()
+        parallelize(model, llama_plan(model)).train()
         if is_checkpointed:
             model.gradient_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
