@@ -118,6 +118,17 @@ def test_without_bits_they_are_the_plain_ones(fw, inside):
         np.testing.assert_array_equal(reduced, plain_reduced)
 
 
+@pytest.mark.parametrize("inside", [None, "gpu"])
+@pytest.mark.parametrize("bits", [8, None])
+def test_nothing_stays_nothing(fw, bits, inside):
+    def program(x):
+        gathered = fw.lab.quantized_all_gather(x, AXIS, 0, bits=bits, inside=inside)
+        return gathered, fw.lab.quantized_reduce_scatter(x, AXIS, bits=bits, inside=inside)
+
+    for gathered, reduced in on_each_rank(fw, program, MESH, normals(MESH, (6, 0))):
+        assert gathered.shape == (36, 0) and reduced.shape == (1, 0)
+
+
 # ----------------------------------------------------------------------------------------------------------- bytes
 
 

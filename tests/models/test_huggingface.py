@@ -136,7 +136,7 @@ def llama(family="Llama", heads=12, kv_heads=12, **options):
         bos_token_id=0,
         eos_token_id=None,
         pad_token_id=options.pop("pad_token_id", None),
-        attn_implementation="sdpa",
+        attn_implementation=options.pop("attention", "sdpa"),
         **options,
     )
     config._experts_implementation = "eager"  # the others have no float64
@@ -311,6 +311,41 @@ def test_dropout_outside_of_the_attention_is_the_same_on_any_mesh():
     assert not torch.equal(alone, run(program, Mesh(tp=1), model, IDS, seed=6).per_rank[0])
 
 
+@pytest.mark.parametrize("family", ["SeedOss", "DeepseekV3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_functions_drop_outside_of_parallel_regions_is_the_same_on_any_mesh(family, attention):
+    """SeedOss drops of the residual stream; the latent attention of DeepSeek is the same on all ranks."""
+    options = {"SeedOss": {"residual_dropout": 0.3}, "DeepseekV3": {**DEEPSEEK, "attention_dropout": 0.3}}[family]
+    model = llama(family, attention=attention, **{"attention_dropout": 0.0, **options})
+
+    def program(model, ids):
+        model = parallelize(model, llama_plan(model)).train()
+        return model(ids, output_hidden_states=True).hidden_states[-1]
+
+    alone = run(program, Mesh(tp=1), model, IDS, seed=5).per_rank[0]
+    for mesh in MESHES[1:]:
+        for hidden in run(program, mesh, model, IDS, seed=5).per_rank:
+            close(hidden, alone, "hidden states with dropout")
+    assert not torch.equal(alone, run(program, Mesh(tp=1), model, IDS, seed=6).per_rank[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_checkpoint_drops_the_same_again():
+    model = llama("SeedOss", residual_dropout=0.3, attention_dropout=0.2)
+
+    def program(model, ids, is_checkpointed):
+        model = parallelize(model, llama_plan(model)).train()
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    plain, again = (run(program, Mesh(tp=2), model, IDS, one).per_rank for one in (False, True))
+    for one, other in zip(plain, again):
+        for a, b in zip(one, other):
+            close(b, a, "gradient")
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_dropout_masks_agree_outside_and_differ_inside(attention):
     model, options = gpt2(dropout=0.3, attention=attention), {"inputs": (IDS,), "kwargs": {"labels": IDS}}
@@ -321,14 +356,9 @@ def test_dropout_masks_agree_outside_and_differ_inside(attention):
         sum(row.kind == "dropout" for row in report.rows) == 1 + 2 * 3
     )  # of the embedding; attention, and after it, MLP
 
-    def without(model):
-        parallelize(model, gpt2_plan(model))
-        for block in model.transformer.h:
-            block.mlp.dropout = nn.Dropout(0.3)
-        return model.train()
-
-    (wrong,) = check_parallel(without, model, **options, mesh=Mesh(tp=2)).wrong
-    assert wrong.name == "transformer.h.0.mlp.dropout" and "different dropout" in wrong.words
+    differing = lambda whole: parallelize(whole, gpt2_plan(whole), data_axis="tp").train()  # noqa: E731
+    wrong = check_parallel(differing, model, **options, mesh=Mesh(tp=2)).wrong
+    assert wrong[0].name == "transformer.drop" and "different dropout" in wrong[0].words
 
 
 def test_data_parallel_ranks_drop_other_elements():

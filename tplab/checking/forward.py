@@ -12,8 +12,9 @@ from tplab.checking.causes import thread
 from tplab.checking.facts import Facts
 from tplab.checking.gaps import gap
 from tplab.checking.observed import largest
-from tplab.checking.repairs import Hypothesis, Repair
-from tplab.checking.sends import partitions
+from tplab.checking.repairs import Groups, Hypothesis, Repair
+from tplab.checking.same_model import named
+from tplab.checking.sends import lines_of_reduction, partitions
 from tplab.checking.trail import Op, Trails
 from tplab.units import plain, ranks_text
 
@@ -35,7 +36,66 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _by_another_number(trails, op)
         yield from of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
+    yield from _of_other_limits(facts, trails)
+    yield from _of_other_groups(facts)
+    yield from _without_others(facts, trails)
     yield from _in_its_place(facts, trails, line)
+
+
+def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """What is compared with a number that is another one in the reference, as tokens with the capacity of an expert."""
+    for op, limit, values in trails.other_limits():
+        was = plain(op.compares or 0.0)
+        cause = (
+            f"this line compares with {was}, and in the reference with {plain(limit)}: the number comes from what a "
+            "rank has, as the capacity of an expert that is computed from the rank's own tokens, where that of all is "
+            "meant. What is compared, such as a token's place among all that chose the expert, must be of all, too"
+        )
+        words = f"the reference's comparison with {plain(limit)} in place of that with {was} at {op.line}"
+        yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, op.line)
+
+
+def _of_other_groups(facts: Facts) -> Iterator[Hypothesis]:
+    """Of a parameter that is cut into fewer parts than others, several ranks have the same part: those side by side,
+    where it should be every second one, or the other way round."""
+    size, groups = facts.num_ranks, {name: facts.groups(name) for name in facts.reference.weights}
+    found: dict[Groups, list[str]] = {}
+    for name, parts in groups.items() if any(len(parts) == size for parts in groups.values()) else ():
+        if 1 < len(parts) < size and sum(map(len, parts.values())) == size and size % len(parts) == 0:
+            found.setdefault(tuple(sorted(map(tuple, parts.values()))), []).append(name)
+    for way, names in found.items():
+        for values, other in facts.deals(names):
+            have, need = (" and ".join(map(ranks_text, some)) for some in (way, other))
+            words = f"{named(names)} dealt so that {need} have the same part"
+            cause = (
+                f"{have} have the same part of {named(names)}, and what it is used with is cut so that {need} need "
+                "the same, as where heads of queries share a head of keys and values: choose the part by rank // "
+                "(ranks per part) in place of rank % parts, or the other way round"
+            )
+            own = tuple(dict.fromkeys(mine for _, mine in values))
+            also = [Repair("gradients", words, at, own, other, "sum") for at in lines_of_reduction(facts, names)[:1]]
+            if other != way:
+                yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=(*also,))
+
+
+def _without_others(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """Samples are compared with each other, and each rank's only with its own."""
+    steps, size = facts.reference.seen[0].steps, facts.num_ranks
+    wholes = {number: [x for x, _, _ in step.targets] for number, step in enumerate(steps)}
+    mine = [x for step in facts.mine for x, _, _ in step.targets]
+    if not mine or any(not np.array_equal(x, np.arange(x.size)) for x in (*mine, *wholes[facts.number])):
+        return
+    if {size * x.size for x in mine} != {x.size for x in wholes[facts.number]}:
+        return
+    if lines := trails.products_of_parts():
+        cause = (
+            "each rank compares its samples with its own alone, and the reference with all of the batch: gather what "
+            "they are compared with from all ranks, with gradients, and count labels on from the rank's first sample"
+        )
+        words = f"the samples of all ranks to compare with, and their labels, at {' and '.join(lines)}"
+        each = tuple((rank,) for rank in range(size))
+        repair, *also = (Repair("gather", words, line, groups=each, values=wholes) for line in lines)
+        yield Hypothesis(repair, cause, lines[0], also=tuple(also))
 
 
 def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:

@@ -311,6 +311,13 @@ class _Hypotheses:
             "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
             "so that what is clipped is the gradient of the whole batch"
         )
+        of_decay = (
+            "weight decay is added to each rank's gradient, and these are added up only afterwards, so that it counts "
+            "once for each rank: add it when they have been added up"
+        )
+        if line := self.facts.line("early decay"):
+            words = f"what {line} adds to gradients is added after they are added up over ranks, not before"
+            yield Hypothesis(Repair("late", words, line), of_decay, line)
         for done, cause, key in ("early clip", of_norm, "norm"), ("early clamp", of_elements, ""):
             is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and bool(key))
             if is_like and (line := self.facts.line(done)):

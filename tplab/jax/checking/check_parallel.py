@@ -73,6 +73,12 @@ def check_parallel(
     if specs is None:
         raise SpecError("how parameters lie on the mesh is not known: give specs, a structure of P like that of params")
     inputs = tuple(jnp.asarray(x) for x in inputs)
+    for name, x in _whole_arrays(params).items():
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"the parameter {name} is of dtype {x.dtype}; jax.grad differentiates floats only. Give whole "
+                "numbers in kwargs, or let the model close over them"
+            )
     params, changed = _perturbed(params) if perturb else (params, [])
     alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
     theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)

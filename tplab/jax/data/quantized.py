@@ -127,8 +127,8 @@ def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
     """Spread what came across inside the node, and turn it into numbers."""
     if how.levels is not None:
         parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
-    rows = _decoded(parts, like.size, how).astype(like.dtype).reshape(-1, *like.shape)
-    return jnp.concatenate(list(rows), how.dim)
+    rows = _decoded(parts, like.size, how).astype(like.dtype)
+    return jnp.concatenate([row.reshape(like.shape) for row in rows], how.dim)
 
 
 def _reduced(x: Array, how: _How) -> Array:
@@ -148,9 +148,9 @@ def _summed(rows: Array, axis: Axis, how: _How) -> Array:
     """Rows [R k, n], k for each rank   ->   the sum [k, n] of those for this rank."""
     if how.bits is None:
         return reduce_scatter(rows, axis)
-    n = rows.shape[1]
+    num_ranks, (count, n) = axis_size(axis), rows.shape
     arrived = _decoded([all_to_all(part, axis) for part in _encoded(rows, how)], n, how)
-    return arrived.reshape(axis_size(axis), -1, n).sum(0)
+    return arrived.reshape(num_ranks, count // num_ranks, n).sum(0)
 
 
 def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
@@ -169,13 +169,13 @@ def _decoded(parts: Sequence[Array], n: int, how: _How) -> Array:
 
 def _inside_first(rows: Array, levels: Levels) -> Array:
     """Rows [R, n] in the order of positions   ->   [I O, n]: first by the position inside the node, then across."""
-    return rows.reshape(*levels.sizes, -1).transpose(*levels.places, len(levels.places)).reshape(rows.shape)
+    return rows.reshape(*levels.sizes, rows.shape[1]).transpose(*levels.places, len(levels.places)).reshape(rows.shape)
 
 
 def _in_order(spread: Array, levels: Levels) -> Array:
     """The reverse: [I O, n]   ->   [R, n]."""
-    rows = spread.reshape(*levels.inner_sizes, -1).transpose(*levels.back, len(levels.back))
-    return rows.reshape(-1, rows.shape[-1])
+    rows = spread.reshape(*levels.inner_sizes, spread.shape[-1]).transpose(*levels.back, len(levels.back))
+    return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
 # --- derivatives: as if nothing had been rounded ----------------------------------------------------------------------

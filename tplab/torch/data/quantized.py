@@ -126,7 +126,7 @@ class Gathering(Handle):
         if self.levels is not None:
             parts = [_in_order(all_gather(part[None], self.levels.inside), self.levels) for part in parts]
         rows = _decoded(parts, self.like.numel(), self.bits, self.block).to(self.like.dtype)
-        return rows.reshape(-1, *self.like.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return rows.reshape(len(rows), *self.like.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
 class Reducing(Handle):
@@ -178,7 +178,7 @@ class Reducing(Handle):
 
         def total() -> Tensor:
             arrived = _decoded([one.wait() for one in pending], n, self.bits, self.block)
-            return arrived.reshape(num_ranks, -1, n).sum(0)
+            return arrived.unflatten(0, (num_ranks, -1)).sum(0)
 
         return total
 
@@ -203,13 +203,13 @@ def _decoded(parts: Sequence[Tensor], n: int, bits: int | None, block: int | Non
 
 def _inside_first(rows: Tensor, levels: Levels) -> Tensor:
     """Rows [R, n] in the order of positions   ->   [I O, n]: first by the position inside the node, then across."""
-    return rows.reshape(*levels.sizes, -1).permute(*levels.places, len(levels.places)).reshape(rows.shape)
+    return rows.reshape(*levels.sizes, rows.shape[1]).permute(*levels.places, len(levels.places)).reshape(rows.shape)
 
 
 def _in_order(spread: Tensor, levels: Levels) -> Tensor:
     """The reverse: [I O, n]   ->   [R, n]."""
-    rows = spread.reshape(*levels.inner_sizes, -1).permute(*levels.back, len(levels.back))
-    return rows.reshape(-1, rows.shape[-1])
+    rows = spread.reshape(*levels.inner_sizes, spread.shape[-1]).permute(*levels.back, len(levels.back))
+    return rows.flatten(0, -2)
 
 
 class _Gathered(torch.autograd.Function):

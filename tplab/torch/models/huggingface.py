@@ -7,6 +7,7 @@ imports transformers: a model is recognised by its modules.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -21,9 +22,9 @@ from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, all_reduce
 from tplab.torch.comm.regions import copy_to, gather_from
-from tplab.torch.layers.dropout import dropout
 from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tplab.torch.models.chance import Chance
 from tplab.torch.models.plans import Plan, Planned, bind, experts_in, features_of, heads_in, is_conv1d
 from tplab.torch.ranks.rank import prepares, this_rank
 
@@ -48,8 +49,9 @@ def parallelize(
     gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
                     False: logits [B, S, n], of this rank's n entries; the loss is `vocab_parallel_cross_entropy` of
                     them: 3 numbers per token. `generate` gathers them in any case
-    dropout         nn.Dropout modules draw one mask on all ranks of `axis`, from the seed of the run; what is dropped
-                    among sharded activations ("local", and the attention's own) is drawn from each rank's generator
+    dropout         outside the parallel regions, modules and functions draw one mask on all ranks of `axis`, from the
+                    seed of the run; between columns and rows ("local", and the attention's own), where activations are
+                    sharded, each rank's generator draws its own
     data_axis       along which ranks have different data, and draw different masks
 
     The model is checked against the plan before it is changed. Raises PlanError for a plan that cannot be right.
@@ -69,15 +71,16 @@ def parallelize(
 
     keep = [one.module for one in planned]  # so the tensors whose ids are in `shards` stay alive
     heads: list[VocabHead] = []
+    chance = Chance(data_axis)
     for parent in dict.fromkeys(one.parent for one in planned):
         inside = [one for one in planned if one.parent == parent]
-        _shard_children(model.get_submodule(parent), inside, axis, cut, gather_logits, heads)
+        _shard_children(model.get_submodule(parent), inside, axis, cut, gather_logits, heads, chance)
     for module in model.modules():
         layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
         for name, layout in layouts().items() if callable(layouts) else ():
             if axes := layout.spec.axis_names:
                 note_cuts(module, axes, name)
-    _share_dropout(model, {one.name for one in planned if one.kind == "local"}, data_axis)
+    chance.watch(model, [one.parent for one in planned])
     if not gather_logits:
         for head in heads:
             _compute_loss_on_shards(model, head, axis)
@@ -153,9 +156,9 @@ class Row(nn.Module):
     x [..., F/R], this rank's features   ->   y [..., D], the same on every rank; the bias is added once, after the sum
     """
 
-    def __init__(self, given: nn.Module, name: str, axis: Axis, cut: Cut):
+    def __init__(self, given: nn.Module, name: str, axis: Axis, cut: Cut, chance: Chance):
         super().__init__()
-        self.name = name
+        self.name, self.chance = name, chance
         self.in_features, self.out_features = features_of(given)  # type: ignore[misc]
         self.axis, self.is_transposed = axis, is_conv1d(given)
         self.weight = cut(given.weight, self.layouts()["weight"])  # type: ignore[arg-type]
@@ -173,6 +176,7 @@ class Row(nn.Module):
                 f"was given {x.shape[-1]}; a row takes what columns give: plan the layers before it as 'column'"
             )
         y = all_reduce(F.linear(x, self.weight.T if self.is_transposed else self.weight), self.axis)
+        self.chance.is_inside = False
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -225,30 +229,20 @@ class VocabHead(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.axis!r}, gather={self.gather}"
 
 
-class SharedDropout(nn.Dropout):
-    """nn.Dropout with one mask on all ranks that hold copies, drawn from the seed of the run."""
-
-    def __init__(self, p: float, varies_along: Axis | None):
-        super().__init__(p)
-        self.varies_along = varies_along
-
-    def forward(self, input: Tensor) -> Tensor:
-        return dropout(input, self.p, axis=self.varies_along) if self.training else input
-
-
 class Entrance:
     """The entrance for columns that share one input: it enters once, and its gradient is summed once for all of them.
 
     Query, key and value are given one tensor; a separate copy_to for each would make three all_reduces.
     """
 
-    def __init__(self, axis: Axis, num_columns: int):
-        self.axis, self.num_columns = axis, num_columns
+    def __init__(self, axis: Axis, num_columns: int, chance: Chance):
+        self.axis, self.num_columns, self.chance = axis, num_columns, chance
         self._x: ref[Tensor] | None = None
         self._entered: Tensor | None = None
         self._num_left = 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        self.chance.is_inside = True
         is_known = self._x is not None and self._x() is x and self._entered is not None
         if not is_known or self._entered.requires_grad != (x.requires_grad and torch.is_grad_enabled()):  # type: ignore
             self._x, self._entered, self._num_left = ref(x), copy_to(x, self.axis), self.num_columns
@@ -258,11 +252,11 @@ class Entrance:
         return entered  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entrance:
-        memo[id(self)] = Entrance(self.axis, self.num_columns)
+        memo[id(self)] = Entrance(self.axis, self.num_columns, copy.deepcopy(self.chance, memo))
         return memo[id(self)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"axis": self.axis, "num_columns": self.num_columns, "_x": None, "_entered": None, "_num_left": 0}
+        return {**vars(self), "_x": None, "_entered": None, "_num_left": 0}
 
 
 def _rows(layout: Layout, dim: int, size: int, rank: int) -> list[range]:
@@ -272,17 +266,23 @@ def _rows(layout: Layout, dim: int, size: int, rank: int) -> list[range]:
 
 
 def _shard_children(
-    parent: nn.Module, inside: list[Planned], axis: Axis, cut: Cut, gather: bool, heads: list[VocabHead]
+    parent: nn.Module,
+    inside: list[Planned],
+    axis: Axis,
+    cut: Cut,
+    gather: bool,
+    heads: list[VocabHead],
+    chance: Chance,
 ) -> None:
     """Replace the planned children of one module."""
     columns = [one for one in inside if one.kind == "column"]
-    entrance = Entrance(axis, len(columns))
+    entrance = Entrance(axis, len(columns), chance)
     for one in inside:
         child = one.name.rpartition(".")[2]
         if one.kind == "column":
             _replace(parent, child, Column(one.module, one.name, axis, one.parts, cut, entrance))
         elif one.kind == "row":
-            _replace(parent, child, Row(one.module, one.name, axis, cut))
+            _replace(parent, child, Row(one.module, one.name, axis, cut, chance))
         elif one.kind == "vocab" and isinstance(one.module, nn.Embedding):
             _replace(parent, child, VocabEmbedding(one.module, axis, cut))
         elif one.kind == "vocab":
@@ -318,14 +318,6 @@ def _share_experts(experts: nn.Module, axis: Axis, cut: Cut) -> None:
         return all_reduce(torch.zeros_like(x).index_add(0, tokens, y), axis)
 
     vars(experts).update(forward=forward, layouts=lambda: dict.fromkeys(names, layout))
-
-
-def _share_dropout(model: nn.Module, local: set[str], data_axis: Axis | None) -> None:
-    """Give every dropout module one mask on all ranks, except those inside the regions."""
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Dropout and name not in local:
-            parent, _, child = name.rpartition(".")
-            _replace(model.get_submodule(parent), child, SharedDropout(module.p, data_axis))
 
 
 def _replace(parent: nn.Module, child: str, module: nn.Module) -> None:
