@@ -93,7 +93,7 @@ def test_a_gpt_sends_a_token_once_to_a_node(top_k: int, near: float, parallel: b
     from tplab.torch.models.gpt import GPT
 
     config = GPTConfig(132, 24, 2, 12, 48, norm="rms", bias=False, experts=GPTExperts(Routing(4, top_k), 24))
-    mesh, about = Mesh(dp=2, node=2, ep=2, tp=2), {"sequence_parallel": parallel}
+    mesh, about = Mesh(dp=2, node=2, ep=2, tp=2), dict[str, Any](sequence_parallel=parallel)
     batch = torch.randint(132, (8, 1, config.context), generator=torch.Generator().manual_seed(0))
 
     def program(ids: Any) -> None:
@@ -104,10 +104,10 @@ def test_a_gpt_sends_a_token_once_to_a_node(top_k: int, near: float, parallel: b
 
     plan = Plan(dp=8, tp=2, ep=4, etp=2, dispatch="two_levels", dtype="float32", **about)
     (said,) = bytes_by_axis(Model.of_config(config), plan, 8, config.context, "tplab", node_size=4)
-    sent = Counter[str]()
+    sent, names = Counter[str](), {"node": "ep", "ep": "ep inside", "tp": "tp"}
     for event in run(program, mesh, batch, in_specs=P(("dp", "node", "ep"))).trace.select(kind="collective").events:
         is_number = event.op == "all_reduce" and event.bytes <= 16
-        sent[{"node": "ep", "ep": "ep inside"}.get(event.axis, event.axis)] += 0 if is_number else event.bytes
+        sent[names[event.axis or ""]] += 0 if is_number else event.bytes
     said["tp"] += said.pop("etp", 0)
     for axis in ("ep", "ep inside", "tp"):
         assert sent[axis] / mesh.size == pytest.approx(said[axis], rel=near), axis

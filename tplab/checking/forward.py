@@ -14,7 +14,7 @@ from tplab.checking.gaps import gap
 from tplab.checking.observed import largest
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
-from tplab.checking.sends import lines_of_reduction, partitions
+from tplab.checking.sends import lines_of_reduction, over, partitions
 from tplab.checking.trail import Op, Trails
 from tplab.units import plain, ranks_text
 
@@ -38,7 +38,7 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_limits(facts, trails)
     yield from _of_other_groups(facts)
-    yield from _without_others(facts, trails)
+    yield from _of_targets(facts, trails)
     yield from _in_its_place(facts, trails, line)
 
 
@@ -78,24 +78,28 @@ def _of_other_groups(facts: Facts) -> Iterator[Hypothesis]:
                 yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=(*also,))
 
 
-def _without_others(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
-    """Samples are compared with each other, and each rank's only with its own."""
-    steps, size = facts.reference.seen[0].steps, facts.num_ranks
-    wholes = {number: [x for x, _, _ in step.targets] for number, step in enumerate(steps)}
-    mine = [x for step in facts.mine for x, _, _ in step.targets]
-    if not mine or any(not np.array_equal(x, np.arange(x.size)) for x in (*mine, *wholes[facts.number])):
+def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """What losses compare with is not the rank's part of the reference's. Where these are the numbers of samples, they
+    are compared with each other: each rank's only with its own."""
+    wholes = {number: [x for x, _, _ in step.targets] for number, step in enumerate(facts.reference.seen[0].steps)}
+    parts = [(x, whole[rank * x.size : (rank + 1) * x.size], x.size * facts.num_ranks == whole.size)
+             for rank, step in enumerate(facts.mine)
+             for (x, _, _), whole in zip(step.targets, wholes[facts.number]) if x.ndim == 1]  # fmt: skip
+    if all(np.array_equal(x, want) for x, want, _ in parts) or not all(fits for *_, fits in parts):
         return
-    if {size * x.size for x in mine} != {x.size for x in wholes[facts.number]}:
-        return
-    if lines := trails.products_of_parts():
+    each = tuple((rank,) for rank in range(facts.num_ranks))
+    cause = "the loss does not compare with the rank's part of the reference's targets"
+    words, where = "the rank's part of the reference's targets", facts.line("label") or facts.mine[0].targets[0][2]
+    if are_numbers := all(np.array_equal(x, np.arange(x.size)) for x, _, _ in parts):
+        cause += ": labels that number samples go on from the rank's first sample, and do not begin anew on each rank"
+    if lines := trails.products_of_parts() if are_numbers else []:
         cause = (
             "each rank compares its samples with its own alone, and the reference with all of the batch: gather what "
             "they are compared with from all ranks, with gradients, and count labels on from the rank's first sample"
         )
-        words = f"the samples of all ranks to compare with, and their labels, at {' and '.join(lines)}"
-        each = tuple((rank,) for rank in range(size))
-        repair, *also = (Repair("gather", words, line, groups=each, values=wholes) for line in lines)
-        yield Hypothesis(repair, cause, lines[0], also=tuple(also))
+        words, where = f"the samples of all ranks to compare with, and their labels, at {' and '.join(lines)}", lines[0]
+    repair, *also = (Repair("gather", words, line, groups=each, values=wholes) for line in lines or ("",))
+    yield Hypothesis(repair, cause, where, also=tuple(also))
 
 
 def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
@@ -108,12 +112,12 @@ def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = Non
                       for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
-            over = "ranks" if len(way) == 1 else " and over ".join(map(ranks_text, way))
+            those = over(facts, way)
             cause = (
-                f"each rank computes this from its own part alone: the {how} of it over {over} is the reference's, "
+                f"each rank computes this from its own part alone: the {how} of it over {those} is the reference's, "
                 f"and nothing takes that {how}"
             )
-            words = f"the {how} over {over} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
+            words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
             repair, *also = (Repair("cast", words, line, (name,), way, how)
                              for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
             yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))

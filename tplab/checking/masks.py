@@ -35,7 +35,7 @@ def mark(x: np.ndarray) -> float:
 def compared(a: Drawn, b: Drawn) -> Literal["", "two", "one"]:
     """What may be wrong with masks of two ranks: there are "two" for the same tensor, or "one" for different ones. That
     is right for terms of a sum, and wrong for pieces of a tensor: see `are_pieces`."""
-    if np.isclose(a.given, b.given, rtol=1e-4):
+    if np.isclose(a.given, b.given, rtol=1e-6, atol=0):
         return "two" if a.mask != b.mask else ""
     return "one" if (a.where, a.mask, a.size) == (b.where, b.mask, b.size) and a.size >= FEWEST else ""
 

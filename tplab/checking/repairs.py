@@ -49,8 +49,8 @@ class Repair:
               "statistics": batch norm's are of the samples of all ranks. "put": the result of each operation of
               `values`, by its key and rank, is that one, in the step `times`; by its key and a place, what it takes
               "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name, the number of
-              each element in it, and its shape. "gather": what the matmul at `line` takes second is that of all ranks,
-              side by side along its last dim, and losses compare with the rank's part of `values[step][turn]`
+              each element in it, and its shape. "gather": losses compare with the rank's part of
+              `values[step][turn]`; what the matmul at `line` takes second is that of all ranks, side by side
               "random": in the step `times`, random numbers go on from `values` of ranks
     words     the same for a reader: "the mean in place of the sum at train.py:31"
     of_reference   whether it is the reference's run that is changed

@@ -101,7 +101,7 @@ def _plain_experts(model: Model, plan: Plan, tokens: int, routed: float) -> dict
     if model.shared_ffn and plan.sequence_parallel and plan.tp > 1:
         found["input of the shared MLP"] = plan.tp * tokens * token  # gathered
     found["results of the experts"] = (k * tokens if is_at_home else routed) * (token + 4)
-    copies = {"all_to_all": k, "gather": 0}
+    copies: dict[str, float] = {"all_to_all": k, "gather": 0}
     if dispatch not in copies:
         copies[dispatch] = expected_copies(model.routing, plan.ep) * (1 + (dispatch == "two_levels"))
     found["places of rows"] = (

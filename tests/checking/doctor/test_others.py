@@ -172,6 +172,10 @@ OTHERS = (
         (("rank % parts", "rank * parts // world"),),
     ),
     Other(
+        "labels_begin_anew", 2, ("loss",), "F.cross_entropy(10 * a @ all_b.T", "go on from the rank's first sample",
+        (("    first = 0\n", "    first = rank * len(a)\n"),),
+    ),
+    Other(
         "negatives_of_one_rank", 2, ("loss",), "10 * a @ all_b.T", "with its own alone",
         (("    all_a, all_b, first = a, b, 0\n",
           "    all_a, all_b = (torch.cat(dist.nn.functional.all_gather(z)) for z in (a, b))\n"
