@@ -75,11 +75,11 @@ def test_items_that_run_again_take_the_place_of_their_own(tmp_path: Path):
 
 
 def test_a_command_that_hangs_is_stopped_with_what_it_has_started(tmp_path: Path):
-    inner = f"import time, pathlib; time.sleep(8); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
+    inner = f"import time, pathlib; time.sleep(4); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
     code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
     done = run_python(["-c", code], 3)
     assert done.code is None and done.out == "begun\n"
-    time.sleep(6)
+    time.sleep(2.5)
     assert not (tmp_path / "late").exists()
 
 

@@ -106,7 +106,7 @@ ROWS = _table(
     Row(
         "all_to_all", "all", "pieces", False, ("split_dim", "concat_dim"), hlo="all-to-all",
         transposed=("all_to_all", "concat_dim", "split_dim"),
-        words="every rank of {group} gives each of them a different piece",
+        words="every rank of {group} sends a different piece to each of the others",
     ),
     Row(
         "broadcast", "root", "all", False, ("root",), type="I", hlo="collective-broadcast", jax="all_reduce",
@@ -124,7 +124,7 @@ ROWS = _table(
     Row(
         "scatter", "root", "pieces", False, ("root", "dim"), ("sizes",), jax="reduce_scatter",
         transposed=("gather", "root", "dim"),
-        words="one rank of {group} gives each of them a different piece",
+        words="one rank of {group} sends a different piece to each of the others",
     ),
     Row("barrier", "", "", words="the ranks of {group} wait for each other"),
     Row("ppermute", "one", "one", params=("perm",), hlo="collective-permute"),

@@ -28,10 +28,11 @@ import numpy as np
 
 from benchmarks.fit.least import least, rounded, write
 from tplab.forecast import layers
+from tplab.forecast.block import Block, Tables
 from tplab.forecast.classes import ENOUGH, Key, Measured, keys_of, name_of
 from tplab.forecast.measured import Run, foundry, playbook, runs
 from tplab.forecast.stacks import COMPILED, CONSTANTS, Stack, constants, find_stack
-from tplab.forecast.step import Step, step
+from tplab.forecast.step import Step, seconds_of, step
 
 FOLDS = 5
 MANY = 20
@@ -53,8 +54,16 @@ def forecast_of(run: Run, stack: Stack | None = None) -> Step:
 
 
 def ratios(rows: Iterable[Run], stack: Stack | None = None) -> np.ndarray:
-    """measured / forecast of each run."""
-    return np.array([run.seconds / forecast_of(run, stack).seconds for run in rows])
+    """measured / forecast of each run. All together are forecast in half the time of one after the other."""
+    rows = list(rows)
+    blocks = [
+        Block.of_plan(
+            run.plan, run.batch, Tables(run.model, run.on, run.sequence, find_stack(stack or run.stack, run.plan))
+        )
+        for run in rows
+    ]
+    forecast = [sum(part.item() for part in parts.values()) for parts in seconds_of(blocks)]
+    return np.array([run.seconds for run in rows]) / forecast
 
 
 def regret(rows: Iterable[Run]) -> list[float]:
@@ -110,11 +119,15 @@ FITS = (
 )
 
 
-def fit_constants(rows: Sequence[Run]) -> dict[str, Any]:
-    """The constants of all stacks, fitted to those of these runs that may be."""
+def fit_constants(rows: Sequence[Run], near: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, Any]:
+    """The constants of all stacks, fitted to those of these runs that may be.
+
+    near    constants of stacks with which the search begins; it is over in fewer steps if they are near
+    """
     found: dict[str, Any] = {}
     for name, chosen, begin, scale, more in FITS:
         some = [run for run in rows if chosen(run)]
+        begin = {key: near[name][key] for key in begin} if near else begin
         found[name] = {**fit_stack(some, replace(find_stack(name), **more), begin, scale), **more}
     found["deepspeed"] = found["megatron"]
     megatron = replace(find_stack("megatron"), **found["megatron"])
@@ -143,15 +156,15 @@ def _routing(megatron: Stack, rows: Sequence[Run]) -> float:
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def off_fold() -> dict[Run, float]:
-    """log(measured / forecast) of every run by constants that were fitted to runs of other folds."""
+def off_fold(near: Mapping[str, Mapping[str, float]]) -> dict[Run, float]:
+    """log(measured / forecast) of every run by constants that were fitted to runs of other folds, beginning `near`."""
     fold = {id(run): int(np.random.default_rng((1, place)).integers(FOLDS)) for place, run in enumerate(every())}
     found = dict[int, float]()
     for number in range(FOLDS):
         rest = [run for run in every() if fold[id(run)] != number]
         held = [run for run in every() if fold[id(run)] == number]
-        with using(fit_constants(rest)):
-            found |= {id(run): float(np.log(ratios([run])[0])) for run in held}
+        with using(fit_constants(rest, near)):
+            found |= zip(map(id, held), np.log(ratios(held)).tolist())
     return {run: found[id(run)] for run in every()}
 
 
@@ -215,7 +228,7 @@ def fit_all() -> dict[str, Any]:
     found = fit_constants(every())
     for name in ("chips", "routing"):
         constants().setdefault(name, found[name])  # type: ignore[attr-defined]
-    return {**found, "classes": classes(off_fold())}
+    return {**found, "classes": classes(off_fold(found["stacks"]))}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,7 +7,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/02_collectives.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/02_collectives.ipynb)
 #
-# ![Four ranks in a ring: sums grow for three hops, and finished sums travel on for three more.](images/02_collectives.png)
+# ![Four ranks in a ring add up their columns in six hops.](images/02_collectives.png)
 #
 # *Four ranks, with four numbers each, add up their columns. On the first three hops the sums grow, and on the last
 # three they are passed on to every rank.*
@@ -47,8 +47,8 @@ after = {
 matrices({"before, one row per rank": table, **after})
 
 # %% [markdown]
-# One more collective leads from the third table to the last: `all_gather` starts with one number on each rank, and ends
-# with all of them on every rank. So an all-reduce is a reduce-scatter followed by an all-gather:
+# An `all_gather` leads from the third table to the last: every rank gets the numbers of all ranks. So an all-reduce is a
+# reduce-scatter followed by an all-gather:
 
 # %%
 rows = table.ravel()  # cut into four, one row per rank
@@ -64,7 +64,7 @@ out = tt.run(in_two_steps, Mesh(tp=4), rows, in_specs=P("tp"))
 print("in two steps:", np.array_equal(np.stack(out.per_rank), after["all_reduce"]))
 
 # %% [markdown]
-# A rank sees only its own row. So we build everything from `ring_shift` (lab 00).
+# A rank sees only its own row. So we build everything from `ring_shift`.
 #
 # ## Pass it on: all-gather
 #
@@ -125,8 +125,6 @@ print("the sums:", ring.value[0].tolist())
 animate(ring.trace)
 
 # %% [markdown]
-# tplab calls this `ring_all_reduce`.
-#
 # ## Why the busiest rank cannot send less
 #
 # Here is a simpler method, a **star**: every rank sends its tensor to rank 0, which adds them up and sends the sum
@@ -165,9 +163,8 @@ animate(wheel.trace)
 
 # %% [markdown]
 # The ring saves no bytes, but spreads them evenly. Here are both with a larger tensor on 1 Gb Ethernet, modelled from
-# data sheets. In the star, rank 0 receives three tensors at once, because the model limits only what a rank sends.
-# Then it sends three in turn. If a link also limited what arrives, the star would take 51 ms, not 34. (An *idle* rank
-# may be sending.)
+# data sheets. The model limits only what a rank sends. If a link also limited what arrives, the star would take 51 ms,
+# not 34. (An *idle* rank may be sending.)
 
 # %%
 large, options = torch.ones(4, 2**18), {"in_specs": P("tp"), "cluster": "ethernet"}
@@ -179,7 +176,7 @@ timeline(tt.run(my_all_reduce, Mesh(tp=4), large, **options).trace)
 # %% [markdown]
 # Can any method manage with fewer than 96 bytes? Follow one piece. Before any rank can know its sum, every other rank
 # must have sent its part: $R - 1$ messages. Then the sum has to reach the other ranks: $R - 1$ more. Each line below
-# follows one piece, and says how many ranks' numbers are in each of its messages:
+# says how many ranks' numbers are in each message of one piece:
 
 # %%
 sends = [event for event in ring.trace.events if event.kind == "send"]
@@ -222,10 +219,9 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `reduce_scatter` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `all_reduce` | $2(R-1)$ | $2\frac{R-1}{R}\,n$ |
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
-# | `broadcast`, as a tree: the ranks that have it double with every hop | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
+# | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
-# `tplab.cost` has these formulas, and the four that we built send just those bytes. **Turn the knob:** with more and
-# more ranks, which of the four bars level off?
+# **Turn the knob:** with more and more ranks, which of the four that we built level off?
 
 # %%
 built = {
@@ -346,15 +342,12 @@ for gpu in ("a100", "h100"):
 # <details><summary>Answer</summary>
 #
 # On A100s they nearly agree, at about 70% of the data sheet. On H100s the all-reduce reaches a quarter more than the
-# all-gather, its own second half. For 128 MiB, it takes 1.5 times as long, not twice. NVIDIA's newer switches can add
-# (**NVLS**, or SHARP): each rank sends its tensor once and receives the sum once, about $n$ bytes instead of
-# $2\frac{R-1}{R}n$. For the lower bound, such a switch is one more participant.
+# all-gather, its own second half. NVIDIA's newer switches can add (**NVLS**, or SHARP): each rank sends its tensor once
+# and receives the sum once, about $n$ bytes instead of $2\frac{R-1}{R}n$.
 #
 # </details>
 #
-# ## The same in JAX
-#
-# A JAX program can contain the same loop:
+# ## The same loop in JAX
 
 # %%
 import jax.numpy as jnp
@@ -398,8 +391,7 @@ mixed = tt.run(sum_up, Mesh(tp=4), table, in_specs=P("tp"), out_specs=P()).value
 matrices({"sum_up": mixed[None], "right": sums[None]})
 
 # %% [markdown]
-# The check uses other numbers, with one piece per row. Fix `sum_up` above, with `ring_shift` and $2(R-1)$ pieces from
-# each rank. Run its cell, then this one.
+# Fix `sum_up` above, with `ring_shift` and $2(R-1)$ pieces from each rank. Run its cell, then this one.
 
 # %%
 from tplab.exercises.collectives import check_sum_up
@@ -466,18 +458,18 @@ check_puzzle(3, puzzle_3)
 # ## To take away
 #
 # - A reduce-scatter adds on the way, an all-gather passes on, and an all-reduce does one after the other.
-# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes, and `busbw` counts these. In any other method, some rank
-#   sends at least as much, unless a switch adds.
+# - In a ring all-reduce each rank sends $2\frac{R-1}{R}n$ bytes. In any other method, some rank sends at least as much,
+#   unless a switch adds.
 # - The price is $2(R-1)$ hops. Small tensors are faster with fewer hops, and large ones only if any two ranks can talk
 #   at full speed.
 #
 # **Sources.** Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce](https://doi.org/10.1016/j.jpdc.2008.09.002).
 # Thakur et al. 2005, [Collectives in MPICH](https://doi.org/10.1177/1094342005051521). Hu et al. 2025, [Demystifying
-# NCCL](https://arxiv.org/abs/2507.04786) (protocols, trees). NVIDIA,
-# [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) (bus bandwidth). Measured: the authors
+# NCCL](https://arxiv.org/abs/2507.04786). NVIDIA,
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Measured: the authors
 # of [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator), commit 095f58a, Apache-2.0.
 #
-# Next: [03 Levels of a network](03_network_levels.ipynb), where some links are slower than others.
+# Next: [03 Levels of a network](03_network_levels.ipynb).
 
 # %% [markdown]
 # Before you open another lab, shut down the kernel of this one (*Kernel > Shut Down Kernel*): on Binder, all open labs

@@ -49,9 +49,9 @@ ids = torch.randint(V, (2 * m, S), generator=torch.Generator().manual_seed(1))
 targets = (3 * ids + 1) % V
 microbatches = split_batch(ids, targets, m)  # (input, target) pairs
 
-def step(schedule, pairs=microbatches, loss=token_loss, **options):  # a rank's program
+def step(schedule, **options):  # a rank's program
     stages = stages_of(layers, schedule)
-    train_batch(schedule, stages, pairs, loss, **options)
+    train_batch(schedule, stages, microbatches, token_loss, **options)
     return gradients(stages)
 
 def gradients(stages):  # by layer and name
@@ -188,47 +188,11 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
     print(f"{rule.__name__:17} {bytes_sent[rule]:7,} bytes sent, equal: {equal}")
 
 # %% [markdown]
-# ## Microbatches with fewer targets
-#
-# Both workers divide each microbatch's loss by $m$. Is that always right? Padding and prompts have no target to learn. They
-# are marked with -100, which torch's cross-entropy leaves out (`ignore_index`).
-#
-# **Predict.** Microbatch 0 has one target, with a loss of 6. Microbatch 1 has three, with a loss of 2 each. What is the mean
-# over all targets, and what does `train` compute?
-#
-# <details><summary>Answer</summary>
-#
-# The mean is (6 + 2 + 2 + 2) / 4 = 3, but `train` computes (6 + 2) / 2 = 4. There, the single target counts as much as
-# the other three together. So $1/m$ is right only if all microbatches have equally many targets.
-#
-# </details>
-#
-# The last rank has the targets of the whole batch, so it can count them first. Then each loss is a *sum*, divided by that
-# count. (`train_batch` still divides by $m$, so we multiply by it.)
-
-# %%
-padded = targets.masked_fill(torch.arange(S) > torch.arange(2 * m)[:, None], -100)
-pairs = split_batch(ids, padded, m)  # sequence k has k + 1 targets
-num_targets = (padded != -100).sum()
-
-def per_target(logits, targets):
-    logits, targets = logits.flatten(0, 1), targets.flatten()
-    return F.cross_entropy(logits, targets, reduction="sum") * m / num_targets
-
-def whole_batch():  # on one device, all at once
-    stages = stages_of(layers, naive(ranks=1))
-    token_loss(stages[0](ids), padded).backward()
-    return gradients(stages)
-
-right = run(whole_batch, Mesh(pp=1)).per_rank[0]
-for loss in (token_loss, per_target):
-    out = run(partial(step, one_f_one_b(p, m), pairs, loss), Mesh(pp=p))
-    print(f"{loss.__name__:10} gradients off by up to {100 * apart(out, right):.0f}%")
+# Both workers divide each microbatch's loss by $m$. That is right only if all microbatches have equally many targets. If
+# not, divide the *sum* of each microbatch's losses by the number of targets in the whole batch, as in
+# [lab 16](16_data_parallel.ipynb). The last rank has all targets, so it can count them without a message.
 
 # %% [markdown]
-# Hugging Face's trainer had [this very mistake](https://huggingface.co/blog/gradient_accumulation) until 2024, without a
-# pipeline: gradient accumulation on one device is enough.
-#
 # ## Split the backward: I and W
 #
 # For a linear layer $y = x w$ the backward pass is two matmuls, and neither needs the other:
@@ -453,8 +417,7 @@ check_train_split(train_split)
 #
 # ## To take away
 #
-# - A schedule says when, not what. Every legal schedule gives the same gradients as one device. Divide the losses by the
-#   number of targets in the whole batch.
+# - A schedule says when, not what. Every legal schedule gives the same gradients as one device.
 # - A run follows its schedule, but only as fast as its actions. Simulate it with the costs that you measured.
 # - A pipeline sends little, but its ranks wait for their neighbours, and forever if their orders form a cycle.
 

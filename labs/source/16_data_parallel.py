@@ -97,8 +97,8 @@ for R in (2, 3, 4, 8):
     print(f"{R} ranks:", "equal to one device" if equal else "off")
 
 # %% [markdown]
-# **Predict.** The model has $M$ parameters, so its gradients are $M$ numbers. With 2 ranks, each rank sends $M$ numbers per
-# step. How many does it send with 8 ranks, and how many with 1,000?
+# **Predict.** The gradients are $M$ numbers, one per parameter. With 2 ranks, each rank sends $M$ numbers per step. How
+# many does it send with 8 ranks, and how many with 1,000?
 #
 # <details><summary>Answer</summary>
 #
@@ -217,8 +217,7 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 #
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
-# The size of the model cancels. What matters is the tokens per rank, and how fast a chip computes compared with its
-# links. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each. Between nodes, $B$ is 400 GB/s: eight
+# The size of the model cancels. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each. Between nodes, $B$ is 400 GB/s: eight
 # cards of 50 GB/s. Here is the same from the modelled clock, for a transformer block of width 8,192: at the data sheet's
 # rates, and as a **forecast** from measured matmuls and collectives, with each of two networks.
 
@@ -234,22 +233,24 @@ for ranks in (8, 16, 64):
 # and on the playbook's network ([lab 03](03_network_levels.ipynb)) 3,300. The range in brackets comes from that network's
 # error.
 #
-# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide?
-#
-# <details><summary>Answer</summary>
-#
-# With InfiniBand NDR, the forecast says 2,700 GPUs, and the data sheet 1,600. On the playbook's network it is only
-# 600, because there each GPU needs many more tokens if there are more GPUs, as below.
-#
-# </details>
+# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide? The
+# table shows how many tokens each GPU gets, and how many it needs.
 
 # %%
-for ranks in (600, 1600, 2696):  # in whole nodes
-    print(f"{ranks} H100s have {4e6 / ranks:,.0f} tokens per rank, and need")
-    for row in thresholds("data parallel", ranks):
-        print(row)
+print("GPUs   gets  needs: NDR, data sheet  NDR, forecast  playbook's, forecast")
+for ranks in (256, 512, 1024, 2048, 4096):
+    sheet, ndr, theirs = (row.tokens for row in thresholds("data parallel", ranks))
+    print(f"{ranks:4} {4e6 / ranks:6,.0f} {sheet:23,} {ndr:14,} {theirs:21,}")
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# With InfiniBand NDR, what a GPU needs hardly changes: by the data sheet, you can use 4 million / 2,490 = 1,600 GPUs, and
+# by the forecast 4 million / 1,470 = 2,700. On the playbook's network, more GPUs need more tokens each, and the limit is
+# about 600.
+#
+# </details>
+#
 # What do real runs lose? The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per
 # step on 8 to 128 H100s. The chart compares the speed of each GPU with that in one node, measured and by the forecast
 # with each network:

@@ -192,14 +192,14 @@ timeline(on_h100(2048))
 # ## Turn the knob
 #
 # A hop is hidden if it takes no longer than the tile that is computed at the same time. The knob compares a tile with a
-# hop in a node, and with a hop to another node on two networks: InfiniBand NDR, and the one on which the Ultra-Scale
-# Playbook was measured. Guess what twice as many tokens do to each bar.
+# hop in a node, and with a hop to another node on two networks: InfiniBand NDR, and the playbook's network ([lab
+# 03](03_network_levels.ipynb)). Guess what twice as many tokens do to each bar.
 
 # %%
 H100, PLAYBOOK = (cost.find("h100-measured", fabric=name)
                   for name in ("infiniband-ndr", "playbook"))
 LINKS = {"NVLink": H100.link(0, 1), "InfiniBand NDR": H100.link(0, 8),
-         "the Playbook's network": PLAYBOOK.link(0, 8)}
+         "the playbook's network": PLAYBOOK.link(0, 8)}
 
 def tile(n):  # n queries and n keys, 32 heads of width 128, FlashAttention 2
     sizes = 1, 32, n, n, 128

@@ -154,14 +154,15 @@ print("all equal" if all(same) else "off")
 # %% [markdown]
 # - `"all_to_all"` sends a row for each choice, as the program above did.
 # - `"per_rank"` sends a token once to each rank that has any of its experts.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It needs no counts of choices, and pays off if a token
-#   goes to nearly every rank anyway.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. So less crosses the network.
+# - `"gather"` sends every token to every rank, and adds up what comes back. It pays off if a token goes to
+#   nearly every rank anyway.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. (A row that makes
+#   two hops counts twice above.)
 #
 # The bytes are those of all ranks, forward and backward, with counts, numbers of experts and weights.
 #
-# `experts` shows the layer that has just run. Play it: a row first goes to the same place in the other node, and from
-# there to the rank of its expert. Hover over a block to see how many rows it is.
+# `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same index in the other node,
+# and from there to the rank of its expert. Hover over a block to see how many rows it is.
 
 # %%
 experts(done.trace, done.value[1])
@@ -228,13 +229,13 @@ knob("Rows sent per token", "ranks", options, start=16, about=about, unit="")
 # <details><summary>What there is to discover</summary>
 #
 # On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks, and 7.6 rows leave
-# its own. Nodes are another matter, because there are only eight of them. A row that has crossed the network once can be
-# copied inside the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks each node
+# its own. But they are in 5.3 nodes, so 4.6 rows leave its node if it is sent once to each. A row that has crossed the network
+# once can be copied inside the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks each node
 # has one group, so a token goes to four nodes at most, and 3.2 rows leave its own.
 #
 # </details>
 #
-# ## What it costs, and which to choose
+# ## What it costs
 #
 # A token that is sent $n$ times costs $n$ rows of $D$ numbers in dispatch, and $n$ in combine. Here are 1,024 tokens on each of 32
 # H100s in four nodes, with $D = 4096$ in bfloat16. They choose 8 of 64 experts at random:
@@ -273,9 +274,10 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
 # inference, on 16 H800s in two nodes. The times are theirs and the bytes ours. Our rates are within 2% of the 63 and 74 GB/s that
 # they report. Both exceed the 50 GB/s of a network card (ConnectX-7); about half of the rows need none. In
-# training, DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel:
-# `tt.train_batch(..., overlap=True)`.
-#
+# training, DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel. In tplab,
+# `tt.train_batch(..., overlap=True)` does this.
+
+# %% [markdown]
 # ## A bug to repair
 #
 # Here the mesh is $dp \times ep$: ranks along `ep` share the experts, and ranks along `dp` have copies of them. The gradients of
@@ -284,7 +286,7 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
 # large](https://github.com/pytorch/pytorch/issues/160285).
 
 # %%
-def average(router, experts):  # gradients; tt.axis_size("ep") is the number of ranks
+def average(router, experts):  # gradients; return new ones. See tt.axis_size("ep")
     router = tt.all_reduce(router, ("dp", "ep"), "mean")
     experts = tt.all_reduce(experts, "dp", "mean")
     return router, experts
@@ -330,7 +332,8 @@ check_rows_sent(rows_sent)
 #
 # ## To take away
 #
-# - Experts are spread over ranks, and tokens travel to them and back: two all-to-alls forward, and two backward.
+# - Experts are spread over ranks, and tokens travel to them and back: besides the counts, two all-to-alls forward
+#   and two backward.
 # - What counts is how often a token crosses the network. With many ranks, sending it once per rank saves almost nothing. Sending it
 #   once per node does.
 # - The gradient of an expert is a sum over the tokens of all ranks. Divide it by the number of all these ranks.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 23 Balance of experts
 #
-# **Half of the experts do nothing. What did the router learn, and who pays?**
+# **Half of the experts do next to nothing. What did the router learn, and who pays?**
 #
 # Prerequisites: experts on ranks from [lab 22](22_experts_on_ranks.ipynb). Time: 50 minutes.
 #
@@ -10,7 +10,7 @@
 # ![Four ranks with two experts each. Most rows go to two of the ranks, and the other two wait.](images/23_balance_of_experts.png)
 #
 # *Four ranks share eight experts. The router is untrained, and its tokens have much in common, so it sends most of them to the
-# same few experts. One expert gets nothing. After some training without a remedy, that will be true of half of them. On the left you see
+# same few experts. One expert gets nothing. After some training without a remedy, half of them get next to nothing. On the left you see
 # the rows of each rank, in the middle what each expert computes, and on the right the time of each rank. Hover over anything to
 # see its numbers.*
 
@@ -114,7 +114,7 @@ for skew, shown in options.items():
 
 # %% [markdown]
 # **Measured.** NVIDIA's [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) (commit 095f58a, Apache-2.0) has timed the expert
-# kernels on one of four H100s, with the sizes of Mixtral 8x7B (8 experts, top 2) and 12,288 tokens in bfloat16. With equal loads
+# kernels of one H100 where four share the experts, with the sizes of Mixtral 8x7B (8 experts, top 2) and 12,288 tokens in bfloat16. With equal loads
 # (`balanced` in its table for vLLM's Triton kernels) they take 5.35 ms. With loads drawn from a power law (`power_law_1.2`), the
 # busiest of the four takes 9.99 ms. These times contain no exchange between GPUs. We have found no published timings of whole
 # training steps at different skews.
@@ -153,8 +153,8 @@ for capacity in (None, 2.0, 1.5, 1.0):
 # %% [markdown]
 # ## What does the router learn?
 #
-# Now we train a small layer. Each topic has a matrix of its own in `maps`, and the layer has to learn to multiply each token by the
-# matrix of its topic. The tokens are sorted, so each rank has about two of the eight topics. In practice, one rank may get code
+# Now we train a small layer. Each topic has a matrix of its own in `maps`, and the layer has to learn to multiply each token,
+# without what all tokens have in common, by the matrix of its topic. The tokens are sorted, so each rank has about two of the eight topics. In practice, one rank may get code
 # while another gets French.
 
 # %%
@@ -245,8 +245,8 @@ from tplab.exercises.experts import check_update
 check_update(update)
 
 # %% [markdown]
-# Now watch your rule at work: it balances the router of the last section while that is trained. Until you have written the rule, the
-# bias stays at 0, and this is the router without balance.
+# Now the layer is trained with your rule, and without a second loss. Until you have written the rule, the bias stays at 0, and
+# this is the router without balance.
 
 # %%
 report("your rule", train(rule=update))
@@ -261,8 +261,8 @@ for step in (0, 5, 10, 20, 40, 80, 119):
 report("bias", with_bias)
 
 # %% [markdown]
-# In this small task, the global loss does slightly better. But a second loss also pulls the router away from the task: how far
-# depends on its factor. The bias has no gradient, so it does not.
+# In this small task, the global loss does slightly better. But with a large factor, a second loss can pull the router away from
+# the task. The bias adds nothing to the gradient.
 #
 # ## Your turn: the bias selects, but does not weight
 #

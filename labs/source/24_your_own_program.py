@@ -108,7 +108,7 @@ timeline(ddp.trace)
 # %% [markdown]
 # The two steps look different. In the first one, a single `all_reduce` waits for the end of the backward pass. DDP does
 # not yet know the order in which gradients become ready, so it puts them all in one bucket. In the second step there
-# are four buckets, and three are sent during the backward pass, as in lab 16.
+# are four buckets, and three are sent during the backward pass.
 #
 # `overlap` says how much of the communication is hidden in the whole run, including start-up and the first step,
 # neither of which hides anything. Its two figures are the same here, because a rank computes for longer than it sends.
@@ -140,8 +140,9 @@ for name, out in (("DDP", ddp), ("by hand", hand)):
 #
 # ## Turn the knob: larger buckets
 #
-# DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, 25 by default, and sends it when all of them are
-# ready. Each of our matrices takes 1 MiB, and with buckets of 1 MiB a third is hidden. How much is it with 2 MiB, and with 3?
+# DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, and sends it when all of them are ready. (The default
+# is 25 MiB, and 1 MiB for the first bucket.) Each of our matrices takes 1 MiB, and with buckets of 1 MiB a third is
+# hidden. Is it more or less with larger ones?
 
 # %%
 def bars(cap):
@@ -160,8 +161,9 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
 # %% [markdown]
 # <details><summary>What there is to find</summary>
 #
-# The larger the buckets, the less is hidden: 16.7% with 2 MiB, and 16.5% with 3. With 25 MiB nothing is, because one
-# bucket holds the whole model, and it is complete only when the backward pass has ended.
+# The larger the buckets, the less is hidden: 16.7% with 2 MiB, and 16.5% with 3. If the first bucket may have 25 MiB too,
+# nothing is: it holds the whole model, and is complete only when the backward pass has ended. Large buckets still pay off
+# for many small layers, because each message has a latency ([lab 16](16_data_parallel.ipynb)).
 #
 # </details>
 #
@@ -215,11 +217,10 @@ for nodes, cluster, rows in cases:
           f"FSDP {both[1]:.0f} µs per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
-# By the data sheet, FSDP takes longer, and the difference is larger across two nodes, because it sends 3/2 as much over
-# the network between them. It also hides nothing here, whereas on GPUs it gathers the next layer while one computes. This
-# model fits on one GPU, so that is a bad bargain. With more rows per rank, there is
-# more to compute for the same traffic, and FSDP loses a smaller share of a step. A model that does not fit has to pay
-# that share.
+# In this model of time, FSDP hides nothing; on GPUs it gathers the next layer while one computes, and loses less than
+# this. It takes longer than DDP, above all across two nodes, because it sends 3/2 as much over the network between
+# them. Our model fits on one GPU, so FSDP is a bad bargain here. With more rows per rank, there is more to compute for the
+# same traffic, so FSDP loses a smaller share. A model that does not fit has to pay it.
 #
 # ## It hangs
 #

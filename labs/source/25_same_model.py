@@ -3,7 +3,7 @@
 #
 # **Six ranks train, and the loss falls. Is it the model that one rank would train?**
 #
-# Time: an hour and a quarter. Prerequisites: gradients and buckets from [lab 16](16_data_parallel.ipynb), and scripts on simulated
+# Time: one hour. Prerequisites: gradients and buckets from [lab 16](16_data_parallel.ipynb), and scripts on simulated
 # ranks from [lab 24](24_your_own_program.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/25_same_model.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/25_same_model.ipynb)
@@ -23,6 +23,8 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
     raise RuntimeError("tplab is missing: see above, restart the runtime and try again")
 
 # %%
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import tplab.torch as tt
@@ -150,10 +152,10 @@ print(tt.run(one_step, MESH, types=True, distributed=True).types)
 # ## Build it: compare with one rank
 #
 # Types say what a line may do, not whether its numbers are right. `scale` is the same on all ranks, so each must have the
-# gradient that one rank alone computes. The second model below lacks `copy_to`:
+# gradient that one rank alone computes. **Version 1**, `Model1`, lacks `copy_to`:
 
 # %%
-class Model2(MLP):
+class Model1(MLP):
     def forward(self, x):
         h = torch.tanh(x * self.scale @ self.up)
         y = h @ self.down
@@ -165,16 +167,17 @@ def gradient(model):
     average(net)
     return f"{net.scale.grad[0]:.5f}"
 
-for model in (MLP, Model2):
+for model in (MLP, Model1):
     one = tt.run(gradient, Mesh(dp=1, tp=1), model, distributed=True).per_rank[0]
     six = tt.run(gradient, MESH, model, distributed=True).per_rank
     print(f"{model.__name__:6} one rank: {one}   six ranks: {', '.join(six)}")
 
 # %% [markdown]
-# The outputs of `Model2` are exactly right, and its gradients are not. The two numbers add up to the right one, so a sum
-# along `tp` is missing. `same_model` compares everything in the order of a training step:
+# The outputs of `Model1` are exactly right, and its gradients are not. The two numbers add up to the right one, so a sum
+# along `tp` is missing. `same_model`, the doctor, compares everything in the order of a training step, first for the
+# script and then for `Model1`:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def doctor(**changes):
     def script():
         train(**changes)
@@ -182,30 +185,35 @@ def doctor(**changes):
     return tt.same_model(script, mesh=MESH, steps=1)
 
 print(doctor())
+print(doctor(model=Model1).first)
 
 # %% [markdown]
+# There is no factor, because the missing terms are no multiple of the others. The doctor proves no cause here, but types will
+# name it. The same happened in [torchtitan](https://github.com/pytorch/torchtitan/issues/1805).
+#
 # The doctor stops at the first difference, because the others follow from it. We have 3 x 2 ranks and five microbatches, so
-# that a factor tells you where it comes from. On 2 x 2 ranks, a factor of 2 could come from either axis.
-#
-# The doctor needs simulated ranks, because it looks at the tensors of all ranks after each operation.
-#
-# ## Six versions
+# that a factor tells you where it comes from. On 2 x 2 ranks, a factor of 2 could come from either axis. The doctor needs
+# simulated ranks, because it looks at the tensors of all ranks after each operation.
+
+# %% [markdown]
+# ## Five more bugs to repair
 #
 # Each version replaces one function of the script. Guess what is wrong and by which factor, and then run the doctor.
 # To find the cause, it runs the script again with one thing changed. If the step is right then, the change is the
 # proof. It numbers cells in the order they ran.
 #
-# Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are.
+# Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are. A
+# mean of unequally many tokens, as in [lab 16](16_data_parallel.ipynb), is one more such bug.
 #
-# **Version 1.** `average`, now with `torch.distributed`.
+# **Version 2.** `average`, now with `torch.distributed`.
 
 # %% tags=["nbval-ignore-output"]
-def average_1(net):
+def average_2(net):
     group = tt.device_mesh().get_group("dp")
     for p in net.parameters():
         dist.all_reduce(p.grad, group=group)
 
-print(doctor(average=average_1).first)
+print(doctor(average=average_2).first)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -215,21 +223,6 @@ print(doctor(average=average_1).first)
 #
 # [Megatron-LM](https://github.com/NVIDIA/Megatron-LM/issues/906) had such a factor. Adam hides it, because its step hardly
 # depends on the size of gradients.
-#
-# **Version 2.** This is `Model2` again.
-
-# %% tags=["nbval-ignore-output"]
-print(doctor(model=Model2).first)
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# The gradient of scale is partial along tp: each rank has only the part that comes through its own columns of up. copy_to
-# turns I into R, and its backward pass is the missing sum. There is no factor, because the missing terms are no multiple of
-# the others. The doctor proves no cause here, but types will name it.
-# </details>
-#
-# The same happened in [torchtitan](https://github.com/pytorch/torchtitan/issues/1805).
 #
 # **Version 3.** This model has one `copy_to` more, which does nothing in the forward pass.
 
@@ -313,8 +306,8 @@ from tplab.widgets import Bars, Row, knob
 
 VERSIONS = {
     "right": {},
-    "1, average": {"average": average_1},
-    "2, model": {"model": Model2},
+    "1, model": {"model": Model1},
+    "2, average": {"average": average_2},
     "3, model": {"model": Model3},
     "4, backward": {"backward": backward_4},
     "5, norm": {"norm": norm_5},
@@ -339,7 +332,7 @@ knob("Seven scripts", "steps", options, start=40, about="mean squared error", un
 # <details><summary>What there is to discover</summary>
 #
 # After one step, only version 6 differs. In the first nine steps the norm is above 0.4, and clipping takes any factor
-# out, so versions 1 and 3 still equal the right script after ten. Later they take larger steps than they should, as
+# out, so versions 2 and 3 still equal the right script after ten. Later they take larger steps than they should, as
 # version 5 does from the start, and here that even lowers the loss. After 40 steps only version 4 stands out, and it
 # looks like a learning rate that is too small.
 #
@@ -351,7 +344,7 @@ knob("Seven scripts", "steps", options, start=40, about="mean squared error", un
 # through five ring all-reduces. With two ranks, 5 x 2(R-1)/R x 64 B is 320 B:
 
 # %%
-for model in (MLP, Model2, Model3):
+for model in (MLP, Model1, Model3):
     trace = tt.run(gradient, MESH, model, distributed=True).trace
     sent = trace.bytes_sent(rank=0, axis="tp")
     print(f"{model.__name__:6} rank 0 sends {sent} B along tp")
@@ -362,13 +355,13 @@ for model in (MLP, Model2, Model3):
 #
 # ## Types find it without a reference
 #
-# Some bugs give a tensor a type that cannot be right. Types name the line, as in version 2:
+# Some bugs give a tensor a type that cannot be right. Then types name the line, as in version 1. There, `scale` has a
+# gradient that is P along `tp`: each rank has only the terms that come through its own columns of `up`. `copy_to` turns I
+# into R, and its backward pass is the missing sum.
 
 # %% tags=["nbval-ignore-output"]
-def version_2():
-    train(1, model=Model2, log=str)
-
-typed = tt.run(version_2, MESH, types=True, distributed=True).types
+version_1 = partial(one_step, model=Model1)
+typed = tt.run(version_1, MESH, types=True, distributed=True).types
 print(*typed.faults, sep="\n")
 
 # %% [markdown]
@@ -402,23 +395,6 @@ print(tj.same_model(make_step, (w, x), mesh=Mesh(dp=4)).first)
 # %% [markdown]
 # The repair divides `grad` by `jax.lax.axis_size("dp")`. With `check_vma=False`, nothing is added up, and the mean is right.
 #
-# ## A bug to repair: a mean of means
-#
-# Ranks that train on texts have unequally many tokens, because padding does not count. `token_mean` gets the losses of this
-# rank's tokens, and a mask that is 1 where a token counts. Afterwards gradients are averaged over `dp`. In the function
-# below, as once in [transformers](https://github.com/huggingface/transformers/pull/34373), a token on a rank with few tokens
-# counts more. Repair it. A rank may have no token at all, and losses stay on their rank.
-
-# %%
-def token_mean(losses, mask):  # [tokens of this rank], both   ->   a loss []
-    return (losses * mask).sum() / mask.sum()
-
-# %% tags=["nbval-ignore-output"]
-from tplab.exercises.same_model import check_token_mean
-
-check_token_mean(token_mean)
-
-# %% [markdown]
 # ## Your turn: two bugs on 2 x 2 ranks
 #
 # This step has two bugs that cancel each other in the loss, but not in the gradients. Repair both. Your step must be

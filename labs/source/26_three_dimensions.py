@@ -11,9 +11,9 @@
 #
 # ![A training step on two nodes of four GPUs. With the pipeline across the nodes it is fastest, and with tensor parallelism across them it is slowest.](images/26_three_dimensions.png)
 #
-# *One training step of the same model on the same eight H100s, in two nodes of four. The mesh is always 2 x 2 x 2. Only
-# the order of its axes differs, and with it the axis whose messages cross between nodes. Times of rank 0, modelled from
-# data sheets (InfiniBand NDR). It waits for messages and for the last stage.*
+# *One training step on eight H100s, in two nodes of four. Only the order of the mesh's three axes differs, and with it
+# the axis whose messages cross between nodes. Times of rank 0, modelled from data sheets (InfiniBand NDR). It waits for
+# messages and for the last stage.*
 
 # %%
 import subprocess
@@ -41,7 +41,7 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 # %% [markdown]
 # `modelled` runs one step on simulated ranks, on tensors that have shapes but no numbers, and its clock says how long
 # the step would take on a cluster. A `Mesh` numbers ranks along its last axis first, so the ranks of that axis are
-# neighbours. With nodes of four ranks, it is the first axis that crosses from node to node.
+# neighbours. With nodes of four ranks, the first axis crosses from node to node.
 
 # %% tags=["opening-picture"]
 ORDERS = {"pipeline": ("pp", "dp", "tp"), "data": ("dp", "pp", "tp"),
@@ -68,7 +68,6 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 #
 # Eight workers can be one pipeline of eight stages, two pipelines of four stages, or four of two. Below, the rows of
 # the tensor are eight layers. Each row of ranks is a pipeline, and the ranks in a column hold copies of the same stage.
-# (The order of the axes does not matter yet.)
 
 # %%
 for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
@@ -76,7 +75,7 @@ for pipelines, stages in ((1, 8), (2, 4), (4, 2)):
 
 # %% [markdown]
 # With tensor parallelism inside each stage, there are three dimensions, and each rank is in one group per axis. Rank 5 of
-# `Mesh(pp=2, dp=2, tp=2)` has the coordinates `pp=1, dp=0, tp=1`.
+# `Mesh(pp=2, dp=2, tp=2)` is at `pp=1, dp=0, tp=1`.
 #
 # **Predict.** Which rank works on the same batch as rank 5, with another part of the same layers? Which rank has the same
 # weights? From which rank does rank 5 receive activations?
@@ -135,7 +134,7 @@ for axis, numbers in by_hand.items():
 
 # %% [markdown]
 # The formula leaves out the layer norms, which are too small to show. It also matters *when* the bytes travel. Here is
-# a step with the pipeline across the nodes. The last message of each rank is the gradient of the tied embedding.
+# a step with the pipeline across the nodes. Each rank's last message is the gradient of the tied embedding.
 
 # %%
 timeline(trace)
@@ -144,8 +143,8 @@ timeline(trace)
 # The messages along `tp` are everywhere, and the next operation waits for each of them. Those along `pp` are rare, and
 # a stage computes between them. Those along `dp` come once, at the end, and would cost less if they ran beside the
 # backward pass, as in [lab 16](16_data_parallel.ipynb). So `tp` stays inside a node, and `dp` and `pp` may cross. Which
-# of these two should be outermost depends on the model and the batch. Compare their rows in the table: a stage sends one
-# activation per microbatch, however many blocks it has, but the gradients grow with every block.
+# of these two should be outermost depends on the model and the batch: a stage sends one activation per microbatch,
+# however many blocks it has, but the gradients grow with every block.
 #
 # ## Build it
 #
@@ -225,8 +224,6 @@ apart = max(abs(a - b) for a, b in zip(alone.losses, both.losses))
 print(f"30 steps on 8 ranks: losses agree with one device to 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# The small differences come from float32, in which sums over ranks are rounded differently.
-#
 # ## The twin
 #
 # `tplab.jax.train` takes the same arguments and begins with the same weights, but a step is one compiled program for
@@ -341,7 +338,7 @@ check_layouts(my_layouts)
 
 # %% [markdown]
 # **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU
-# clusters](https://arxiv.org/abs/2104.04473), for three dimensions and the order of their axes. Shoeybi et al. 2019,
+# clusters](https://arxiv.org/abs/2104.04473). Shoeybi et al. 2019,
 # [Megatron-LM](https://arxiv.org/abs/1909.08053). Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054).
 #
 # Next: [27 Will it fit?](27_will_it_fit.ipynb).

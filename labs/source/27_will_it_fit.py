@@ -34,8 +34,8 @@ from tplab.widgets import Bars, Row, knob
 
 # %% [markdown]
 # A `Model` says how large a model is, and a `Plan` says how it is split. `memory` works out the peak memory of the ranks of each
-# pipeline stage. Two kinds of it are named for short: `gathered` are the whole parameters of the layers that run, under ZeRO 3,
-# and `buffers` are temporary tensors and the workspaces of libraries.
+# pipeline stage. Of the kinds that it tells apart, `gathered` are the whole parameters of the layers that run, under ZeRO 3, and
+# `buffers` are temporary tensors and the workspaces of libraries.
 
 # %% tags=["opening-picture"]
 GB, GIB = 1e9, 2**30  # bytes
@@ -69,6 +69,7 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 #
 # In mixed precision, each parameter has a copy in bfloat16 (2 bytes) and a gradient, which is often summed up in float32 (4).
 # Adam has a float32 copy of the parameter and two moments (12 more). That makes 18 bytes, or 16 with gradients in 16 bits.
+# Under ZeRO 3 it is 16 as well: a rank keeps its pieces in float32 only, and gathers bfloat16 from them.
 #
 # **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that? An H100 lets a program use
 # 85 GB (79.2 of its 80 GiB).
@@ -103,9 +104,10 @@ print(f"{'all tensors of one layer':<28} {sum(kept.values()) / GB:6.3f} GB")
 
 # %% [markdown]
 # All of them grow with the number of tokens in a microbatch. ZeRO divides none of them. Tensor parallelism with sequence
-# parallelism divides all by `tp`. Full recomputation keeps only `input of norm 1`, and computes the others
-# again.
-#
+# parallelism divides all by `tp`. Without it, four remain whole: the inputs of the two norms, and of the matmuls after
+# them. Full recomputation keeps only `input of norm 1`, and computes the others again.
+
+# %% [markdown]
 # ## The stages of a pipeline
 #
 # Llama 3 8B is split into eight stages of four layers each, with full recomputation. With the 1F1B schedule, an early stage
@@ -113,14 +115,15 @@ print(f"{'all tensors of one layer':<28} {sum(kept.values()) / GB:6.3f} GB")
 #
 # **Predict.** A layer has 0.2181 billion parameters, and the embedding and the output matrix have 0.5253 billion each. A microbatch
 # of one sequence keeps 8,192 x 4,096 numbers of two bytes per layer, which is 0.067 GB. While a layer is computed again, about 2 GB
-# more are needed. How many GB do stages 0, 1 and 7 need, and which stage needs the most?
+# more are needed. At another time, the last stage needs its **logits**: 6 bytes for each token and each of the 128,256 entries of
+# the vocabulary. How many GB do stages 0, 1 and 7 need?
 #
 # <details><summary>Answer</summary>
 #
 # For parameters, gradients and optimizer states, stages 0 and 7 need $18 \cdot (4 \cdot 0.2181 + 0.5253) = 25.2$ GB, and stage 1
 # needs 15.7 GB. Stage 0 keeps eight microbatches, $8 \cdot 4 \cdot 0.067 = 2.1$ GB, stage 1 keeps seven, 1.9 GB, and stage 7 keeps
-# one, 0.3 GB. So you would expect about 29 GB on stage 0, and less everywhere else. But it is the last stage that needs the
-# most. The next cell shows why.
+# one, 0.3 GB. The logits take $6 \cdot 8192 \cdot 128256 = 6.3$ GB. That makes about 29, 20 and 32 GB. The last stage needs the
+# most, although it keeps the fewest microbatches.
 #
 # </details>
 
@@ -138,10 +141,9 @@ control, about = "sequences in a microbatch", "forecast for Megatron, 8,192 toke
 knob("Eight stages of Llama 3 8B", control, options, start=1, unit="GB", about=about)
 
 # %% [markdown]
-# The last stage turns each token into **logits**: one number for every entry of the vocabulary, and Llama 3 has 128,256
-# entries. Megatron keeps them in bfloat16, and its loss needs them in float32 too. That is 6 bytes per token and entry:
-# 6.3 GB for one sequence, and twice as much for two. The output matrix is as large as the embedding of stage 0. So the last stage should get fewer
-# layers ([lab 14](14_cut_a_pipeline.ipynb)), or its logits should be split ([lab 06](06_vocabulary.ipynb)).
+# Megatron keeps logits in bfloat16, and its loss needs them in float32 too. With two sequences in a microbatch they are twice as
+# large. So the last stage should get fewer layers ([lab 14](14_cut_a_pipeline.ipynb)), or its logits should be split ([lab
+# 06](06_vocabulary.ipynb)).
 #
 # ## Count it
 #
@@ -180,7 +182,8 @@ for rank, formula in enumerate(planned):
 # %% [markdown]
 # The activations agree to the byte. This tests the formula for tplab's own layers, `stack="tplab"`. Megatron's fused layers keep
 # other tensors, and all pictures here use the formula for those. Its test is the four runs at the top: it is off by 0.1% at most,
-# and nothing was fitted. For nanotron, another library, four constants were fitted to half of 803 runs. On the other half, the
+# and nothing was fitted. It can also be too high: Llama 3 405B was trained on GPUs that have 12% less memory than its forecast. For
+# nanotron, another library, four constants were fitted to half of 803 runs. On the other half, the
 # median error is 10.5% ([all measured runs](https://github.com/tplab/tplab/blob/main/docs/forecast.md)).
 #
 # This lab runs no JAX: what a compiled step keeps is XLA's choice, and `compiled.memory_analysis()` says how many bytes a device
@@ -193,7 +196,7 @@ for rank, formula in enumerate(planned):
 # backward pass](https://github.com/pytorch/pytorch/pull/126166), so a rank adds up only its piece of them. The trainer KempnerForge
 # calls `set_requires_gradient_sync(False)` until the last microbatch. It sends gradients only once, and until then each rank adds
 # up *whole* gradients, in float32. Its loss keeps four 16-bit copies of the logits, 8 bytes per logit, and tensor parallelism does
-# not divide these. Here is Llama 3 8B on H200s, measured by KempnerForge's authors:
+# not divide these. Here is Llama 3 8B on H200s, measured by KempnerForge's authors. (Where `dp` is 1, ZeRO has nothing to divide.)
 
 # %%
 for run in runs():
@@ -244,7 +247,7 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 #
 # Only two plans fit: ZeRO 1 with full recomputation (63.6 GB), and ZeRO 3 (57.3 GB). Recomputation alone is not enough, because
 # most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is not enough alone either. More stages leave
-# each rank with fewer parameters, gradients and optimizer states, but 89.1 GB are left even with eight stages. The activations of
+# each rank with fewer parameters, gradients and optimizer states, but even with eight stages a rank needs 89.1 GB. The activations of
 # stage 0 stay at 45.0 GB: it has fewer layers, and more microbatches in flight. ZeRO 3 depends on the software. A step has four
 # microbatches here, and with KempnerForge each rank would have 71 GB of whole gradients, so the plan would not fit.
 #
@@ -254,7 +257,7 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 #
 # After its first steps, NVIDIA's Megatron-Bridge logs an estimate for its fullest rank. Until July 2026 that estimate [gave every
 # stage the same number of layers](https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5077), although stages may differ. For eight
-# layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. The estimate below goes further: it
+# layers in stages of 1, 2, 2 and 3, it said 6,792 parameters, and the last stage had 9,952. The estimate below makes a larger mistake: it
 # divides the embedding and the output matrix by the number of stages, too. Here is what it says of a 1F1B pipeline, the eight stages
 # of Llama 3 8B:
 
@@ -262,7 +265,7 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 def stage_bytes(cut, microbatches, layer, ends, kept):  # ->   the bytes of each stage
     # cut: how many layers each stage has. layer: parameters of a layer. ends:
     # parameters of the embedding, and as many of the output matrix
-    # kept: bytes that a layer keeps of a microbatch
+    # kept: bytes that a layer keeps for a microbatch
     stages = len(cut)
     parameters = (sum(cut) * layer + 2 * ends) / stages
     in_flight = stages

@@ -8,7 +8,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/28_which_layout.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/28_which_layout.ipynb)
 #
-# ![Ten bars, one per layout, and on each a mark for what was measured.](images/28_which_layout.png)
+# ![Ten layouts: bars of forecasts, and marks for what was measured.](images/28_which_layout.png)
 #
 # *Ten layouts of a model with eight billion parameters on 128 H100s. Bars are forecasts of a training step, and marks
 # are what Hugging Face measured. The slowest took 1.9 times as long as the fastest, and the forecast did not foresee
@@ -52,7 +52,7 @@ knob(title, "GPUs", {n: bars("playbook-8b", n) for n in GPUS}, start=128, about=
      unit="s", by=by)  # fmt: skip
 
 # %% [markdown]
-# Only time that nothing hides is drawn: in `tp` and `dp`, ranks wait for messages, and `host` is time waiting for Python.
+# Only time that nothing hides is drawn: in `tp` and `dp`, ranks wait for messages, and in `host`, for Python.
 #
 # ## By hand: how fast could it be?
 #
@@ -77,7 +77,7 @@ print(f"ratio: {at_peak / best:.0%}")
 # ## Predict: your guess
 #
 # Take the model of 3 billion parameters on 16 GPUs, in two nodes of eight, with a batch of 256 sequences and no
-# pipeline. Choose `dp`, `tp` and the sequences in a microbatch, and see what was measured, and what was forecast.
+# pipeline. Choose `dp`, `tp` and the sequences in a microbatch, and see what was measured and forecast.
 
 # %%
 from tplab.exercises.which_layout import check_guess
@@ -89,9 +89,9 @@ check_guess(**my_guess, model="playbook-3b", gpus=16)
 # %% [markdown]
 # <details><summary>The best, and why</summary>
 #
-# `dp` 16, `tp` 1, microbatches of 2. The model fits on one GPU if ZeRO divides the optimizer's states, so it does not
-# need tensor parallelism, which sends activations in every layer. Microbatches of 2 make larger matmuls than single
-# sequences. Microbatches of 4 would make them larger still, but need more memory than a GPU has.
+# Of what was measured, `dp` 16, `tp` 1, microbatches of 2. The model fits on one GPU if ZeRO divides the optimizer's
+# states, so it does not need tensor parallelism, which sends activations in every layer. Microbatches of 2 make larger
+# matmuls than single sequences. Microbatches of 4 would make them larger still, but need more memory than a GPU has.
 #
 # </details>
 #
@@ -113,8 +113,8 @@ for run in ranked[1::4] + ranked[-1:]:
     print("   ", ", ".join(f"{part} {s:.2f}" for part, s in parts.items()))
 
 # %% [markdown]
-# With microbatches of one sequence and high `tp`, the host cannot start kernels as fast as the GPU finishes them, and
-# `host` is most of the loss.
+# With microbatches of one sequence and high `tp`, as in the last row, the host cannot start kernels as fast as the GPU
+# finishes them, and `host` is most of the loss.
 #
 # To see what one choice does, compare **like with like**: two runs with the same model, GPUs, microbatch and ZeRO
 # stage, of which one has twice the tensor parallelism and half the copies.
@@ -136,8 +136,8 @@ for microbatch in (1, 4):
               f"forecast {said:.2f} (pairs: {len(both)})")  # fmt: skip
 
 # %% [markdown]
-# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: steps took more than
-# three times as long. Inside the node it costs less, and less with microbatches of 4 than of 1. (Runs on 512 GPUs,
+# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: in the few pairs that
+# there are, steps took more than three times as long. Inside the node it costs less, and less with microbatches of 4 than of 1. (Runs on 512 GPUs,
 # which are forecast badly, are left out.) So use as little tensor parallelism as you can, and keep it in the node.
 #
 # ## How right is it?
@@ -153,13 +153,13 @@ for run in playbook():
 for known in sorted(by_class, key=lambda known: known.median):
     _, _, tp, pipeline, *_, nodes = known.name.split(", ")
     print(f"{tp}, {pipeline}, {nodes}: {known.rows} runs\n   half are off by up to "
-          f"{known.median:.0%}, nine of ten by up to {known.most:.0%};\n   they took "
+          f"{known.median:.0%}, nine of ten by up to {known.most:.0%};\n   interval: "
           f"{known.low:.2f} to {known.high:.2f} times the forecast")  # fmt: skip
 
 # %% [markdown]
 # In the first three classes, nine of ten runs are within about 10%. With a pipeline over several nodes, the forecast says
-# nothing: the intervals reach 39 times the forecast, and on more than 32 nodes 106 times. Here every run is a dot,
-# beside published runs of Megatron, torch FSDP and DeepSpeed.
+# nothing: the intervals reach 106 times the forecast. Here every run is a dot, beside published runs of Megatron, torch
+# FSDP and DeepSpeed.
 
 # %%
 def dots(runs):
@@ -182,8 +182,7 @@ scatter(panels, title="Forecast and measured", about="all published runs",
 
 # %% [markdown]
 # Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89 s
-# in another (both are at the top, on 16 GPUs). But not all of it is chance: of the 118 fitted runs, 14 have
-# microbatches of 16, and 13 of these took longer than forecast. We do not know why nanotron's pipelines were slow;
+# in another (the last two rows of the first picture, on 16 GPUs). We do not know why nanotron's pipelines were slow;
 # Megatron's, on other networks, are near the line.
 #
 # ## Search
@@ -207,14 +206,13 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
 
 # %% [markdown]
 # In the list, `cp` is context parallelism ([lab 20](20_long_sequence.ipynb)), `v_half` is lab 10's V-Half, and `v_min`
-# keeps even fewer microbatches. The best plan has a schedule that your library may not offer, so the best plan without it
-# is shown too. They differ by less than either interval is wide: only 7 and 10 such runs were published. A plan of a kind
-# that has not been measured has no interval. It is **outside what was measured**, and `plans` does not propose it.
+# keeps even fewer microbatches. Your library may not offer V-Half, so the best plan without it is shown too. They differ by
+# less than either interval is wide. A class ignores the schedule, the ZeRO stage and `cp`: no published run had V-Half, so
+# its interval is that of 7 others.
 
 # %% [markdown]
-# Here are plans for Llama 3 8B on 64 GPUs as a picture. Choose one with the mouse or the arrow keys, and compare it
-# with the best. Below the picture there are tasks. Choose *Faster than eight by eight*: how do you beat tensor
-# parallelism over 8 GPUs and a pipeline of 8 stages?
+# Here are plans for Llama 3 8B on 64 GPUs as a picture, with tasks below it. Choose *Faster than eight by eight*: how do
+# you beat tensor parallelism over 8 GPUs and a pipeline of 8 stages?
 
 # %%
 layout_lab("llama3-8b", cluster=CLUSTER, gpus=64, batch=256, sequence=8192)
@@ -241,20 +239,21 @@ def best_on(gpus, cluster, batch):
 
 options = {}
 NDR, PLAYBOOK = "infiniband-ndr", "playbook"
+names = {NDR: "NDR", PLAYBOOK: "playbook's"}
 for fabric, batch in ((NDR, 64), (NDR, 256), (PLAYBOOK, 256)):
     on = find("h100-measured", fabric=fabric)
     rows, mfus = zip(*(best_on(gpus, on, batch) for gpus in (32, 64, 128, 256, 512)))
     busy = [mfu / row.parts["computing"] for mfu, row in zip(mfus, rows)]
-    options[f"{on.fabric.name}, {batch}"] = Bars(rows, (
+    options[f"{names[fabric]}, {batch}"] = Bars(rows, (
         f"MFU falls from {mfus[0]:.0%} to {mfus[-1]:.0%}. While GPUs compute, they "
         f"reach {100 * busy[0]:.0%} and {100 * busy[-1]:.0%} of their peak."))
 about = "Llama 3 8B on H100s, sequences of 8,192 tokens; forecast for Megatron"
 knob("The best plan's step", "network, sequences in a batch", options,
-     start="InfiniBand NDR, 64", about=about, unit="%")  # fmt: skip
+     start="NDR, 64", about=about, unit="%")  # fmt: skip
 
 # %% [markdown]
-# `other` is the host, the optimizer, and messages of pipeline and context parallelism. Even a bar that is all
-# `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to do,
+# `other` is the host, the optimizer, and messages of pipeline and context parallelism. By this forecast, even a bar that
+# is all `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to do,
 # and reaches less of it. So MFU falls by more than the other parts take.
 #
 # <details><summary>What there is to discover</summary>
@@ -262,8 +261,8 @@ knob("The best plan's step", "network, sequences in a batch", options,
 # On InfiniBand NDR, as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best, and twice as
 # many GPUs are almost twice as fast. By [lab 17](17_zero.ipynb), ZeRO 3 hides its messages there behind about 2,200
 # tokens per rank on 64 GPUs, and a sequence has 8,192. With more GPUs than sequences, several ranks must share a
-# sequence, and the MFU falls with every doubling. A batch four times as large has the same problem with four times as
-# many GPUs.
+# sequence, and the MFU falls with every doubling; with a batch four times as large, this begins at four times as many
+# GPUs.
 #
 # On the playbook's network, lab 17's threshold is about 6,500 tokens per rank on 64 GPUs, and 13,200 on 256. There, ZeRO 3
 # alone is best up to 64 GPUs only. A rule about ZeRO 3 needs the name of a network.
@@ -272,8 +271,8 @@ knob("The best plan's step", "network, sequences in a batch", options,
 #
 # ## Run it
 #
-# A plan can be executed. Here are the two blocks of [lab 26](26_three_dimensions.ipynb) on eight simulated ranks,
-# beside the forecast's bytes. The 8 extra bytes are sums of the loss:
+# Here are the two blocks of [lab 26](26_three_dimensions.ipynb) on eight simulated ranks, beside the forecast's bytes.
+# The 8 extra bytes are sums of the loss:
 
 # %%
 from tplab import Mesh
@@ -301,7 +300,7 @@ for axis in mesh.axis_names:
 # %%
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
 
-def utilisation(one):  # of a forecast
+def utilisation(one):  # a model, plan, batch, sequence and seconds
     flops = one.model.flops_per_token(one.sequence) * one.batch * one.sequence
     if one.plan.recompute == "full":
         flops *= 4 / 3  # one more forward pass
@@ -361,7 +360,7 @@ check_choose(choose)
 # **Sources.** Tazi et al. 2025, [The Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), whose
 # runs are the marks (Apache-2.0, vinjn/nanotron-ultrascale-playbook, commit `924e4d0`). Narayanan et al. 2021, [Efficient
 # large-scale training](https://arxiv.org/abs/2104.04473). Korthikanti et al. 2022, [Reducing activation
-# recomputation](https://arxiv.org/abs/2205.05198), for useful and executed FLOPs.
+# recomputation](https://arxiv.org/abs/2205.05198).
 #
 # Back to the [list of labs](../README.md#labs).
 

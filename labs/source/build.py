@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import jupytext
@@ -30,6 +31,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 OPENING_PICTURE = "opening-picture"
 
 
+@cache
 def repository() -> str:
     """The repository's address, from the one place that has it."""
     project = tomllib.loads((LABS.parent / "pyproject.toml").read_text(encoding="utf8"))["project"]

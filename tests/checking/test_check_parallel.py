@@ -679,6 +679,43 @@ def test_dropout_is_compared():
         assert wrong.kind == "dropout" and words in wrong.words
 
 
+class Halves(nn.Module):
+    """A layer of which ranks along "tp" have some of the hidden features, and drop from them, or from what each of
+    them adds to the sum; or the whole layer."""
+
+    def __init__(self, whole, drops):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 16, bias=False)
+        self.drops, self.is_cut = drops, isinstance(whole, nn.Module)
+        if self.is_cut:
+            up, down = (x.detach().clone().chunk(lab.axis_size("tp"), dim)[lab.axis_index("tp")]
+                        for x, dim in ((whole.up.weight, 0), (whole.down.weight, 1)))  # fmt: skip
+            self.up.weight, self.down.weight = nn.Parameter(up), nn.Parameter(down)
+            self.up.bias = nn.Parameter(whole.up.bias.detach().chunk(lab.axis_size("tp"))[lab.axis_index("tp")].clone())
+
+    def dropped(self, x):
+        return lab.dropout(x, 0.5) if self.training else x  # one mask, on all ranks
+
+    def forward(self, x):
+        x = lab.copy_to(x, "tp") if self.is_cut else x
+        x = self.up(x).tanh()
+        y = self.down(self.dropped(x) if self.drops == "pieces" else x)
+        y = self.dropped(y) if self.drops == "terms" else y
+        return lab.reduce_from(y, "tp") if self.is_cut else y
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)
+def test_one_mask_is_right_for_the_terms_of_a_sum(mesh):
+    """They are dropped alike, and their sum too. Pieces of one tensor must not be."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for drops in ("terms", "pieces"):
+        report = check_parallel(
+            lambda whole, drops=drops: Halves(whole, drops), Halves(None, drops), inputs=(x,), mesh=mesh
+        )
+        said = [row.words for row in report.wrong]
+        assert len(said) == (drops == "pieces") and all("the same mask inside" in words for words in said), report
+
+
 def test_the_reference_and_the_inputs_are_left_as_they_were():
     whole, ids = whole_model(0.1).train(), IDS.clone()
     for p in whole.parameters():

@@ -159,7 +159,8 @@ class Sum(torch.autograd.Function):
 
 def shared_mlp(way: str) -> None:
     """An MLP whose hidden features ranks share. All masks come from one seed: "terms" of a sum may be dropped in the
-    same places before they are added up, and to masks of "DTensor" torch itself sees; "parts" may not."""
+    same places before they are added up, and to masks of "DTensor" torch itself sees; "parts" may not. Masks of
+    "weights" are each rank's own, and right: they are different weights, although they add up to the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16, bias=False))
     styles = ColwiseParallel(use_local_output=way != "DTensor"), RowwiseParallel(output_layouts=Partial())
@@ -167,6 +168,9 @@ def shared_mlp(way: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         hidden = model[0](torch.linspace(-1, 1, 48).sin().reshape(6, 8)).relu()
+        if way == "weights":
+            torch.manual_seed(dist.get_rank())
+            hidden = hidden.unflatten(-1, (-1, 16)).softmax(-1).flatten(1)
         out = model[1](hidden if way == "terms" else F.dropout(hidden, 0.5))
         loss = Sum.apply(F.dropout(out, 0.5) if way == "terms" else out).square().mean()
         optimizer.zero_grad()
@@ -174,7 +178,7 @@ def shared_mlp(way: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("way, code", [("terms", 0), ("DTensor", 0), ("parts", 1)])
+@pytest.mark.parametrize("way, code", [("terms", 0), ("DTensor", 0), ("weights", 0), ("parts", 1)])
 def test_one_mask_is_wrong_for_parts_alone(way: str, code: int):
     report = same_model(shared_mlp, (way,), ranks=2)
     assert report.exit_code == code, str(report)

@@ -19,12 +19,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--resume", default="")
 parser.add_argument("--forget", default="")
 parser.add_argument("--path", required=True)
+parser.add_argument("--optimizer", default="adam")
+parser.add_argument("--dropout", type=float, default=0.0)
 args = parser.parse_args()
 dist.init_process_group()
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+dropout = nn.Dropout(args.dropout)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), dropout, nn.Linear(12, 3)))
+kinds = {"adam": torch.optim.AdamW, "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
+optimizer = kinds[args.optimizer](model.parameters(), lr=0.1)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 first = 0
 if args.resume:
@@ -39,6 +43,8 @@ if args.resume:
         schedule.load_state_dict(saved["schedule"])
     if args.forget != "step":
         first = saved["step"]
+    if args.forget != "random":
+        torch.set_rng_state(saved["random"][rank % len(saved["random"])])
 for step in range(first, 9):
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
@@ -46,9 +52,11 @@ for step in range(first, 9):
     nn.functional.mse_loss(model(x.chunk(world)[rank]), y.chunk(world)[rank]).backward()
     optimizer.step()
     schedule.step()
+    states = [None] * world
+    dist.all_gather_object(states, torch.get_rng_state())
     if rank == 0:
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state | {"schedule": schedule.state_dict(), "step": step + 1}, args.path)
+        torch.save(state | {"schedule": schedule.state_dict(), "step": step + 1, "random": states}, args.path)
 """
 
 
@@ -59,29 +67,39 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "before"), [(2, None), (4, 2)])
-def test_a_right_restart_trains_what_a_run_trains_that_goes_on(script: Path, ranks: int, before: int | None):
+@pytest.mark.parametrize(("ranks", "before", "options"), [
+    (2, None, ()), (4, 2, ()), (2, None, ("--dropout", "0.3")), (2, None, ("--optimizer", "momentum")),
+])  # fmt: skip
+def test_a_right_restart_trains_what_a_run_trains_that_goes_on(
+    script: Path, ranks: int, before: int | None, options: tuple[str, ...]
+):
     """On another number of ranks, too."""
-    saved = str(script.with_name("last.pt"))
-    report = same_model(script, ["--path", saved], ranks=ranks, steps=2, resume=["--resume", saved], reference=before)
+    saved, resume = str(script.with_name("last.pt")), ["--resume", str(script.with_name("last.pt"))]
+    report = same_model(script, ["--path", saved, *options], ranks=ranks, steps=2, resume=resume, reference=before)
     assert report.verdict == "same", str(report)
     assert "after 2 steps, compared with" in report.about and report.about.endswith("that go on")
 
 
 @pytest.mark.parametrize(
-    ("forget", "what", "step"),
+    ("forget", "what", "step", "cause", "options"),
     [
-        ("model", "weights", 0),
-        ("optimizer", "optimizer", 0),
-        ("moments", "optimizer", 0),
-        ("schedule", "optimizer", 1),
+        ("model", "weights", 0, "these weights were not restored", ()),
+        ("optimizer", "optimizer", 0, "(lr) is not that of the run that goes on", ()),
+        ("moments", "optimizer", 0, "the optimizer's state was not restored", ()),
+        ("moments", "optimizer", 0, "the optimizer's state was not restored", ("--optimizer", "momentum")),
+        ("schedule", "optimizer", 1, "(lr) is not that of the run that goes on", ()),
+        ("random", "dropout", 0, "where random numbers are was not restored", ("--dropout", "0.3")),
     ],
 )
-def test_what_a_restart_forgets_is_the_first_that_is_wrong(script: Path, forget: str, what: str, step: int):
+def test_what_a_restart_forgets_is_the_first_that_is_wrong(
+    script: Path, forget: str, what: str, step: int, cause: str, options: tuple[str, ...]
+):
     saved = str(script.with_name("last.pt"))
-    report = same_model(script, ["--path", saved], ranks=2, steps=2, resume=["--resume", saved, "--forget", forget])
+    resume = ["--resume", saved, "--forget", forget]
+    report = same_model(script, ["--path", saved, *options], ranks=2, steps=2, resume=resume)
     assert report.verdict == "different" and report.first is not None, str(report)
     assert (report.first.what, report.first.step) == (what, step), str(report)
+    assert cause in report.first.cause and report.first.proof, str(report)
 
 
 def test_a_restart_that_reads_the_samples_again(script: Path):

@@ -64,7 +64,15 @@ def test_a_stub_is_not_started(fn: Callable[..., Any]):
     assert not_started(fn)
     verdict = check_largest(fn)
     assert verdict.passed is None
-    assert re.fullmatch(r"largest: not started\. .*", verdict.text)
+    assert verdict.text == "largest: not started. Replace the `...`, then run this cell again."
+
+
+def test_a_function_that_does_nothing_is_not_told_of_dots():
+    def largest(x):
+        pass
+
+    text = "largest: not started. The function does nothing yet: write its body, then run this cell again."
+    assert check_largest(largest).text == text
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_averages_that_are_right(fn):
         (lambda r, e: (router(r) / tt.axis_size("ep"), solution(r, e)[1]), "once more"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size("dp")), "along dp twice"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / (2 * tt.axis_size("ep"))), "entries are off"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / 2), "How many ranks share the experts here?"),
         (lambda r, e: (router(r), gathered(e)), "the numbers are right, but on Mesh(dp=3, ep=2) it sends"),
         (lambda r, e: (tt.all_gather(r[None], BOTH).mean(0), solution(r, e)[1]), "the numbers are right, but"),
     ],
@@ -176,6 +177,11 @@ def in_single_precision(bias, counts, rate):
     return (bias + rate * (counts.float().mean() - counts).sign()).float()
 
 
+def test_without_pictures_a_refusal_says_no_shapes_of_them():
+    data, _ = check_rows_sent(lambda choices, ranks, experts: [7] * ranks)._repr_mimebundle_()
+    assert data["text/plain"] == "<lambda> is wrong for 4 tokens, 2 ranks and 4 experts."
+
+
 @pytest.mark.parametrize("fn", [update, by_where, in_single_precision])
 def test_updates_that_are_right(fn):
     assert check_update(fn).passed, check_update(fn)
@@ -219,6 +225,8 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: update(b, c, r).tolist(), "it returns a list. Return a plain tensor"),
         (lambda b, c, r: update(b, c, r).numpy(), "it returns a ndarray. Return a plain tensor"),
         (lambda b, c, r: torch.nn.Parameter(update(b, c, r)), "it returns a tensor with requires_grad"),
+        (lambda b, c, r: b + (c.double().mean() - c).clamp(-r, r), "the length of the step is not `rate`"),
+        (lambda b, c, r: update(b, tt.all_reduce(c, "ep"), r), "`counts` are those of all ranks already"),
         (lambda b, c, r: [torch.rand(1), update(b, c, r)][1], "torch's global generator"),
         (lambda b, c, r: b + r * (4 - c).sign(), "is wrong for counts [7, 1, 5, 40, 6, 1]"),
     ],

@@ -1,4 +1,4 @@
-"""Lab 25's exercises: right answers pass, a stub is not started, and every known mistake gets its hint."""
+"""Lab 25's exercise: right answers pass, a stub is not started, and every known mistake gets its hint."""
 
 from __future__ import annotations
 
@@ -7,180 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tplab.exercises.same_model import check_step, check_token_mean
-from tplab.torch import all_gather, all_reduce, average_gradients, axis_size, device_mesh, tokens_per_rank
-
-# --- a mean over tokens ----------------------------------------------------------------------------------------------
-
-
-def by_mean_count(losses, mask):
-    return (losses * mask).sum() / all_reduce(mask.sum(), "dp", "mean")
-
-
-def by_whole_count(losses, mask):
-    return (losses * mask).sum() * axis_size("dp") / all_reduce(mask.sum(), "dp")
-
-
-def by_boolean(losses, mask):
-    total = all_reduce(mask.bool().sum(), "dp")
-    return losses[mask.bool()].sum() / total * axis_size("dp")
-
-
-def by_tplab(losses, mask):
-    targets = torch.where(mask > 0, 1, -100)
-    return (losses * mask).sum() / tokens_per_rank(targets, "dp")
-
-
-def by_shares(losses, mask):
-    mine = mask.sum()
-    share = mine / all_reduce(mine, "dp", "mean")
-    return share * (losses * mask).sum() / mine.clamp(min=1)
-
-
-def in_float32(losses, mask):
-    return (losses.float() * mask.float()).sum() / all_reduce(mask.sum(), "dp", "mean").float()
-
-
-def by_torch(losses, mask):
-    total = mask.sum()
-    dist.all_reduce(total, group=device_mesh().get_group("dp"))
-    return torch.einsum("t,t->", losses, mask) * axis_size("dp") / total
-
-
-def with_the_whole_value(losses, mask):
-    """The gradient is that of this rank's tokens; the value is the mean over all tokens."""
-    mine = by_whole_count(losses, mask)
-    return mine + (all_reduce(mine.detach(), "dp", "mean") - mine.detach())
-
-
-def by_gathered_counts(losses, mask):
-    return (losses * mask).sum() / all_gather(mask.sum().reshape(1), "dp", dim=0).mean()
-
-
-MEANS = [by_mean_count, by_whole_count, by_boolean, by_tplab, by_shares, in_float32]
-
-
-@pytest.mark.parametrize("right", [*MEANS, by_torch, with_the_whole_value, by_gathered_counts])
-def test_right_means_pass(right):
-    verdict = check_token_mean(right)
-    assert verdict.passed, verdict
-
-
-def own_mean(losses, mask):
-    return (losses * mask).sum() / mask.sum()
-
-
-def own_mean_without_nan(losses, mask):
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
-
-
-def mean_of_all(losses, mask):
-    return losses.mean()
-
-
-def no_mask(losses, mask):
-    return losses.sum() / all_reduce(mask.sum(), "dp", "mean")
-
-
-def divides_twice(losses, mask):
-    return (losses * mask).sum() / all_reduce(mask.sum(), "dp")
-
-
-def two_ranks(losses, mask):
-    return 2 * (losses * mask).sum() / all_reduce(mask.sum(), "dp")
-
-
-def only_a_sum(losses, mask):
-    return (losses * mask).sum()
-
-
-def averages_means(losses, mask):
-    return all_reduce((losses * mask).sum() / mask.sum().clamp(min=1), "dp", "mean")
-
-
-def over_every_axis(losses, mask):
-    return axis_size("dp") * (losses * mask).sum() / all_reduce(mask.sum(), ("dp", "tp"))
-
-
-def detached(losses, mask):
-    return (losses.detach() * mask).sum() / all_reduce(mask.sum(), "dp", "mean")
-
-
-def no_number(losses, mask):
-    return losses * mask / all_reduce(mask.sum(), "dp", "mean")
-
-
-def in_place(losses, mask):
-    total = all_reduce(mask.sum(), "dp", "mean")
-    mask *= axis_size("dp")
-    return (losses * mask).sum() / axis_size("dp") / total
-
-
-def reseeded(losses, mask):
-    torch.manual_seed(0)
-    return by_mean_count(losses, mask)
-
-
-def by_length(losses, mask):
-    return (losses * mask).mean()
-
-
-def gathers_losses(losses, mask):
-    losses, mask = all_gather(losses, "dp", dim=0), all_gather(mask, "dp", dim=0)
-    return (losses * mask).sum() / mask.sum()
-
-
-def skips_empty_ranks(losses, mask):
-    total = all_reduce(mask.sum(), "dp", "mean")
-    return (losses * mask).sum() / total if mask.any() else torch.zeros((), requires_grad=True)
-
-
-def only_rank_0(losses, mask):
-    return by_mean_count(losses, mask) if dist.get_rank() == 0 else 0 * losses.sum()
-
-
-def a_float(losses, mask):
-    return by_mean_count(losses, mask).item()
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (by_length, "0.4 times as large as they should be.\nWhat do you divide the sum by"),
-        (gathers_losses, "the gradients are right, but rank 0 sends 240 bytes, as if to gather all losses"),
-        (skips_empty_ranks, "a rank without tokens needs a gradient of zeros too"),
-        (only_rank_0, "every rank of a group must call the same collectives"),
-        (a_float, "it must return one number, as a tensor; it returned float"),
-        (own_mean, "Mesh(dp=2, tp=1), where the ranks of 'dp' have 6 and 2 tokens: the gradients are no multiple"),
-        (own_mean_without_nan, "Each token must count alike, whichever rank it is on"),
-        (mean_of_all, "no multiple"),
-        (no_mask, "no multiple"),
-        (divides_twice, "0.5 times as large as they should be.\nAveraging divides by the number of ranks"),
-        (two_ranks, "3, 0, 8 and 2 tokens: the gradients are 0.5 times as large"),
-        (only_a_sum, "4 times as large as they should be.\nWhat do you divide the sum by"),
-        (averages_means, "no multiple"),
-        (over_every_axis, "7 and 4 tokens: the gradients are 0.5 times as large as they should be.\nThe ranks of 'tp'"),
-        (detached, "Do not detach it"),
-        (no_number, "it must return one number, as a tensor; it returned a tensor [10]"),
-        (in_place, "it changes its argument mask in place"),
-        (reseeded, "it leaves torch's global generator in another state"),
-    ],
-)
-def test_wrong_means_get_their_hint(wrong, said: str):
-    verdict = check_token_mean(wrong)
-    assert verdict.passed is False and said in verdict.text, verdict
-
-
-def test_a_mean_that_is_0_over_0_is_named():
-    def local(losses, mask):
-        share = mask.sum() / all_reduce(mask.sum(), "dp", "mean")
-        return share * (losses * mask).sum() / mask.sum()
-
-    verdict = check_token_mean(local)
-    assert verdict.passed is False and "A rank without tokens divides 0 by 0" in verdict.text, verdict
-
-
-# --- a step ----------------------------------------------------------------------------------------------------------
+from tplab.exercises.same_model import check_step
+from tplab.torch import all_gather, all_reduce, average_gradients, axis_size, device_mesh
 
 
 def two_bugs(net, x, y):
@@ -416,9 +244,7 @@ def test_wrong_steps_get_their_hint(wrong, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
-def test_stubs_are_not_started():
-    def token_mean(losses, mask): ...
-
+def test_a_stub_is_not_started():
     def step(net, x, y): ...
 
-    assert check_token_mean(token_mean).passed is None and check_step(step).passed is None
+    assert check_step(step).passed is None

@@ -26,9 +26,9 @@ from tplab.schedules.action import F
 from tplab.schedules.simulation import peak_activations
 
 FIRST = {"A": "ZeRO 1", "B": "full recomputation", "C": "ZeRO 3", "D": "sequence parallelism"}
-RIGHT = {"A": ("ZeRO 1", 74), "B": ("full recomputation", 63), "C": ("ZeRO 3", 79), "D": ("sequence parallelism", 76)}
-"""By hand. A: Adam's 48 GB are divided by 4. B: of the activations, 32 inputs of 0.4 GB are left. C: 18 bytes for each
-of 70.6 billion parameters, on 16 ranks. D: the activations are divided by 4."""
+RIGHT = {"A": ("ZeRO 1", 74), "B": ("full recomputation", 63), "C": ("ZeRO 3", 74), "D": ("sequence parallelism", 76)}
+"""By hand. A: Adam's 48 GB are divided by 4. B: of the activations, 32 inputs of 0.4 GB are left. C: 16 bytes for each
+of 70.6 billion parameters, on 16 ranks, and 3.8 GB. D: the activations are divided by 4."""
 
 
 # --- the bytes of each stage ---------------------------------------------------------------------------------------
@@ -238,6 +238,9 @@ def test_what_is_missing_or_not_in_the_list_is_said():
     assert "B: how many GB" in check_remedies(RIGHT | {"B": "full recomputation"}).text  # type: ignore[dict-item]
     assert "A: with ZeRO 1, the forecast is not nan GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", math.nan)}).text
     assert "A: with ZeRO 1, the forecast is not 61 GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 61)}).text
+    assert "C: with ZeRO 3, the forecast is not 82 GB" in check_remedies(RIGHT | {"C": ("ZeRO 3", 82)}).text
+    assert "(A rank keeps no bfloat16 parameters.)" in check_remedies(RIGHT | {"C": ("ZeRO-3", 82)}).text
+    assert "A: 7.4e+10 is not a number of GB" in check_remedies(RIGHT | {"A": ("ZeRO 1", 74e9)}).text
     assert "type list" in check_remedies([*RIGHT.values()]).text  # pyright: ignore[reportArgumentType]
     assert "A: tp is 1" in check_remedies(RIGHT | {"A": ("sequence parallelism", 74)}).text
     assert "B: ZeRO 1 is on already" in check_remedies(RIGHT | {"B": ("ZeRO 1", 63)}).text

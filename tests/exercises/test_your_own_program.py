@@ -264,7 +264,7 @@ def sends_no_more(net, batches):
         (sends_each_time, "on 2 ranks with 3 parts each, where 336 are enough.\nEvery backward pass sends, unless"),
         (forgets_to_divide, "3 times as large"),
         (divides_by(lambda batches: 3), "1.333 times as large as they should be on 3 ranks with 4 parts each"),
-        (divides_by(lambda batches: dist.get_world_size() * len(batches)), "who divides by their number a second time"),
+        (divides_by(lambda batches: dist.get_world_size() * len(batches)), "what divides by their number a second"),
         (divides_by(lambda batches: {1: 2, 2: 3, 3: 4}[dist.get_world_size()]), "on 2 ranks with 2 parts each"),
         (clips, "does anything scale the gradients later?"),
         (drops_some, "They are those of batches[1] and batches[2] alone"),

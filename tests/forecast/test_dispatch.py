@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tplab import Mesh
+from tplab import Mesh, P
 from tplab.errors import PlanError
 from tplab.experts import Routing, expected_copies, fold
 from tplab.forecast import Model, Plan, forecast, plans
@@ -17,7 +17,7 @@ from tplab.forecast.layers import layer_seconds, local
 from tplab.forecast.messages import ranks_along
 from tplab.forecast.rows import forecast_row
 from tplab.forecast.stacks import find_stack
-from tplab.forecast.traffic import layer_traffic
+from tplab.forecast.traffic import bytes_by_axis, layer_traffic
 
 WIDTH, HIDDEN = 6, 12
 AXES = {"outer": "ep", "inner": "ep inside", "ep": "ep", "tp": "etp"}
@@ -82,6 +82,35 @@ def test_experts_send_what_the_plan_says(dispatch: str, sizes: dict[str, int], s
             if not (same_tokens and event.op == "all_reduce" and event.bytes > tokens * 4 * 2 * 2 * (tp - 1) / tp):
                 sent[AXES[event.axis]] += event.bytes
         assert dict(sent) == pytest.approx(dict(said), rel=1e-9), rank
+
+
+@pytest.mark.parametrize(("top_k", "near"), [(4, 0.0), (2, 0.03)])  # which two a router chooses, the mean cannot know
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_gpt_sends_a_token_once_to_a_node(top_k: int, near: float, parallel: bool):
+    torch = pytest.importorskip("torch")
+    from tplab.models.gpt import GPTConfig, GPTExperts
+    from tplab.torch import run
+    from tplab.torch.models.gpt import GPT
+
+    config = GPTConfig(132, 24, 2, 12, 48, norm="rms", bias=False, experts=GPTExperts(Routing(4, top_k), 24))
+    mesh, about = Mesh(dp=2, node=2, ep=2, tp=2), dict[str, Any](sequence_parallel=parallel)
+    batch = torch.randint(132, (8, 1, config.context), generator=torch.Generator().manual_seed(0))
+
+    def program(ids: Any) -> None:
+        data_axis, expert_axis = ("dp", "node", "ep"), ("node", "ep")
+        GPT(config, data_axis=data_axis, expert_axis=expert_axis, dispatch="two_levels", **about).loss(
+            *ids, *ids
+        ).backward()
+
+    plan = Plan(dp=8, tp=2, ep=4, etp=2, dispatch="two_levels", dtype="float32", **about)
+    (said,) = bytes_by_axis(Model.of_config(config), plan, 8, config.context, "tplab", node_size=4)
+    sent, names = Counter[str](), {"node": "ep", "ep": "ep inside", "tp": "tp"}
+    for event in run(program, mesh, batch, in_specs=P(("dp", "node", "ep"))).trace.select(kind="collective").events:
+        is_number = event.op == "all_reduce" and event.bytes <= 16
+        sent[names[event.axis or ""]] += 0 if is_number else event.bytes
+    said["tp"] += said.pop("etp", 0)
+    for axis in ("ep", "ep inside", "tp"):
+        assert sent[axis] / mesh.size == pytest.approx(said[axis], rel=near), axis
 
 
 MIXTURE = replace(Model.find("mixtral-8x7b"), layers=4)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(400)  # fitting six times takes a minute of one
 @pytest.fixture(scope="module")
 def unseen() -> dict[Run, float]:
     """log(measured / forecast) of every published step, by constants that were fitted to others. It is slow."""
-    return fit.off_fold()
+    return fit.off_fold(constants()["stacks"])
 
 
 def off(unseen: dict[Run, float], chosen: Callable[[Run], bool]) -> tuple[int, float, float]:

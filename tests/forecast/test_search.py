@@ -62,13 +62,13 @@ def test_every_possible_plan_is_considered_and_no_other():
     expected = by_hand(SMALL, 12, 12, 512)
     found = plans(SMALL, "h100-measured", gpus=12, batch=12, sequence=512)
     assert found.considered == len(found) == len(expected) > 300  # all of them fit
-    assert {one.plan for one in found} == expected
+    assert {*found._ranking} == expected and {one.plan for one in found[:200]} <= expected
 
 
 def test_the_best_comes_first_and_is_forecast_as_by_itself():
-    expected = by_hand(SMALL, 12, 12, 512)
-    found = plans(SMALL, "h100-measured", gpus=12, batch=12, sequence=512)
-    alone = {plan: forecast(SMALL, plan, "h100-measured", batch=12, sequence=512).seconds for plan in expected}
+    expected = by_hand(SMALL, 6, 6, 512)
+    found = plans(SMALL, "h100-measured", gpus=6, batch=6, sequence=512)
+    alone = {plan: forecast(SMALL, plan, "h100-measured", batch=6, sequence=512).seconds for plan in expected}
     best = min(alone, key=lambda plan: alone[plan])
     assert found[0].seconds == alone[best]
     seconds = [one.seconds for one in found]

@@ -139,8 +139,8 @@ def test_the_loss_is_cross_entropy_and_the_balance_of_every_sequence():
 
 
 @pytest.mark.timeout(300)
-def test_twenty_steps_on_four_axes():
-    same(trained(Mesh(dp=2, tp=2, pp=2, ep=2), 20, zero=0), 20)
+def test_ten_steps_on_four_axes():
+    same(trained(Mesh(dp=2, tp=2, pp=2, ep=2), 10, zero=0), 10)
 
 
 @pytest.mark.timeout(300)
@@ -176,19 +176,18 @@ def test_some_blocks_have_experts_and_the_global_batch_is_balanced(mesh: Mesh, h
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("mesh", "config", "how"),
+    ("mesh", "how"),
     [
-        (Mesh(tp=2, ep=2), CONFIG, {"sequence_parallel": True}),
-        (Mesh(pp=2, ep=2), CONFIG, {"dispatch": "per_rank"}),
-        (Mesh(cp=2, ep=2), CONFIG, {"dispatch": "gather"}),
-        (Mesh(dp=2, pp=2, ep=2), CONFIG, {"zero": 1}),
-        (Mesh(dp=2, ep=2, tp=2), CONFIG, {"zero": 2}),
-        (Mesh(ep=4), CONFIG, {"zero": 2, "dispatch": "gather"}),  # no rank has a copy of an expert
+        (Mesh(tp=2, ep=2), {"sequence_parallel": True}),
+        (Mesh(cp=2, ep=2), {"dispatch": "gather"}),
+        (Mesh(dp=2, pp=2, ep=2), {"zero": 1, "dispatch": "per_rank"}),
+        (Mesh(ep=4), {"zero": 2, "dispatch": "gather"}),  # no rank has a copy of an expert
     ],
     ids=words,
 )
-def test_in_jax(mesh: Mesh, config: GPTConfig, how: Any):
-    same(trained(mesh, 3, config, lab=tplab.jax, **({"zero": 0} | how)), 3, config)
+def test_in_jax(mesh: Mesh, how: Any):
+    """What else there is, a shared expert and a bias have: see below."""
+    same(trained(mesh, 3, lab=tplab.jax, **({"zero": 0} | how)), 3)
 
 
 @pytest.mark.timeout(300)
@@ -256,10 +255,10 @@ def test_a_checkpoint_is_cut_again(tmp_path):
         (3, Mesh(ep=2, dp=2), 2, tplab.jax),
         (4, Mesh(pp=2, ep=2, dp=2), 1, tplab.torch),
     ):
-        got = trained(mesh, 6, folder=tmp_path, lab=lab, save_every=1, zero=zero)
+        got = trained(mesh, 5, folder=tmp_path, lab=lab, save_every=1, zero=zero)
         assert got[0].first == first
-        same(got, 6)
-        for step in range(max(first + 2, 3) if first != 4 else 7, 7):
+        same(got, 5)
+        for step in range(max(first + 2, 3) if first != 4 else 6, 6):
             shutil.rmtree(tmp_path / f"step-{step:08}")
 
 

@@ -168,7 +168,7 @@ def test_words_count_what_arrives_what_is_copied_and_what_is_alike():
     arrive = layer.levels[1].pairs.sum(0)
     assert f"rank {arrive.argmax()} then has the most, {arrive.max()}" in card.says[2][1]
     assert (layer.of_ranks > arrive).any() and "computed by each of them" in card.says[3][1]
-    assert "no rank waits for long, since so few rows all take about the same time" in card.sentence
+    assert "no rank waits for long, since so few rows take nearly the same time on every rank" in card.sentence
     plain = experts(*[one if place == 0 else one[0] for place, one in enumerate(torch_run("all_to_all"))])
     assert plain.says[3][1].endswith("each rank then has 12") and "computed by each" not in plain.says[2][1]
 

@@ -12,6 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from tplab.checking.addend import Addend, addend_of
+from tplab.checking.gaps import gap
 from tplab.checking.observed import agree, largest, observed
 from tplab.checking.report import Row
 from tplab.checking.verdict import Rounding, Verdict, judge, slack_of_step
@@ -123,14 +124,9 @@ class Comparison:
         """Compare the parameters after an optimizer step from `before`, up to what rounding of gradients explains."""
         among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
         for name, layout in self.layouts.items():
-            whole, pieces, gradient = (
-                want["parameter"][name],
-                _pieces(told, "parameter", name),
-                want["gradient"].get(name),
-            )
-            moves = self.rounding_of("gradient", name, want, among).slack(
-                0.0 if gradient is None else largest(gradient)
-            )
+            whole, pieces = want["parameter"][name], _pieces(told, "parameter", name)
+            size = 0.0 if (gradient := want["gradient"].get(name)) is None else largest(gradient)
+            moves = self.rounding_of("gradient", name, want, among).slack(size)
             slack = slack_of_step(before[name], whole, gradient, max(moves, self.rounding.tolerance * among))
             for rank, piece in enumerate(pieces):
                 cut, free = take(whole, layout, self.mesh, rank), take(slack, layout, self.mesh, rank)
@@ -202,8 +198,7 @@ def _moved(want: Answer, again: Answer, kind: str, name: str) -> float:
     one, other = want[kind].get(name), again.get(kind, {}).get(name)
     if one is None or other is None or np.shape(one) != np.shape(other):
         return np.inf
-    gap = largest(np.asarray(one, np.float64) - np.asarray(other, np.float64))
-    return gap if np.isfinite(gap) else np.inf
+    return gap(one, other)
 
 
 def _pieces(told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | None]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tplab.checking.causes import Sizes
 from tplab.checking.gaps import gaps
+from tplab.checking.observed import deals, in_step
 from tplab.checking.places import Index, Place, find_places, is_number
 from tplab.checking.recording import Seen, Sent, Step, idle
 from tplab.checking.reference import Reference
-from tplab.checking.repairs import Hypothesis, Repair
+from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.source import Source
@@ -58,6 +60,11 @@ class Facts:
         return self.reference.steps(self.number)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the reference goes on, and the ranks were started again from their checkpoint."""
+        return self.reference.seen[0].states is not None
+
+    @property
     def num_ranks(self) -> int:
         return len(self.ours)
 
@@ -66,6 +73,40 @@ class Facts:
         for (rank, mine), place in self.places.items():
             if place.name == name:
                 yield rank, mine, place
+
+    def cut(self, whole: Mapping[Any, np.ndarray]) -> Iterator[tuple[Any, int, Any, np.ndarray, Place]]:
+        """Each rank's parts of what the reference has by the names of its parameters, or by these and a key: the name
+        there, the rank, its own name, the part and its place. What has another shape than the parameter is not cut."""
+        for at, x in whole.items():
+            name, *key = at if isinstance(at, tuple) else (at,)
+            for rank, mine, place in self.holders(name):
+                part = place.take(x) if x.shape == self.reference.weights[name].shape else x
+                yield at, rank, (mine, *key) if key else mine, part, place
+
+    def pieces(self, kind: str, whole: Mapping[Any, np.ndarray]) -> Iterator[tuple[Any, int, Any, Any, Any, Place]]:
+        """Likewise, beside what ranks have of a `kind` in the step: the name in the reference, the rank, its own name,
+        what it has, what it should have, and the place of that."""
+        for at, rank, own, want, place in self.cut(whole):
+            piece = getattr(self.mine[rank], kind).get(own)
+            if piece is not None and piece.values.shape == want.shape:
+                yield at, rank, own, piece.values, want.astype(np.float64), place
+
+    def dealt(self, whole: Mapping[Any, np.ndarray]) -> dict[tuple[int, Any], np.ndarray]:
+        """These parts, by rank and its own name."""
+        return {(rank, own): part for _, rank, own, part, _ in self.cut(whole)}
+
+    def deals(self, names: Sequence[str]) -> Iterator[tuple[dict[tuple[int, str], np.ndarray], Groups]]:
+        """Each way to deal parameters to ranks in parts as large as theirs: what each rank gets, by its names, and the
+        groups of ranks that get the same."""
+        held, whole = {name: [*self.holders(name)] for name in names}, self.reference.weights
+        ways = [deals(whole[name], self.ours[rank].weights[mine].values.shape, self.num_ranks)
+                for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
+        for parts in in_step(ways):
+            groups: dict[bytes, list[int]] = {}
+            for rank, x in parts[0].items():
+                groups.setdefault(x.tobytes(), []).append(rank)
+            mine = {(rank, own): part[rank] for name, part in zip(names, parts) for rank, own, _ in held[name]}
+            yield mine, tuple(map(tuple, groups.values()))
 
     def are_parts(self, *ranks: int) -> bool:
         """Whether these ranks hold other parts of the same parameters: of all that they hold, or of some."""

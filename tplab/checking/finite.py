@@ -8,7 +8,7 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.recording import Piece, Seen
-from tplab.checking.same_model import NOT_FINITE, TITLES, What
+from tplab.checking.same_model import NOT_FINITE, TITLES, What, titled
 from tplab.units import ranks_text
 
 _Number = tuple[What, str, np.ndarray, str]
@@ -24,10 +24,9 @@ def finite(facts: Facts) -> Found:
         mine = {rank: found for rank, found in mine.items() if found}
         if here := next((one for one in theirs if one[0] == what), None):
             also = f" and on {ranks_text(tuple(mine))}" if mine else ""
-            of = f" of {here[1]}" if here[1] else ""
             raise NothingToTell(
-                f"{TITLES[what]}{of} in step {facts.number} is not finite ({_listed([here, *theirs])}, at {here[3]}) "
-                f"in the reference{also}: repair that first, because NaN does not equal anything"
+                f"{titled(what, here[1])} in step {facts.number} is not finite ({_listed([here, *theirs])}, at "
+                f"{here[3]}) in the reference{also}: repair that first, because NaN does not equal anything"
             )
         if mine:
             rank, found = next(iter(mine.items()))

@@ -12,8 +12,9 @@ from tplab.checking.causes import thread
 from tplab.checking.facts import Facts
 from tplab.checking.gaps import gap
 from tplab.checking.observed import largest
-from tplab.checking.repairs import Hypothesis, Repair
-from tplab.checking.sends import partitions
+from tplab.checking.repairs import Groups, Hypothesis, Repair
+from tplab.checking.same_model import named
+from tplab.checking.sends import lines_of_reduction, over, partitions
 from tplab.checking.trail import Op, Trails
 from tplab.units import plain, ranks_text
 
@@ -35,7 +36,70 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _by_another_number(trails, op)
         yield from of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
+    yield from _of_other_limits(facts, trails)
+    yield from _of_other_groups(facts)
+    yield from _of_targets(facts, trails)
     yield from _in_its_place(facts, trails, line)
+
+
+def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """What is compared with a number that is another one in the reference, as tokens with the capacity of an expert."""
+    for op, limit, values in trails.other_limits():
+        was = plain(op.compares or 0.0)
+        cause = (
+            f"this line compares with {was}, and in the reference with {plain(limit)}: the number comes from what a "
+            "rank has, as the capacity of an expert that is computed from the rank's own tokens, where that of all is "
+            "meant. What is compared, such as a token's place among all that chose the expert, must be of all, too"
+        )
+        words = f"the reference's comparison with {plain(limit)} in place of that with {was} at {op.line}"
+        yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, op.line)
+
+
+def _of_other_groups(facts: Facts) -> Iterator[Hypothesis]:
+    """Of a parameter that is cut into fewer parts than others, several ranks have the same part: those side by side,
+    where it should be every second one, or the other way round."""
+    size, groups = facts.num_ranks, {name: facts.groups(name) for name in facts.reference.weights}
+    found: dict[Groups, list[str]] = {}
+    for name, parts in groups.items() if any(len(parts) == size for parts in groups.values()) else ():
+        if 1 < len(parts) < size and sum(map(len, parts.values())) == size and size % len(parts) == 0:
+            found.setdefault(tuple(sorted(map(tuple, parts.values()))), []).append(name)
+    for way, names in found.items():
+        for values, other in facts.deals(names):
+            have, need = (" and ".join(map(ranks_text, some)) for some in (way, other))
+            words = f"{named(names)} dealt so that {need} have the same part"
+            cause = (
+                f"{have} have the same part of {named(names)}, and what it is used with is cut so that {need} need "
+                "the same, as where heads of queries share a head of keys and values: choose the part by rank // "
+                "(ranks per part) in place of rank % parts, or the other way round"
+            )
+            own = tuple(dict.fromkeys(mine for _, mine in values))
+            also = [Repair("gradients", words, at, own, other, "sum") for at in lines_of_reduction(facts, names)[:1]]
+            if other != way:
+                yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=(*also,))
+
+
+def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """What losses compare with is not the rank's part of the reference's. Where these are the numbers of samples, they
+    are compared with each other: each rank's only with its own."""
+    wholes = {number: [x for x, _, _ in step.targets] for number, step in enumerate(facts.reference.seen[0].steps)}
+    parts = [(x, whole[rank * x.size : (rank + 1) * x.size], x.size * facts.num_ranks == whole.size)
+             for rank, step in enumerate(facts.mine)
+             for (x, _, _), whole in zip(step.targets, wholes[facts.number]) if x.ndim == 1]  # fmt: skip
+    if all(np.array_equal(x, want) for x, want, _ in parts) or not all(fits for *_, fits in parts):
+        return
+    each = tuple((rank,) for rank in range(facts.num_ranks))
+    cause = "the loss does not compare with the rank's part of the reference's targets"
+    words, where = "the rank's part of the reference's targets", facts.line("label") or facts.mine[0].targets[0][2]
+    if are_numbers := all(np.array_equal(x, np.arange(x.size)) for x, _, _ in parts):
+        cause += ": labels that number samples go on from the rank's first sample, and do not begin anew on each rank"
+    if lines := trails.products_of_parts() if are_numbers else []:
+        cause = (
+            "each rank compares its samples with its own alone, and the reference with all of the batch: gather what "
+            "they are compared with from all ranks, with gradients, and count labels on from the rank's first sample"
+        )
+        words, where = f"the samples of all ranks to compare with, and their labels, at {' and '.join(lines)}", lines[0]
+    repair, *also = (Repair("gather", words, line, groups=each, values=wholes) for line in lines or ("",))
+    yield Hypothesis(repair, cause, where, also=tuple(also))
 
 
 def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
@@ -48,12 +112,12 @@ def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = Non
                       for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
-            over = "ranks" if len(way) == 1 else " and over ".join(map(ranks_text, way))
+            those = over(facts, way)
             cause = (
-                f"each rank computes this from its own part alone: the {how} of it over {over} is the reference's, "
+                f"each rank computes this from its own part alone: the {how} of it over {those} is the reference's, "
                 f"and nothing takes that {how}"
             )
-            words = f"the {how} over {over} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
+            words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
             repair, *also = (Repair("cast", words, line, (name,), way, how)
                              for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
             yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))

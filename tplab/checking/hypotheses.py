@@ -18,7 +18,7 @@ from tplab.checking.forward import in_order
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
-from tplab.checking.sends import adds_up, given_to, line_of_buckets, mixing, partitions
+from tplab.checking.sends import adds_up, given_to, line_of_buckets, listed, mixing, over, partitions
 from tplab.units import plain, ranks_text
 
 
@@ -67,7 +67,7 @@ class _Hypotheses:
         line = "" if case.is_all or case.left_out else case.in_backward
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
         for way in together if line else ():
-            words = f"a sum over {self._of_ranks(way)} in the backward pass of {line}"
+            words = f"a sum over {over(self.facts, way)} in the backward pass of {line}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self.case.own_names, way)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
@@ -78,16 +78,13 @@ class _Hypotheses:
                 cause, where, key = self._cause_of_parts(way)
                 if combine == "mean" and not case.is_all and "Megatron" in cause:
                     cause, key = f"the gradients of {named(self.names)} are not averaged over ranks", ""
-                of = f"{self._of_ranks(way)} of the gradients of {named(self.names)}"
+                of = f"{over(self.facts, way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over {of}, before the step"
                 yield Hypothesis(self.case.combined(combine, way, 1.0, words), cause, where, thread(key))
 
     def _are_copies(self, way: Groups) -> bool:
         """Whether ranks of one group saw the same samples."""
         return any(len(set(group) & set(copies)) > 1 for group in way for copies in self.facts.copies)
-
-    def _of_ranks(self, way: Groups) -> str:
-        return "ranks" if len(way) == 1 and len(way[0]) == self.facts.num_ranks else _listed(way)
 
     def _cause_of_parts(self, way: Groups) -> tuple[str, str, str]:
         """Cause, line, thread."""
@@ -187,12 +184,12 @@ class _Hypotheses:
                 continue
             for combine, by in dict.fromkeys(itertools.product(("mean", "sum"), (1 / undone, 1.0))):
                 times = f", times {plain(by)}," if by != 1 else ""
-                words = f"the {combine} over {_listed(way)}{times} in place of the collective at {line}"
+                words = f"the {combine} over {listed(way)}{times} in place of the collective at {line}"
                 repair = self.case.combined(combine, way, by, words, line)
                 yield Hypothesis(repair, cause, where, thread("experts"))
         held = self.case.copies_of_one
         if held and held not in partitions(self.facts):
-            words = f"the mean over {_listed(held)} in place of the collective at {line}"
+            words = f"the mean over {listed(held)} in place of the collective at {line}"
             yield Hypothesis(self.case.combined("mean", held, 1 / undone, words, line), cause, where, thread("experts"))
 
     def _tied(self) -> Iterator[Hypothesis]:
@@ -311,6 +308,13 @@ class _Hypotheses:
             "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
             "so that what is clipped is the gradient of the whole batch"
         )
+        of_decay = (
+            "weight decay is added to each rank's gradient, and these are added up only afterwards, so that it counts "
+            "once for each rank: add it when they have been added up"
+        )
+        if line := self.facts.line("early decay"):
+            words = f"what {line} adds to gradients is added after they are added up over ranks, not before"
+            yield Hypothesis(Repair("late", words, line), of_decay, line)
         for done, cause, key in ("early clip", of_norm, "norm"), ("early clamp", of_elements, ""):
             is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and bool(key))
             if is_like and (line := self.facts.line(done)):
@@ -375,7 +379,3 @@ _NO_DUAL = (
     "added up. Examples are a collective without its dual, a gather whose backward pass does not add up the parts of "
     "all ranks, and to_local() without grad_placements"
 )
-
-
-def _listed(way: Groups) -> str:
-    return " and over ".join(map(ranks_text, way))

@@ -219,13 +219,9 @@ def _scales(facts: Facts) -> tuple[float | None, dict[int, float]]:
     hold other ones, may be clipped apart from the rest."""
     whole, final = facts.reference.gradients(facts.number), facts.reference.finals(facts.number)
     products: dict[int, list[float]] = {}
-    for name, x in whole.items():
-        for rank, mine, place in facts.holders(name):
-            want, piece = place.take(final[name]).astype(np.float64), facts.mine[rank].finals.get(mine)
-            if piece is not None and piece.values.shape == want.shape:
-                found = products.setdefault(rank, [0.0, 0.0, 0.0])
-                terms = (want * piece.values).sum(), (want * place.take(x)).sum(), (want * want).sum()
-                products[rank] = [float(a + b) for a, b in zip(found, terms)]
+    for name, rank, _, got, want, place in facts.pieces("finals", {name: final[name] for name in whole}):
+        terms = (want * got).sum(), (want * place.take(whole[name])).sum(), (want * want).sum()
+        products[rank] = [float(a + b) for a, b in zip(products.get(rank, [0.0, 0.0, 0.0]), terms)]
     should = next((square / before for _, before, square in products.values() if before), None)
     scales = {rank: should * has / square for rank, (has, _, square) in products.items() if should and square}
     return should, scales

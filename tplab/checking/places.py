@@ -95,7 +95,8 @@ def _of_rank(
         fitting = list(_fitting(piece, name, whole))
         if not fitting and not _is_constant(piece.values):
             names = [name] if name in whole else []  # then others of its shape: a stage's layers may be numbered anew
-            names += [other for other in whole if other != name and _may_be(whole, name, other)]
+            # Values alone do not decide: from one seed, ranks draw parts of another parameter
+            names += [other for other, x in whole.items() if other != name and x.shape == whole.get(name, x).shape]
             fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
             fitting = fitting or list(islice(values.find(piece.values, names), 1))
             if fitting and (twins := values.twins(fitting[0].name)):
@@ -170,12 +171,6 @@ class _Values:
 
 
 MOST_TRIED = 16
-
-
-def _may_be(whole: Mapping[str, np.ndarray], name: str, other: str) -> bool:
-    """Whether what a rank calls `name` may be the reference's `other`. Values alone do not decide: from one seed, ranks
-    draw parts of another parameter."""
-    return name not in whole or whole[name].shape == whole[other].shape
 
 
 def _siblings(name: str, other: str, held: Mapping[str, Piece], whole: Mapping[str, np.ndarray]) -> int:

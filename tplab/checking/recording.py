@@ -10,6 +10,8 @@ from zlib import crc32
 
 import numpy as np
 
+from tplab.checking.masks import Drawn
+
 MOST_OF_A_PART = 512
 """How many elements are kept of each microbatch's gradient of a parameter."""
 
@@ -52,21 +54,6 @@ class Sent:
     is_open: bool = False
 
 
-FEWEST = 32
-"""Elements of a dropout mask: fewer may be dropped alike by chance."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A dropout mask: the line, what the elements of the input add up to, the mask's checksum, and how many elements
-    it has; 0 for a DTensor, to whose masks torch itself sees."""
-
-    where: str
-    given: float
-    mask: int
-    size: int
-
-
 @dataclass
 class Step:
     """One step of the optimizer on one rank, with everything since the step before.
@@ -92,6 +79,7 @@ class Step:
                 itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
+    random      where torch's random numbers are in the first forward pass
     skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
     evaluated   losses that were computed without gradients, and of how many targets
     """
@@ -116,6 +104,7 @@ class Step:
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
     evaluated: list[tuple[float, int]] = field(default_factory=list)
+    random: np.ndarray | None = None
     skipped: int = 0
 
     @property
@@ -127,7 +116,8 @@ class Step:
 class Seen:
     """What was seen of one rank.
 
-    weights     at the start, and so are `buffers`; late: names of those that an optimizer has got in a later step
+    weights     at the start, and so are `buffers`; `states` likewise, of a run that goes on, and None otherwise
+    late        names of those that an optimizer has got in a later step
     unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
     used        parameters that an operation of the forward pass has taken as they are
@@ -155,6 +145,7 @@ class Seen:
 
     weights: dict[str, Piece] = field(default_factory=dict)
     buffers: dict[str, Piece] = field(default_factory=dict)
+    states: dict[tuple[str, str], Piece] | None = None
     late: set[str] = field(default_factory=set)
     unfilled: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)

@@ -61,6 +61,11 @@ class Reference:
         """After a step; before the first one for -1."""
         return self.weights if number < 0 else self._whole_of("parameters", number)
 
+    @property
+    def start(self) -> dict[tuple[str, str], np.ndarray]:
+        """The optimizer's states with which a run goes on."""
+        return _whole([one.states or {} for one in self.seen])
+
     def states(self, number: int) -> dict[tuple[str, str], np.ndarray]:
         return self._whole_of("states", number)
 

@@ -17,7 +17,7 @@ Kind = Literal[
     "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
     "factor", "numbers", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
-    "weights", "settings", "states", "parameters", "buffers", "statistics", "put",
+    "weights", "settings", "states", "parameters", "buffers", "statistics", "put", "whole", "gather", "random",
 ]  # fmt: skip
 
 Groups = tuple[tuple[int, ...], ...]
@@ -32,11 +32,11 @@ class Repair:
               is left out of the backward pass there. "wait": it is waited for at once. "last": its first `times` calls
               in a step are left out. "order": it takes elements in the program's order, not in that of memory
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
-              multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": it clips when
-              gradients are averaged. "sync": gradients are synchronised whatever it says. "dual": gradients that come
-              back from `line` are added up over `groups`, times `by`. "through": the collective at `line` passes
-              gradients back. "cast": what the function of the name in `names` computes at `line` is `combine`d over
-              `groups`, and so is its gradient. "seed": `line` sets rank 0's
+              multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": what it does to
+              gradients, it does when they are averaged. "sync": gradients are synchronised whatever it says. "dual":
+              gradients that come back from `line` are added up over `groups`, times `by`. "through": the collective at
+              `line` passes gradients back. "cast": what the function of the name in `names` computes at `line` is
+              `combine`d over `groups`, and so is its gradient. "seed": `line` sets rank 0's
               "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
               "norm": gradients are clipped by `values[step, turn]`
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
@@ -48,6 +48,10 @@ class Repair:
               "settings", "states": `values` of names and keys, in each step
               "statistics": batch norm's are of the samples of all ranks. "put": the result of each operation of
               `values`, by its key and rank, is that one, in the step `times`; by its key and a place, what it takes
+              "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name, the number of
+              each element in it, and its shape. "gather": losses compare with the rank's part of
+              `values[step][turn]`; what the matmul at `line` takes second is that of all ranks, side by side
+              "random": in the step `times`, random numbers go on from `values` of ranks
     words     the same for a reader: "the mean in place of the sum at train.py:31"
     of_reference   whether it is the reference's run that is changed
     """
@@ -108,7 +112,8 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged follows from the mended fault, or may
                     other for other in found.findings
-                    if not one.is_partial and not _is_known(other, done) and not _is_logged(other, found)
+                    if not one.is_partial and not _is_logged(other, found)
+                    and not any(other.what == known.what and _overlap(other, known) for known in done)
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
@@ -150,7 +155,3 @@ def _place(finding: Finding) -> tuple[int, int]:
     order = get_args(What)
     what = "gradient" if finding.what == "loss" else finding.what
     return finding.step, order.index(what)
-
-
-def _is_known(finding: Finding, done: Sequence[Finding]) -> bool:
-    return any(finding.what == one.what and _overlap(finding, one) for one in done)

@@ -86,7 +86,7 @@ class Finding:
         """The quantity in words: the gradient of blocks.0.mlp.weight and of 5 others."""
         many = f" and of {len(self.others)} other{'s' * (len(self.others) > 1)}" if self.others else ""
         on = f" on {ranks_text(self.ranks)}" if self.ranks else ""
-        return TITLES[self.what] + (f" of {self.name}" if self.name else "") + many + on
+        return titled(self.what, self.name) + many + on
 
     @property
     def untold(self) -> str:
@@ -117,12 +117,17 @@ TITLES: dict[What, str] = {
     "loss": "the loss",
     "gradient": "the gradient",
     "norm": "the norm of the gradients",
-    "optimizer": "the optimizer's setting",
+    "optimizer": "the optimizer",
     "parameters": "the parameters after the step",
     "buffers": "the buffer",
     "log": "the logged value",
     "evaluation": "the evaluation",
 }
+
+
+def titled(what: What, name: str) -> str:
+    """The gradient of a parameter, the optimizer's setting or state of this name."""
+    return TITLES[what] + (f"'s {name}" if what == "optimizer" else f" of {name}") * bool(name)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,8 @@ def advice(ours: Sequence[Seen], found: Samples) -> str:
             "ranks only: shuffle by a seed of the script's own, with DataLoader(..., generator=torch.Generator()"
             ".manual_seed(0)), or not at all for this comparison"
         )
-    batch = _rows_per_microbatch(first.steps[0]) if first.steps else 0
+    samples = [x for step in first.steps[:1] for data in step.samples[:1] for x in data.values()]
+    batch = len(samples[0]) if samples else 0
     times = len(found.copies)
     for name, value in first.options.items():
         if isinstance(value, int) and not isinstance(value, bool) and value == batch and "batch" in name.lower():
@@ -234,10 +235,6 @@ def advice(ours: Sequence[Seen], found: Samples) -> str:
         f"each of {times} ranks has {batch} samples in a microbatch, so the reference needs {batch * times}: pass the "
         "argument that sets the size of its batch with --reference-args, or let the script divide a global batch"
     )
-
-
-def _rows_per_microbatch(step: Step) -> int:
-    return len(next(iter(step.samples[0].values()))) if step.samples and step.samples[0] else 0
 
 
 def seeds_by_rank(ours: Sequence[Seen]) -> tuple[tuple[int, ...], str] | None:

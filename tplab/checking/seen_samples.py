@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell
-from tplab.checking.recording import FEWEST, Step
+from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
+from tplab.checking.recording import Step
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
 from tplab.checking.sends import partitions
@@ -166,37 +166,57 @@ def targets(facts: Facts) -> Found:
 
 
 def dropout(facts: Facts) -> Found:
-    """Ranks that work on the same activations must drop the same, and ranks that hold parts of a layer must not."""
+    """Ranks that work on the same activations must drop the same, and ranks that hold parts of a layer must not. A
+    script that is started again must drop as the run does that goes on, if that has as many ranks."""
+    if facts.goes_on and len(facts.theirs) == facts.num_ranks:
+        yield from _restored(facts)
+        return
     for first, *others in facts.copies:
-        for rank in others:
-            for a, b in zip(facts.mine[first].masks, facts.mine[rank].masks):
-                is_same = np.isclose(a.given, b.given, rtol=1e-4)
-                is_one = not is_same and a == replace(b, given=a.given) and a.size >= FEWEST
-                if is_one and facts.are_parts(first, rank) and _are_pieces(facts, a.where):
-                    words = (
-                        f"the same on rank {rank} as on rank {first}, for other activations: where ranks share a "
-                        "layer, each drops by a mask of its own"
-                    )
-                    yield facts.fault("dropout", "", words, None, a.where, "", ranks=(first, rank))
-                    return
-                if is_same and a.mask != b.mask:
-                    cause = (
-                        "these ranks work on the same activations, and each draws a dropout mask of its own: draw it "
-                        "from a generator that has the same seed and state on all of them"
-                    )
-                    words = f"not the same on rank {rank} as on rank {first}, for the same activations"
-                    hypotheses = [Hypothesis(one, cause, one.line) for one in facts.of_one_seed]
-                    where = hypotheses[0].where if hypotheses else a.where
-                    yield facts.fault("dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
-                                      hypotheses=hypotheses)  # fmt: skip
-                    return
+        drawn = facts.mine[first].masks
+        for rank, a, b in ((other, *two) for other in others for two in zip(drawn, facts.mine[other].masks)):
+            how = compared(a, b)
+            if how == "one" and facts.are_parts(first, rank) and are_pieces(*_at(facts, a.where)):
+                words = (
+                    f"the same on rank {rank} as on rank {first}, for other activations: where ranks share a layer, "
+                    "each drops by a mask of its own"
+                )
+                yield facts.fault("dropout", "", words, None, a.where, "", ranks=(first, rank))
+                return
+            if how == "two":
+                cause = (
+                    "these ranks work on the same activations, and each draws a dropout mask of its own: draw it from "
+                    "a generator that has the same seed and state on all of them"
+                )
+                words = f"not the same on rank {rank} as on rank {first}, for the same activations"
+                hypotheses = [Hypothesis(one, cause, one.line) for one in facts.of_one_seed]
+                where = hypotheses[0].where if hypotheses else a.where
+                yield facts.fault("dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
+                                  hypotheses=hypotheses)  # fmt: skip
+                return
     if any(step.masks for step in facts.mine):
         yield facts.row("dropout", True, "masks were drawn but not used, because they would hide all other differences")
 
 
-def _are_pieces(facts: Facts, where: str) -> bool:
-    """Whether ranks drop from pieces of what the reference drops from, and not from copies of it or terms of a sum."""
-    ours, theirs = (
-        sum(a.size for step in of for a in step.masks if a.where == where) for of in (facts.mine, facts.theirs)
+def _restored(facts: Facts) -> Found:
+    sides = ((rank, *two) for rank in range(facts.num_ranks)
+             for two in zip(facts.mine[rank].masks, facts.theirs[rank].masks))  # fmt: skip
+    pairs = [(rank, a, b) for rank, a, b in sides if a.where == b.where and a.size == b.size >= FEWEST]
+    ranks = sorted({rank for rank, a, b in pairs if a.mask != b.mask})
+    if not ranks:
+        if pairs:
+            yield facts.row("dropout", True, "masks are those of the run that goes on, and were drawn but not used")
+        return
+    where = next(a.where for rank, a, b in pairs if a.mask != b.mask)
+    cause = (
+        "where random numbers are was not restored when the script was started again, so others are drawn: save "
+        "torch.get_rng_state() of each rank with the weights, and set it before training goes on"
     )
-    return ours <= theirs
+    states = {rank: step.random for rank, step in enumerate(facts.theirs)}
+    repair = Repair("random", "the random numbers of the run that goes on", values=states, times=facts.number)
+    yield facts.fault("dropout", "", "not that of the run that goes on", None, where, "", ranks=ranks,
+                      hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
+
+
+def _at(facts: Facts, where: str) -> Iterator[list[Drawn]]:
+    """All masks of the ranks at a line, and all of the reference."""
+    return ([a for step in steps for a in step.masks if a.where == where] for steps in (facts.mine, facts.theirs))

@@ -9,6 +9,7 @@ import numpy as np
 from tplab.checking.facts import Facts
 from tplab.checking.gaps import gap
 from tplab.checking.recording import Sent
+from tplab.units import ranks_text
 
 _REDUCES = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all")
 
@@ -104,3 +105,13 @@ def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
     if copies and len({len(group) for group in facts.copies}) == 1:
         ways += [tuple(copies), tuple(zip(*copies))]
     return [way for way in dict.fromkeys(ways) if any(len(group) > 1 for group in way)]
+
+
+def listed(way: Sequence[Sequence[int]]) -> str:
+    """Groups of ranks as words that follow "over"."""
+    return " and over ".join(map(ranks_text, way))
+
+
+def over(facts: Facts, way: Sequence[Sequence[int]]) -> str:
+    """Likewise, where all ranks are one group."""
+    return "ranks" if len(way) == 1 and len(way[0]) == facts.num_ranks else listed(way)

@@ -115,7 +115,8 @@ def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]]
     left, held = _split(ranks, is_there)
     factor = float(ratio[is_there].mean()) if np.ptp(ratio[is_there]) <= _SAME * np.abs(ratio).max() else None
     if not left & held and not (held == {rank} or (rank in held and 2 * len(held) <= len(held | left))):
-        words = f"without the part of {ranks_text(sorted(left))}{_times(factor)}"
+        words = f"without the part of {ranks_text(sorted(left))}"
+        words += "" if factor is None or abs(factor - 1) < _SAME else f", {plain(factor)} times"
         return Shares("missing", words, factor, tuple(sorted(left)))
     if not left & held:
         words = f"of the part of {ranks_text(sorted(held))} alone"
@@ -136,8 +137,7 @@ def _all_there(has: np.ndarray, should: np.ndarray, ratio: np.ndarray, batches: 
             return Shares("again", words, float(ratio.max()))
     spread = np.ptp(should) / np.abs(should).max()
     if np.ptp(has) <= 0.2 * spread * np.abs(has).max() or len(_unlike(has)) < len(_unlike(should)):
-        listed = ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should))
-        return Shares("means", f"parts count {listed}")
+        return _weights(has, should, "means")
     return _weights(has, should)
 
 
@@ -149,18 +149,14 @@ def _unlike(weights: np.ndarray) -> list[float]:
     return found
 
 
-def _weights(has: np.ndarray, should: np.ndarray) -> Shares:
-    return Shares("weights", "parts count " + ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should)))
+def _weights(has: np.ndarray, should: np.ndarray, kind: str = "weights") -> Shares:
+    return Shares(kind, "parts count " + ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should)))
 
 
 def _split(sets: Sequence[set[int]], is_there: np.ndarray) -> tuple[set[int], set[int]]:
     """What belongs to the parts that are missing, and what to those that are there."""
     gone = set().union(*(of for of, there in zip(sets, is_there) if not there))
     return gone, set().union(*(of for of, there in zip(sets, is_there) if there))
-
-
-def _times(factor: float | None) -> str:
-    return "" if factor is None or abs(factor - 1) < _SAME else f", {plain(factor)} times"
 
 
 def _listed(numbers: set[int]) -> str:

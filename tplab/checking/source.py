@@ -127,7 +127,8 @@ class _File:
 
     def around(self, number: int) -> list[ast.stmt]:
         """The statements that the line is in, the outermost first."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.stmt) and _has(node, number)]
+        statements = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
+        found = [node for node in statements if node.lineno <= number <= (node.end_lineno or node.lineno)]
         return sorted(found, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
 
 
@@ -138,7 +139,3 @@ def _heads(node: ast.AST) -> list[ast.AST]:
 
 def _is_in(node: ast.AST, other: ast.AST) -> bool:
     return any(node is x for x in ast.walk(other))
-
-
-def _has(node: Any, number: int) -> bool:
-    return node.lineno <= number <= (node.end_lineno or node.lineno)

@@ -9,7 +9,6 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.gaps import farthest
-from tplab.checking.observed import deals, in_step
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -117,17 +116,11 @@ def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hyp
         "each rank begins with the same numbers where it should have a part of its own: draw the whole tensor and cut "
         "it, or draw the parts from different seeds"
     )
-    held = {name: list(facts.holders(name)) for name in names}
-    dealt = [deals(facts.reference.weights[name], facts.ours[rank].weights[mine].values.shape, facts.num_ranks)
-             for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
-    theirs = {(rank, mine): place.take(x) for name, x in facts.reference.weights.items()
-              for rank, mine, place in facts.holders(name)}  # fmt: skip
-    for parts in in_step(dealt):
-        own = {(rank, mine): part[rank] for name, part in zip(names, parts) for rank, mine, _ in held[name]}
-        alike = [rank for rank, x in parts[0].items() if np.array_equal(x, parts[0][0])]
+    theirs = facts.dealt(facts.reference.weights)
+    for mine, (alike, *_) in facts.deals(names):
         words = f"the reference's weights, with a part of {named(names)} for each rank"
         words += f" ({ranks_text(alike)} have the same one)" * (len(alike) > 1)
-        yield Hypothesis(Repair("weights", words, values=theirs | own), cause, where)
+        yield Hypothesis(Repair("weights", words, values=theirs | mine), cause, where)
 
 
 def _of_seeds(facts: Facts) -> tuple[str, str]:
@@ -163,7 +156,10 @@ def lost(facts: Facts) -> Found:
         values = farthest(needs.weights[name], theirs[name])
         got, want = f"{values[0]:.6g}", f"{values[1]:.6g}"
         words, where = "not those with which the run goes on", facts.ours[0].lines.get("weights", forward)
-        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward])
+        cause = "these weights were not restored when the script was started again: save all of them, and load them"
+        repair = Repair("weights", "the weights with which the run goes on", values=facts.dealt(theirs))
+        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward],
+                          hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
         return
     if found.kind in ("more", "other"):
         words, where = f"{found.words}, which goes on", facts.line_of_data() or forward

@@ -7,15 +7,18 @@ line of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from tplab.checking.observed import Observed, deals, factor_between, find_spread, in_step
 from tplab.units import plain
 
+T = TypeVar("T")
 Key = tuple[str, str, int]
+MATMULS = {"matmul", "__matmul__", "mm"}
 _REFERENCE = -1
 """The reference's place among the ranks."""
 
@@ -33,7 +36,7 @@ class Op:
     passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
     is_function   whether the program, or a library, has written its backward pass
     sent      the lines of collectives in its forward pass; sent_back: in its backward pass
-    times     by which number it multiplies, if that is all it does
+    times     by which number it multiplies, if that is all it does; compares: with which number it compares
     returned  the line at which its backward pass returns, if that is the script's
     """
 
@@ -49,6 +52,7 @@ class Op:
     returned: str = ""
     given: dict[int, tuple[np.ndarray, str]] = field(default_factory=dict)
     times: float | None = None
+    compares: float | None = None
 
     @property
     def line(self) -> str:
@@ -69,6 +73,16 @@ class Trail:
     end: int = -1
 
 
+def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """What these come from, themselves included, where each comes from what is `before` it."""
+    waiting, found = [*ends], dict[T, None]()
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found[one] = None
+            waiting += before(one)
+    return found
+
+
 class Trails:
     """Those of all ranks beside the reference's."""
 
@@ -78,6 +92,15 @@ class Trails:
         self._of_values: dict[Key, bool] = {}
 
     # --- forward -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _ends(self) -> Trail:
+        """Of the first rank that has a loss."""
+        return next((trail for trail in self._ours if trail.end >= 0), Trail())
+
+    def _alike(self, op: Op) -> list[Op]:
+        """Whenever the first rank runs the operation, if the reference does."""
+        return [one for one in self._ours[0].ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
 
     def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
         """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
@@ -99,11 +122,29 @@ class Trails:
                 return f"it is {first}" if len({*words}) == 1 else f"on rank {words.index(first)}, it is {first}"
         return "it is another one"
 
+    def other_limits(self) -> Iterator[tuple[Op, float, dict[Key, dict[int, np.ndarray]]]]:
+        """Comparisons with another number than the reference's, on the way to the loss; that number; and what they
+        should give."""
+        trail = self._ends
+        for op in (trail.ops[at] for at in sorted(self._wrong_ones(trail, None))):
+            theirs = self._theirs.get(op.key)
+            if theirs is not None and None not in (op.compares, theirs.compares) and op.compares != theirs.compares:
+                for found in self._cuts([one.key for one in self._alike(op)], None):
+                    yield op, theirs.compares or 0.0, found
+
+    def products_of_parts(self) -> list[str]:
+        """The lines of matmuls of whose results each rank has only a part along both dims."""
+        found = dict[str, None]()
+        for op in (op for op in self._ours[0].ops if op.key[1] in MATMULS):
+            theirs, shape = self._theirs.get(op.key), tuple(len(self._ours) * size for size in op.values[0].shape)
+            if theirs is not None and len(shape) == 2 and theirs.values[0].shape == shape:
+                found[op.line] = None
+        return [*found]
+
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
         """Likewise, the places of what an operation takes, where it is another part of the reference's."""
-        alike = [other for other in self._ours[0].ops if other.key[:2] == op.key[:2] and other.key in self._theirs]
         for place in op.given:
-            for found in self._cuts([other.key for other in alike if place in other.given], place):
+            for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
                 if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
 
@@ -157,7 +198,7 @@ class Trails:
 
         made   what comes of it on the first rank, if not the loss
         """
-        trail = next((trail for trail in self._ours if trail.end >= 0), Trail())
+        trail = self._ends
         wrong = self._wrong_ones(trail, made)
         first = [at for at in wrong if all(self._is_right(trail.ops[before]) for before in trail.ops[at].inputs)]
         return trail.ops[min(first)] if first else None
@@ -167,12 +208,9 @@ class Trails:
         ends = [trail.end]
         if made is not None:
             ends = [at for at, op in enumerate(trail.ops) if any(np.array_equal(x, made) for x in op.values)]
-        waiting, known = ends[-1:], set[int]()
-        while waiting:
-            if (number := waiting.pop()) >= 0 and number not in known:
-                known.add(number)
-                waiting += [at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])]
-        return known
+        return {*reached((end for end in ends[-1:] if end >= 0), lambda number: [
+            at for at in trail.ops[number].inputs if not self._is_right(trail.ops[at])
+        ])}  # fmt: skip
 
     def _is_right(self, op: Op) -> bool:
         if op.key not in self._of_values:

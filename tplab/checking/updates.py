@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
@@ -39,8 +42,15 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.sizes.words(factor) if factor else "not the reference's"
+        if factor and facts.goes_on:  # that of another step, and no number of ranks
+            words = f"{factor:.4g} times the reference's"
         cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
-        if len(ranks) < facts.num_ranks:
+        if facts.goes_on:
+            cause = (
+                f"{_SETTINGS.get(key, key)} is not that of the run that goes on, as it was not restored: load the "
+                "optimizer's state, and that of its schedule, which otherwise begins anew"
+            )
+        elif len(ranks) < facts.num_ranks:
             cause = f"{_SETTINGS.get(key, key)} is not the same on all ranks"
         elif factor and facts.sizes.named(factor):
             cause = (
@@ -62,8 +72,13 @@ def settings(facts: Facts) -> Found:
         is_partial = not stepped <= facts.places.keys() | facts.idle.keys()
         of = " of the parameters whose place in the reference is known" if is_partial else ""
         repair = Repair("settings", f"the reference's {key}{of} in each step", values=wanted)
+        tried = [Hypothesis(repair, cause, line, is_partial=is_partial)]
+        if facts.goes_on and not facts.number:
+            also = _restored(facts)
+            both = replace(repair, words=f"{repair.words}, and {also.words}")
+            tried.append(Hypothesis(both, f"{cause}. Its states were not restored either", line, also=(also,)))
         yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
-                          hypotheses=[Hypothesis(repair, cause, line, is_partial=is_partial)])  # fmt: skip
+                          hypotheses=tried)  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -72,24 +87,15 @@ def states(facts: Facts) -> Found:
     """What the optimizer keeps from step to step."""
     wrong: dict[tuple[str, str], set[int]] = {}
     first = (0, 0.0, 0.0)
-    for (name, key), want in facts.reference.states(facts.number).items():
+    for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
         size = 0.0 if gradient is None else float(np.abs(gradient).max(initial=0))
         share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
-        for rank, mine, place in facts.holders(name):
-            piece = facts.mine[rank].states.get((mine, key))
-            wanted = (place.take(want) if want.shape == facts.reference.weights[name].shape else want).astype(
-                np.float64
-            )
-            if piece is None or piece.values.shape != wanted.shape or not wanted.size:
-                continue
-            slack = 8 * max(share, facts.reference.floor) * np.abs(wanted).max()
-            if gap(piece.values, wanted) > max(
-                slack, TIMES * facts.reference.moved("states", (name, key), facts.number)
-            ):
-                if not wrong:
-                    first = rank, *farthest(piece.values, wanted)
-                wrong.setdefault((name, key), set()).add(rank)
+        slack = 8 * max(share, facts.reference.floor) * np.abs(want).max(initial=0)
+        if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
+            if not wrong:
+                first = rank, *farthest(got, want)
+            wrong.setdefault((name, key), set()).add(rank)
     if not wrong:
         return
     rank, got, want = first
@@ -108,12 +114,24 @@ def states(facts: Facts) -> Found:
         Repair("states", f"the optimizer's states of rank {other} on all ranks before the step",
                values={"from": other, "step": facts.number}) for other in right[:1]
     ]  # fmt: skip
+    if facts.goes_on and not facts.number:
+        cause = (
+            "the optimizer's state was not restored when the script was started again: save its state_dict() with the "
+            "weights, and load it before training goes on"
+        )
+        tried = [_restored(facts)]
     yield facts.fault(
         "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
         hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
         seen="settings and gradients are the reference's, but the optimizer's state is not",
     )  # fmt: skip
+
+
+def _restored(facts: Facts) -> Repair:
+    """The optimizer's states with which the run goes on, on ranks that were started again."""
+    values = {"step": 0, "whole": facts.dealt(facts.reference.start)}
+    return Repair("states", "the optimizer's states of the run that goes on", values=values)
 
 
 def parameters(facts: Facts) -> Found:
@@ -123,19 +141,15 @@ def parameters(facts: Facts) -> Found:
     wrong: dict[str, set[int]] = {}
     shares: list[float] = []
     first = (0, 0.0, 0.0)
-    for name, wanted in whole.items():
-        for rank, mine, place in facts.holders(name):
-            piece, want = facts.mine[rank].parameters.get(mine), place.take(wanted).astype(np.float64)
-            if piece is None or piece.values.shape != want.shape:
-                continue
-            far = gaps(piece.values, want) > place.take(reference.slack_of_parameter(name, number))
-            if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
-                if not wrong:
-                    first = rank, *farthest(piece.values[far], want[far])
-                wrong.setdefault(name, set()).add(rank)
-                start = place.take(before[name])
-                moved, should = piece.values.astype(np.float64) - start, want - start
-                shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
+    for name, rank, mine, got, want, place in facts.pieces("parameters", whole):
+        far = gaps(got, want) > place.take(reference.slack_of_parameter(name, number))
+        if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
+            if not wrong:
+                first = rank, *farthest(got[far], want[far])
+            wrong.setdefault(name, set()).add(rank)
+            start = place.take(before[name])
+            moved, should = got.astype(np.float64) - start, want - start
+            shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
         where = ", on ranks that use them" * bool(facts.idle)
         words = f"{len(whole)} parameters are the reference's after the step{where}"
@@ -177,11 +191,29 @@ def parameters(facts: Facts) -> Found:
         spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
         repair = Repair("parameters", spoken, after[0])
         hypotheses.append(Hypothesis(repair, cause, after[0]))
+    hypotheses += _of_whole_tensors(facts, names)
     yield facts.fault(
         "parameters", names[0], words, factor, after[0] if after else line, "",
         values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
         hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
+
+
+def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:
+    """The update of a shard is not the shard of the whole tensor's update."""
+    whole = facts.reference.weights
+    cut = [name for name in whole if len(facts.groups(name)) > 1]
+    if not set(names) & set(cut):
+        return
+    numbers = facts.dealt({name: np.arange(whole[name].size).reshape(whole[name].shape) for name in cut})
+    of = {(rank, mine): name for name in cut for rank, mine, _ in facts.holders(name)}
+    values = {at: (of[at], some, whole[of[at]].shape) for at, some in numbers.items()}
+    cause = (
+        f"the optimizer computes the update of {named(names)} from each rank's part alone, and it depends on the whole "
+        "tensor, as a norm, a mean or a factor of it does: combine over ranks what is computed of several elements"
+    )
+    words = "optimizers that update whole tensors, of which each rank keeps its part"
+    yield Hypothesis(Repair("whole", words, values=values), cause, facts.line("combined") or facts.line("step"))
 
 
 def _is_kept_elsewhere(facts: Facts, name: str, rank: int, mine: str) -> bool:

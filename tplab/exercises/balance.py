@@ -230,7 +230,7 @@ def check_window_ring(fn: Callable[..., Any]) -> Verdict:
     """
     name, verdict = getattr(fn, "__name__", "window_ring"), Verdict(None, "")
     if not_started(fn):
-        return untouched(name)
+        return untouched(name, fn)
     for each, window in CASES:
 
         def windowed(q: Any, k: Any, v: Any, window: int = window) -> Any:

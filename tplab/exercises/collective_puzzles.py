@@ -12,7 +12,7 @@ import numpy as np
 from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Moving
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, added_up_again, own_part
-from tplab.exercises.verdict import Refused
+from tplab.exercises.verdict import Refused, with_task
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.event import Event
@@ -282,10 +282,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         text = f" is solved.\n{puzzle.budget()}. It also keeps its budgets on {tried} ranks."
         return Moving(True, text, answer.traces[0])
 
-    verdict = grade(fn, exercise, framework, within_budget)
-    if verdict.passed is None:
-        verdict.text = f"{name}: not started. {puzzle.budget()}.\nReplace the `...`, then run this cell again."
-    return verdict
+    return with_task(grade(fn, exercise, framework, within_budget), puzzle.budget())
 
 
 def _fault(trace: Trace, puzzle: Puzzle) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.errors import OutsideRunError
 from tplab.exercises.check import grade
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
@@ -97,6 +98,11 @@ AVERAGE = Exercise(
             "experts",
             "Now the experts' gradients are divided by the number of ranks along dp once too often.",
             _experts(lambda experts, mesh: experts.mean(0) / mesh.size),
+        ),
+        Mistake(
+            "experts",
+            "Their mean over the copies is divided by 2. How many ranks share the experts here?",
+            _experts(lambda experts, mesh: experts.mean(0) / 2),
         ),
         Mistake(
             "experts",
@@ -230,6 +236,7 @@ LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
     ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
     ((0.3, 0.7), (3, 2), 0.1),  # the mean is no whole number
     ((0.3, 0.7, 0.1, 0.2), (4097, 4098, 4096, 4097), 0.1),  # 16 bits do not hold them
+    ((0.3, 0.7), (3, 2), 0.75),  # a step is longer than the way to the mean
 )
 """(bias, how often each expert was chosen, rate)."""
 
@@ -247,7 +254,10 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
         bias, counts = torch.tensor(old, dtype=torch.float64), torch.tensor(chosen)
         untouched = Untouched({"bias": bias, "counts": counts})
         with on(where):
-            got = fn(bias, counts, rate)
+            try:
+                got = fn(bias, counts, rate)
+            except OutsideRunError:
+                refuse(": `counts` are those of all ranks already, so it needs no collective.")
         refuse_damage(untouched)
         if got is None:
             refuse(f": {where} it returns None. Return the next bias.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.exercises.drawn import Drawn
-from tplab.exercises.verdict import Refused, Verdict, check, hint, on, refuse
+from tplab.exercises.verdict import Refused, Verdict, check, hint, on, refuse, with_task
 from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
 from tplab.units import counted
 
@@ -115,10 +115,7 @@ def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
     puzzle, name = PUZZLES[number], f"puzzle {number}"
-    verdict = check(name, LIBRARY)(_solves)(fn, puzzle)
-    if verdict.passed is None:
-        verdict.text = f"{name}: not started. {puzzle}.\nReplace the `...`, then run this cell again."
-    return verdict
+    return with_task(check(name, LIBRARY)(_solves)(fn, puzzle), puzzle)
 
 
 def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:

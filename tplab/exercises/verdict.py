@@ -8,6 +8,7 @@ an unsolved exercise still runs from top to bottom.
 from __future__ import annotations
 
 import dis
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,7 +41,9 @@ class Verdict:
         if not self.panels:
             return {"text/plain": self.text}
         title, _, text = self.text.partition("\n")
-        return Matrices(self.panels, title, text)._repr_mimebundle_(**kwargs)
+        card = Matrices(self.panels, title, text)
+        card.sentence = self.text
+        return card._repr_mimebundle_(**kwargs)
 
 
 class Refused(Exception):
@@ -88,7 +91,7 @@ def check(
                     if not isinstance(fn, takes):
                         refuse(f": this is an object of type {type(fn).__name__}. {how}")
                     if not isinstance(fn, type) and not_started(fn):
-                        return untouched(called)
+                        return untouched(called, fn)
                     if lazy := library_call(fn, not_with, libraries):
                         refuse(f": `{lazy}` does the work. Here you write it yourself.{aside}")
                 verdict = judge(*args, **options)
@@ -115,9 +118,21 @@ def not_started(fn: Callable[..., Any]) -> bool:
     return all(one.opname.startswith(nothing) for one in code)
 
 
-def untouched(name: str) -> Verdict:
-    """The verdict on a stub."""
-    return Verdict(None, f"{name}: not started. Replace the `...`, then run this cell again.")
+def untouched(name: str, stub: Callable[..., Any]) -> Verdict:
+    """The verdict on a stub, where a learner may have put `pass` in place of the `...`."""
+    try:
+        source = inspect.getsource(stub)
+    except OSError:
+        source = "..."
+    way = "Replace the `...`" if "..." in source else "The function does nothing yet: write its body"
+    return Verdict(None, f"{name}: not started. {way}, then run this cell again.")
+
+
+def with_task(verdict: Verdict, task: object) -> Verdict:
+    """The same; where nothing is written yet, it also says what is asked for."""
+    if verdict.passed is None:
+        verdict.text = verdict.text.replace("not started. ", f"not started. {task}.\n", 1)
+    return verdict
 
 
 def refuse_damage(before: Untouched, but: str = "") -> None:

@@ -211,7 +211,7 @@ def _judged(job: Job, plan: Any) -> tuple[str, bool]:
     if not isinstance(plan, Plan):
         return f"it returned {plan!r}; return a Plan", False
     if plan.ranks != job.gpus:
-        return f"{plan} has {plan.ranks} ranks", False
+        return f"{plan} has {plan.ranks} ranks, and there are {job.gpus} GPUs", False
     one, best = job.forecast(plan), best_of(job)
     held = f"{one.peak.total / 1e9:.0f} GB"
     if not one.surely_fits:

@@ -65,8 +65,8 @@ CASES = (
 
 OF_PARAMETERS: Mapping[str, Callable[[Case], Any]] = {
     "": Case.parameters,
-    "Its parameters are the mean of all stages, and the fullest stage has more. Who has the embedding, and who the "
-    "output matrix?": lambda case: np.full(len(case.cut), case.parameters().mean()),
+    "Its parameters are the mean of all stages, and the fullest stage has more. Which stage has the embedding, and "
+    "which one the output matrix?": lambda case: np.full(len(case.cut), case.parameters().mean()),
     "Its parameters leave out the embedding of the first stage and the output matrix of the last one.": (
         lambda case: case.parameters(ends=0)
     ),
@@ -206,6 +206,8 @@ REMEDIES: Mapping[str, Callable[[Plan], Plan]] = {
     "ZeRO 3": _with(zero=3),
 }
 """What a job can change, with what changes a job least first. A remedy that cannot be had leaves the plan as it is."""
+KEPT = {"ZeRO 3": " (A rank keeps no bfloat16 parameters.)"}
+"""What a remedy does that its name does not say."""
 
 JOBS: Mapping[str, Job] = {
     "A": Job(Model.find("llama3-8b"), Plan(pp=2, dp=4), 64, 8192),
@@ -243,7 +245,7 @@ def _pair(choice: Any) -> tuple[str, Any]:
 def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
     """(what a remedy does to a job, whether it is the right one, with the right GB)."""
     names = {name.casefold(): name for name in REMEDIES}
-    name = names.get(choice.casefold())
+    name = names.get(choice.casefold().replace("-", " "))
     if name is None:
         return (f"{choice!r} is not in the list." if choice else "no remedy yet."), False
     changed = REMEDIES[name](job.plan)
@@ -252,10 +254,12 @@ def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
     (before, _), (peak, stage) = job.peak(job.plan), job.peak(changed)
     if not isinstance(gb, Real) or isinstance(gb, bool) or not gb:
         return "how many GB does the fullest rank then hold? Write a number after the remedy.", False
+    if float(gb) > 1e6:
+        return f"{gb:g} is not a number of GB. Did you write bytes?", False
     if differs(float(gb), peak / GB, 0.1 * peak / GB):
         return (
-            f"with {name}, the forecast is not {gb:g} GB. Which parts does {name} make smaller, by which factor, and "
-            "what stays? Once you know that, you will see whether it is the right remedy."
+            f"with {name}, the forecast is not {gb:g} GB. Which parts does '{name}' make smaller, by which factor, and "
+            f"what stays?{KEPT.get(name, '')} Once you know that, you will see whether it is the right remedy."
         ), False
     said = f"{name} brings {before / GB:.1f} GB down to {peak / GB:.1f} GB ({peak / 2**30:.1f} GiB), in stage {stage}"
     if peak > LIMIT:

@@ -77,13 +77,13 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
     first = per_rank[0]
     if not all(torch.equal(a, b) for grads in per_rank for a, b in zip(grads, first, strict=True)):
         return (
-            "the ranks end with different gradients {on}, so their models would drift apart.\nThe last batch must be "
-            "outside of no_sync(): its backward pass sends what was added up."
+            "the ranks end with different gradients {on}, so their models would drift apart.\nDDP sends what was added "
+            "up if the last batch has both its forward and its backward pass outside of no_sync()."
         )
     factor = float(first[0].flatten()[0].double() / want[0].flatten()[0])
     if is_multiple(factor):
         known = {
-            "DDP takes the mean over the ranks: who divides by their number a second time?": 1 / counts[0],
+            "DDP takes the mean over the ranks: what divides by their number a second time?": 1 / counts[0],
             "This is their sum over the ranks, and not their mean.": counts[0],
             "Each backward() adds to what is there: divide each loss by the number of batches.": counts[1],
         }

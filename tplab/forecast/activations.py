@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tplab.cost.activations import activation_tensors
+from tplab.experts import expected_copies
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack, find_stack
@@ -71,18 +72,41 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
     if stack.plain and model.norm == "rms":
         found["inputs of the norms, normalised"] = 2 * rows * model.hidden * size // outside
     if stack.plain and model.gated:
-        found["silu"] = rows * model.ffn_width * size // tp
+        found["silu"] = found["gate"]
     if model.experts:
         load = plan.load(model, sequence)
-        for name in {"gate", "up", "input of gelu", "input of down"} & found.keys():
+        for name in {"gate", "up", "silu", "input of gelu", "input of down"} & found.keys():
             found[name] *= load
         mine = rows if plan.tp > 1 and not plan.sequence_parallel else rows * plan.expert_tp / plan.tp
-        found["input of the experts"] = load * model.experts_per_token * mine * model.hidden * size
+        routed = load * model.experts_per_token * mine
+        found["input of the experts"] = routed * model.hidden * size
         found["router"] = 2 * 4 * rows * model.experts // outside
+        if stack.plain:
+            found |= _plain_experts(model, plan, rows // outside, routed)
     if model.shared_ffn:
-        found["shared MLP"] = 3 * rows * model.shared_ffn * size // tp
+        factors = (4 if model.gated else 2) if stack.plain else 3
+        found["shared MLP"] = factors * rows * model.shared_ffn * size // tp
     if stack.keeps.extra:
         found["others"] = int(stack.keeps.extra * rows * model.hidden * size / outside)
+    return found
+
+
+def _plain_experts(model: Model, plan: Plan, tokens: int, routed: float) -> dict[str, float]:
+    """What plain layers keep of a rank's own tokens, and beside the features of the rows that its experts get. Places
+    are whole numbers of 8 B. Weights are normalized, and each sequence has a balance loss of its own."""
+    k, experts, dispatch = model.experts_per_token, model.experts, plan.dispatch or "all_to_all"
+    token, is_at_home = model.hidden * plan.kept_size, dispatch == "all_to_all"  # where results are weighted
+    found: dict[str, float] = {"router": tokens * (4 * experts + 13 * k + 9) + 4 * experts * plan.microbatch}
+    found["input of up"] = tokens * token
+    if model.shared_ffn and plan.sequence_parallel and plan.tp > 1:
+        found["input of the shared MLP"] = plan.tp * tokens * token  # gathered
+    found["results of the experts"] = (k * tokens if is_at_home else routed) * (token + 4)
+    copies: dict[str, float] = {"all_to_all": k, "gather": 0}
+    if dispatch not in copies:
+        copies[dispatch] = expected_copies(model.routing, plan.ep) * (1 + (dispatch == "two_levels"))
+    found["places of rows"] = (
+        copies[dispatch] * tokens * (16 + k * (not is_at_home)) + (8 if is_at_home else 16) * routed
+    )
     return found
 
 

@@ -109,6 +109,10 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int
         if plan.sequence_parallel and stack.plain:
             copied = 2 * (2 if model.norm == "layer" else 1) + (2 if model.bias else 0)
             yield Sent("tp", plan.tp, "all_reduce", model.hidden * size, copied, "norms", "backward")
+            if model.experts:  # of the router; and of each sequence, how often each expert is chosen
+                yield Sent("tp", plan.tp, "all_reduce", model.experts * model.hidden * size, 1, "layer", "backward")
+                for phase in forward:
+                    yield Sent("tp", plan.tp, "all_reduce", 8 * model.experts * plan.microbatch, 1, "layer", phase)
     if plan.cp > 1:
         pairs = 2 * tokens * model.kv_width // plan.tp * size
         for phase in forward:
@@ -157,15 +161,22 @@ def _experts(model: Model, plan: Plan, sequence: int, stack: Stack, node: int | 
 
 @lru_cache(maxsize=4096)
 def traffic(
-    model: Model, plan: Plan, batch: int, sequence: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
+    model: Model,
+    plan: Plan,
+    batch: int,
+    sequence: int,
+    pipeline_rank: int = 0,
+    stack: str | Stack = "megatron",
+    node_size: int | None = None,
 ) -> tuple[Sent, ...]:
-    """What a rank at this place of its pipeline sends in one step. Losses and norms, a number each, are left out."""
+    """What a rank at this place of its pipeline sends in one step, `node_size` as in `layer_traffic`. Losses and norms,
+    a number each, are left out."""
     stack, times, found = find_stack(stack, plan), plan.microbatches(batch), list[Sent]()
     plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
         often = int(times * stage.share)
         for kind, layers in zip((model, model.dense), stage.counts):
-            found += _times(layer_traffic(kind, plan, sequence, stack), layers * often)
+            found += _times(layer_traffic(kind, plan, sequence, stack, node_size), layers * often)
         if stage.is_first:
             found += _times(_embedding(model, plan, sequence, stack), often)
         if stage.is_last:
@@ -175,13 +186,22 @@ def traffic(
 
 
 def bytes_by_axis(
-    model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron"
+    model: Model,
+    plan: Plan,
+    batch: int,
+    sequence: int,
+    stack: str | Stack = "megatron",
+    node_size: int | None = None,
 ) -> list[dict[str, float]]:
-    """For each pipeline rank: axis -> the bytes that it sends in one step, with the ring algorithm."""
+    """For each pipeline rank: axis -> the bytes that it sends in one step, with the ring algorithm.
+
+    node_size   how many neighbours are a node, to which `dispatch="two_levels"` sends a token once, along "ep"; from
+                there on it is along "ep inside". None: all ranks are in one node, and all is along "ep"
+    """
     found = []
     for pipeline_rank in range(plan.pp):
         sums = Counter[str]()
-        for sent in traffic(model, plan, batch, sequence, pipeline_rank, stack):
+        for sent in traffic(model, plan, batch, sequence, pipeline_rank, stack, node_size):
             sums[sent.axis] += sent.total  # type: ignore[assignment]  # a Counter may count fractions
         found.append(dict(sums))
     return found

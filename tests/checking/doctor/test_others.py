@@ -128,6 +128,59 @@ OTHERS = (
         "amax_of_a_shard", 2, ("loss",), "w.detach().abs().max()", "on rank 0, it is 0.753 times the reference's",
         (("    q = (w", "    dist.all_reduce(amax, dist.ReduceOp.MAX)\n    q = (w"),),
     ),
+    Other(
+        "decay_of_every_rank", 2, ("gradient",), "p.grad += 0.1 * p", "counts once for each rank",
+        (("            p.grad += 0.1 * p\n            dist.all_reduce(p.grad)\n",
+          "            dist.all_reduce(p.grad)\n            p.grad += 0.1 * p\n"),),
+    ),
+    Other(
+        "update_clipped_by_shard", 2, ("parameters",), "update.square().mean()", "depends on the whole tensor",
+        (("                size = update.square().mean()\n",
+          "                size = update.square().mean()\n                dist.all_reduce(size)\n"
+          "                size /= world\n"),),
+    ),
+    Other(
+        "moments_factored_by_shard", 2, ("parameters",), "p.grad.square().mean(1)", "depends on the whole tensor",
+        (("                size = rows.mean()\n",
+          "                size = rows.mean()\n                for z in (columns if p is model.up else rows, size):\n"
+          "                    dist.all_reduce(z)\n                    z /= world\n"),),
+    ),
+    Other(
+        "orthogonal_by_shard", 2, ("parameters",), "optimizer.step()", "depends on the whole tensor",
+        (("up.chunk(world)[rank].clone()", "up.clone()"), ("down.chunk(world, 1)[rank].clone()", "down.clone()"),
+         ("Sum.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)", "(x @ self.up.T).tanh() @ self.down.T"),
+         ("F.cross_entropy(model(x), y).backward()",
+          "(F.cross_entropy(model(x.chunk(world)[rank]), y.chunk(world)[rank]) / world).backward()\n"
+          "    for p in model.parameters():\n        dist.all_reduce(p.grad)")),
+    ),
+    Other(
+        "capacity_of_local_tokens", 2, ("loss",), "before < capacity", "compares with 4, and in the reference with 8",
+        (("        capacity = len(x) // 4\n",
+          "        count = chosen.sum(0)\n        counts = [torch.zeros_like(count) for _ in range(world)]\n"
+          "        dist.all_gather(counts, count)\n        before += sum(counts[:rank], torch.zeros_like(count))\n"
+          "        capacity = len(x) * world // 4\n"),),
+    ),
+    Other(
+        "documents_begin_anew", 2, ("loss",), "(ids == END).cumsum(1)", "on rank 1, it is 0, 1, 1, 2",
+        (("        document = (ids == END).cumsum(1)\n",
+          "        wholes = [torch.empty_like(ids) for _ in range(world)]\n"
+          "        dist.all_gather(wholes, ids.contiguous())\n"
+          "        document = (torch.cat(wholes, 1) == END).cumsum(1).chunk(world, 1)[rank].contiguous()\n"),),
+    ),
+    Other(
+        "the_other_head_of_keys", 4, ("loss",), "model(ids)", "ranks 0, 1 and ranks 2, 3 need the same",
+        (("rank % parts", "rank * parts // world"),),
+    ),
+    Other(
+        "labels_begin_anew", 2, ("loss",), "F.cross_entropy(10 * a @ all_b.T", "go on from the rank's first sample",
+        (("    first = 0\n", "    first = rank * len(a)\n"),),
+    ),
+    Other(
+        "negatives_of_one_rank", 2, ("loss",), "10 * a @ all_b.T", "with its own alone",
+        (("    all_a, all_b, first = a, b, 0\n",
+          "    all_a, all_b = (torch.cat(dist.nn.functional.all_gather(z)) for z in (a, b))\n"
+          "    first = rank * len(a)\n"),),
+    ),
 )  # fmt: skip
 
 

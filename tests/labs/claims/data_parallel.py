@@ -108,10 +108,17 @@ CLAIMS = (
     ),
     Claim("on the playbook's network (lab 03) 3,300", lambda: [3, *tokens("data parallel", 64, PLAYBOOK)]),
     Claim(
-        "the forecast says 2,700 GPUs, and the data sheet 1,600",
-        lambda: [most_gpus(NDR), most_gpus(SHEET)],
+        "you can use 4 million / 2,490 = 1,600 GPUs, and by the forecast 4 million / 1,470 = 2,700",
+        lambda: [
+            4,
+            *tokens("data parallel", most_gpus(SHEET), SHEET),
+            most_gpus(SHEET),
+            4,
+            *tokens("data parallel", most_gpus(NDR), NDR),
+            most_gpus(NDR),
+        ],
     ),
-    Claim("it is only 600", lambda: [most_gpus(PLAYBOOK)]),
+    Claim("the limit is about 600", lambda: [most_gpus(PLAYBOOK)]),
     Claim(
         "a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences, and that on "
         "one node of one",

@@ -24,14 +24,6 @@ def off(run: Run) -> float:
     return forecast_of(run).seconds / run.seconds - 1
 
 
-def fitted() -> list[Run]:
-    return [run for run in playbook() if run.is_fitted]
-
-
-def sixteen() -> list[Run]:
-    return [run for run in fitted() if run.plan.microbatch == 16]
-
-
 def alike(run: Run) -> tuple[str, int, int, int]:
     return run.model.name, run.plan.ranks, run.plan.microbatch, run.plan.zero
 
@@ -69,6 +61,7 @@ CLAIMS = (
             else False
         ),
     ),
+    Claim("Two numbers are fitted to 118 runs", lambda: [sum(run.is_fitted for run in playbook())]),
     Claim(
         "the host cannot start kernels as fast as the GPU finishes them, and host is most of the loss",
         lambda: all(
@@ -83,12 +76,8 @@ CLAIMS = (
         lambda: [max(round(100 * known.most) for known in classes()[:3])],
     ),
     Claim(
-        "the intervals reach 39 times the forecast, and on more than 32 nodes 106 times",
-        lambda: [
-            max(known.high for known in classes() if ", pipeline, " in known.name and "2 to 32" in known.name),
-            32,
-            max(known.high for known in classes() if ", pipeline, " in known.name),
-        ],
+        "the intervals reach 106 times the forecast",
+        lambda: [max(known.high for known in classes() if ", pipeline, " in known.name)],
     ),
     Claim(
         "Almost all large errors are on one side: the run took longer",
@@ -97,10 +86,6 @@ CLAIMS = (
     Claim(
         "took 19 s in one run and 89 s in another",
         lambda: of_one_layout(),
-    ),
-    Claim(
-        "of the 118 fitted runs, 14 have microbatches of 16, and 13 of these took longer than forecast",
-        lambda: [len(fitted()), len(sixteen()), 16, sum(off(run) < 0 for run in sixteen())],
     ),
     Claim(
         "has an MFU of about 70%, because kernels do not reach the peak",
@@ -124,7 +109,7 @@ CLAIMS = (
     ),
     Given("turn the knob to a batch four times as large"),
     Claim(
-        "A batch four times as large has the same problem with four times as many GPUs",
+        "with a batch four times as large, this begins at four times as many GPUs",
         lambda: only_zero3(NDR, 256)[-1] == 4 * only_zero3(NDR, 64)[-1],
     ),
     Claim("ZeRO 3 alone is best up to 64 GPUs only", lambda: only_zero3(PLAYBOOK, 256) == [32, 64]),

@@ -11,6 +11,7 @@ import numpy as np
 
 from tplab.checking.gaps import gap, near
 from tplab.checking.observed import Observed, axis_sets, every_way
+from tplab.checking.trail import reached
 from tplab.checking.verdict import label
 from tplab.jax.checking.tape import Node, Source, entries
 from tplab.lines import line_text
@@ -104,13 +105,8 @@ class Departure:
     def chain(self, wrong: set[int], ends_at: Callable[[Source | None], bool] | None = None) -> list[int]:
         """The nodes that the wrong results come from through nothing but what is not right, in program order."""
         sources, ends_at = self.nodes[self.last].sources, ends_at or self.is_right
-        left, found = [sources[place] for place in sorted(wrong)], set[int]()
-        while left:
-            source = left.pop()
-            if source is not None and source[0] not in found:
-                found.add(source[0])
-                left += [one for one in self.nodes[source[0]].sources if not ends_at(one)]
-        return sorted(found)
+        ends = (source[0] for place in wrong if (source := sources[place]) is not None)
+        return sorted(reached(ends, lambda at: [one[0] for one in self.nodes[at].sources if one and not ends_at(one)]))
 
     def firsts(self, wrong: set[int]) -> list[int]:
         """The nodes that are given what is right and return what is not. Behind a factor that may be that of a mean of

@@ -103,7 +103,7 @@ def check_parallel(
     check.compare_passes(optimizer)
     check.look_for_the_cause()
     if check.is_training:
-        check.rows += mask_rows(check.ours.masks(), mesh)
+        check.rows += mask_rows(check.ours.masks(), check.theirs.masks()[0], mesh)
     return check.comparison.report(theirs.order, check.notes)
 
 

@@ -119,20 +119,11 @@ class Search:
             return self._given(name, parent, *given)
         layout, verdict = found
         whole, pieces = self._reference.outputs[name], [rank.outputs[name] for rank in self._told]
-        owners = [
-            owner for owner in (*self._told[0].biases, *self._reference.inputs) if f"{owner}.".startswith(f"{name}.")
-        ]
-        biases = {
-            "its bias" if o == name else f"{o}.bias": self._told[0].biases[o]
-            for o in owners
-            if o in self._told[0].biases
-        }
-        inputs = {
-            "its input" if o == name else f"the input of {o}": self._reference.inputs[o]
-            for o in owners
-            if o in self._reference.inputs
-        }
-        addend = self._comparison.addend_of(whole, pieces, biases | inputs)
+        biases, inputs = ([(o, x) for o, x in of.items() if f"{o}.".startswith(f"{name}.")]
+                          for of in (self._told[0].biases, self._reference.inputs))  # fmt: skip
+        added = {"its bias" if o == name else f"{o}.bias": x for o, x in biases}
+        added |= {"its input" if o == name else f"the input of {o}": x for o, x in inputs}
+        addend = self._comparison.addend_of(whole, pieces, added)
         verdict = addend.verdict if addend else verdict
         if verdict.mistake == "partial" and verdict.axes and self._is_copied(parent, verdict.axes):
             return None

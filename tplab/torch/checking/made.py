@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.trail import reached
 from tplab.torch.private import transform
 
 Made = tuple[str, float | None]
@@ -55,6 +56,8 @@ _DIVIDES = {"div", "div_", "__truediv__", "true_divide", "divide", "__idiv__", "
 
 
 MULTIPLIES = _MULTIPLIES | _DIVIDES
+_COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_equal",
+             "__lt__", "__le__", "__gt__", "__ge__"}  # fmt: skip
 
 
 def times(name: str, args: Sequence[Any]) -> float | None:
@@ -65,6 +68,11 @@ def times(name: str, args: Sequence[Any]) -> float | None:
     if name in _MULTIPLIES:
         return numbers[0]
     return 1 / numbers[0] if name in _DIVIDES and numbers[0] and _is_constant(args[1]) else None
+
+
+def compares(name: str, args: Sequence[Any]) -> float | None:
+    """Which number the function of this name compares its tensor with, if it does."""
+    return float(args[1]) if name in _COMPARES and len(args) > 1 and _is_constant(args[1]) else None
 
 
 def _is_constant(x: Any) -> bool:
@@ -81,14 +89,8 @@ def made(x: Tensor) -> list[Made]:
 def terms(x: Tensor) -> list[tuple[str, float]]:
     """The lines that multiply numbers that a number is made of, and by what, beside those of its `made`."""
     first = [*_chain(x.grad_fn)]
-    known, waiting, found = set(first), [*first], list[tuple[str, float]]()
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in known and (at := node.metadata.get(_KEY)):
-                known.add(node)
-                waiting.append(node)
-                found += [(at[0], at[1])] * (at[1] is not None)
-    return found
+    known = reached(first, lambda node: [one for one, _ in node.next_functions if one and one.metadata.get(_KEY)])
+    return [at for node in known if node not in first and (at := node.metadata[_KEY])[1] is not None]
 
 
 def _chain(node: Any) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tplab.checking.recording import FEWEST, checksum
+from tplab.checking.masks import Drawn, are_pieces, compared, mark
+from tplab.checking.recording import checksum
 from tplab.checking.report import Row
 from tplab.mesh import Mesh
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.layers.dropout import dropout
+from tplab.torch.private import local_of
 
 DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, dropout}
-
-Seen = list[tuple[str, int, int, int]]
-"""Of each dropout, in the order of calls: the module, checksums of input and mask, the number of elements."""
 
 
 class MaskWatch(TorchFunctionMode):
@@ -28,7 +27,7 @@ class MaskWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.seen: Seen = []
+        self.seen = list[Drawn]()
         self._inside: list[str] = []
         self._hooks = [
             hook
@@ -66,7 +65,8 @@ class MaskWatch(TorchFunctionMode):
         return y
 
     def _note(self, x: Tensor, mask: int) -> None:
-        self.seen.append((self._inside[-1] if self._inside else "", checksum(array_of(x)), mask, x.numel()))
+        given, size = mark(array_of(x)), x.numel() if local_of(x) is x else 0
+        self.seen.append(Drawn(self._inside[-1] if self._inside else "", given, mask, size))
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
@@ -74,31 +74,34 @@ class MaskWatch(TorchFunctionMode):
             hook.remove()
 
 
-def mask_rows(per_rank: list[Seen], mesh: Mesh) -> list[Row]:
-    """A row for each dropout, up to the first that is wrong: later differences follow from it."""
+def mask_rows(per_rank: Sequence[Sequence[Drawn]], whole: Sequence[Drawn], mesh: Mesh) -> list[Row]:
+    """A row for each dropout, up to the first that is wrong: later differences follow from it.
+
+    whole   the reference's masks
+    """
     rows: list[Row] = []
     if len({len(seen) for seen in per_rank}) > 1:
         counts = ", ".join(str(len(seen)) for seen in per_rank)
         return [_row("number of dropouts", f"ranks drop {counts} times; each must drop equally often")]
-    for calls in zip(*per_rank):
-        name = calls[0][0] or "dropout"
-        wrong = ""
+    for turn, calls in enumerate(zip(*per_rank)):
+        theirs = whole[turn : turn + 1] if len(whole) == len(per_rank[0]) else ()
+        is_one = are_pieces(calls, theirs) if theirs else all(a.size != calls[0].size for a in whole)
         for one, other in combinations(mesh.ranks, 2):
-            (_, x, mask, count), (_, other_x, other_mask, _) = calls[one], calls[other]
-            if x == other_x and mask != other_mask:
+            how, wrong = compared(calls[one], calls[other]), ""
+            if how == "two":
                 wrong = (
                     f"different dropout: ranks {one} and {other} hold the same tensor and drop other elements of it, "
                     "as with a generator of each rank's own outside of the parallel regions; "
                     "tplab.torch.dropout(x, p) draws one mask"
                 )
-            elif x != other_x and mask == other_mask and count >= FEWEST:
+            elif how and is_one:
                 wrong = (
                     f"the same mask inside: ranks {one} and {other} hold different activations and drop the same "
                     "places, as with one generator; tplab.torch.dropout(x, p, axis=...) draws one mask per rank"
                 )
             if wrong:
-                return [*rows, _row(name, wrong)]
-        rows.append(_row(name))
+                return [*rows, _row(calls[0].where or "dropout", wrong)]
+        rows.append(_row(calls[0].where or "dropout"))
     return rows
 
 

@@ -16,9 +16,10 @@ from torch.optim.optimizer import Optimizer
 from tplab.checking.gaps import near
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
+from tplab.checking.trail import MATMULS
 from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.names import Names, address_of, parameters_of
-from tplab.torch.checking.origins import CLAMPS
+from tplab.torch.checking.origins import ADDS, CLAMPS
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.rank import this_rank
@@ -66,6 +67,7 @@ class Mending:
         self._weights: dict[tuple[int, int], float] = {}
         self._before: dict[str, Tensor] = {}
         self._is_done, self._rows = -1, 1
+        self._cut: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def _of(self, *kinds: Kind, line: str | None = None) -> Iterator[Repair]:
         for one in self._repairs:
@@ -88,13 +90,8 @@ class Mending:
         """One of torch.distributed's. `run(take)` runs it; `finished` is what to return where it is left out."""
         if not self._repairs:
             return run(take)
-        line = self._watched.line()
-        for one in self._of("mean", "sum", "skip", "last", "gradients", "wait", "parameters", line=line):
-            own = put if isinstance(put, Tensor) else put[min(call.place.index, len(put) - 1)]
-            if one.names and not set(self._watched.names.at(address_of(own))[1]) & set(one.names):
-                continue
-            if one.kind == "skip" and not self._is_turn(one):
-                continue
+        own = put[min(call.place.index, len(put) - 1)] if isinstance(put, list | tuple) and put else put
+        for one in self._here(own, "mean", "sum", "skip", "last", "gradients", "wait", "parameters"):
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
@@ -103,8 +100,8 @@ class Mending:
                 by = _scale(one, len(call.place.group))
                 return run(lambda y, by=by: take(y * by))
             if one.kind == "last":
-                self._turns[line, self._step] += 1
-                if self._turns[line, self._step] > one.times:
+                self._turns[one.line, self._step] += 1
+                if self._turns[one.line, self._step] > one.times:
                     continue
             if call.op in ("all_reduce", "broadcast"):
                 return finished()
@@ -117,16 +114,19 @@ class Mending:
 
     def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
         """One of tplab's own. `run(x)` runs it."""
-        for one in self._of("mean", "sum", "skip", "gradients", line=self._watched.line()) if self._repairs else ():
-            if one.names and not set(self._watched.names.at(address_of(x))[1]) & set(one.names):
-                continue
-            if one.kind == "skip" and not self._is_turn(one):
-                continue
+        for one in self._here(x, "mean", "sum", "skip", "gradients") if self._repairs else ():
             if one.kind in ("mean", "sum"):
                 return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
+
+    def _here(self, x: Any, *kinds: Kind) -> Iterator[Repair]:
+        """The repairs of the collective at this line, which is given x."""
+        for one in self._of(*kinds, line=self._watched.line()):
+            is_meant = not one.names or set(self._watched.names.at(address_of(x))[1]) & set(one.names)
+            if is_meant and (one.kind != "skip" or self._is_turn(one)):
+                yield one
 
     def keeps_order(self, line: str) -> bool:
         """Whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
@@ -146,11 +146,13 @@ class Mending:
         if func is F.batch_norm and any(self._of("statistics")):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
-        if name in CLAMPS and any(self._of("late", line=line)):
+        if name in CLAMPS | ADDS and any(self._of("late", line=line)):
             self._later.append(lambda: func(*args, **kwargs))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
             args = tuple(self._wrapped(one, x, args) for x in args)
+        if name in MATMULS and any(self._of("gather", line=line)):
+            args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
             if name in one.names and isinstance(found, Tensor) and found.is_floating_point():
@@ -186,17 +188,29 @@ class Mending:
 
     def _back(self, one: Repair, x: Tensor) -> Tensor:
         """The same, whose gradient is the sum over the rank's group, times a factor."""
-        return Back.apply(x, lambda gradient: self._summed(one, gradient) * one.by)
 
-    def _summed(self, one: Repair, x: Tensor) -> Tensor:
-        if one.groups:
-            local_of(x).detach().copy_(self._combined(("dual", one.line), x, "sum", one.group_of(self.rank)))
-        return x
+        def back(gradient: Tensor) -> Tensor:
+            if one.groups:
+                total = self._combined(("dual", one.line), gradient, "sum", one.group_of(self.rank))
+                local_of(gradient).detach().copy_(total)
+            return gradient * one.by
+
+        return Back.apply(x, back)
 
     def _combined(self, key: Any, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
         held = self._exchanged(key, local_of(x).detach().clone())
         total = torch.stack([held[rank] for rank in group]).sum(0)
         return total / len(group) if how == "mean" else total
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Those of all ranks, side by side along the last dim; gradients go back to each."""
+        held, size = self._exchanged("gather", x.detach().clone()), x.shape[-1]
+
+        def back(gradient: Tensor) -> Tensor:
+            every = self._exchanged("gathered", gradient)
+            return sum(every.values(), torch.zeros_like(gradient)).narrow(-1, self.rank * size, size)
+
+        return Back.apply(x, back, torch.cat([held[rank] for rank in sorted(held)], -1))
 
     def _batch_norm(
         self, x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -287,6 +301,12 @@ class Mending:
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
+    def begin_step(self) -> None:
+        """Before the first forward pass of a step."""
+        for one in self._of("random"):
+            if self._step == one.times:
+                torch.set_rng_state(torch.from_numpy(np.array(one.values[self.rank])))
+
     def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model is called with."""
         batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
@@ -315,11 +335,14 @@ class Mending:
             _, whole = one.values.get(self._step, ([], None))
             if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
                 return self._part(one, whole, batch, target)
+        for one in self._of("gather"):
+            if batch < len(wholes := one.values.get(self._step, ())):
+                return self._part(one, wholes[batch], 0, target)
         for one in self._of("targets"):
-            return self._cut(one.values[self._step][1][batch], target, batch, ignored)
+            return self._cut_targets(one.values[self._step][1][batch], target, batch, ignored)
         return target
 
-    def _cut(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
+    def _cut_targets(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
         """The rank's part of the targets, and its weight in the mean over all of them."""
         size = this_rank().mesh.size
         part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
@@ -366,6 +389,29 @@ class Mending:
             if self._step == one.values["step"]:
                 self._share_states(one, optimizer)
 
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """All that the optimizer gets is as it should be: it updates whole tensors, in place of the rank's parts."""
+        for one in self._of("whole"):
+            at = {p: one.values[self.rank, name] for p in parameters_of([optimizer]) if p.grad is not None
+                  and local_of(p) is p and (self.rank, name := self._watched.names.of(p)) in one.values}  # fmt: skip
+            held = self._exchanged("whole", {of: (x.detach().clone(), x.grad.clone(), numbers)  # type: ignore[union-attr]
+                                             for x, (of, numbers, _) in at.items()})  # fmt: skip
+            for p, (of, numbers, shape) in at.items():
+                wholes = [p.new_zeros(shape) for _ in "pg"]
+                for parts in (mine[of] for mine in held.values() if of in mine):
+                    for whole, part in zip(wholes, parts):
+                        whole.view(-1)[torch.from_numpy(parts[2])] = part
+                self._cut.append((p, p.data, p.grad, torch.from_numpy(numbers)))  # type: ignore[arg-type]
+                p.grad, p.data = None, wholes[0]
+                p.grad = wholes[1]
+
+    def end_update(self) -> None:
+        for p, own, gradient, numbers in self._cut:
+            own.copy_(p.data.view(-1)[numbers])
+            p.grad, p.data = None, own
+            p.grad = gradient
+        self._cut.clear()
+
     def _set(self, one: Repair, group: dict[str, Any]) -> list[dict[str, Any]]:
         """A group of parameters in as many groups as have the same settings."""
         found: dict[Any, dict[str, Any]] = {}
@@ -381,7 +427,14 @@ class Mending:
         return [*found.values()]
 
     def _share_states(self, one: Repair, optimizer: Optimizer) -> None:
-        names, source = self._watched.names, one.values["from"]
+        names, source = self._watched.names, one.values.get("from")
+        if source is None:
+            known = {names.of(p): p for p in parameters_of([optimizer])}
+            for (rank, (name, key)), x in one.values["whole"].items():
+                if rank == self.rank and (p := known.get(name)) is not None:
+                    value = torch.from_numpy(np.array(x))
+                    optimizer.state[p][key] = value.to(local_of(p)) if value.shape == local_of(p).shape else value
+            return
         held = self._exchanged("states", {names.of(p): state for p, state in optimizer.state.items()})
         if self.rank != source:
             for p in parameters_of([optimizer]):
@@ -411,16 +464,16 @@ class Mending:
 
 
 class Back(torch.autograd.Function):
-    """The same; on the way back, a function of the gradient."""
+    """The same, or what is there instead; on the way back, a function of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, back: Callable[[Tensor], Tensor], instead: Tensor | None = None) -> Tensor:
         ctx.back = back
-        return x.view_as(x)
+        return x.view_as(x) if instead is None else instead
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.back(gradients[0].clone()), None
+        return ctx.back(gradients[0].clone()), None, None
 
 
 class Through(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from tplab.checking.recording import Step
 from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.names import Names, address_of
+from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
 
 Setting = tuple[float, ...]
@@ -101,6 +102,7 @@ SQUARES = {"square", "pow", "__pow__"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
 """What a script may change by hand, and when."""
 CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+ADDS = {"add_", "__iadd__", "_foreach_add_"}
 _LINE = "_tplab_shifted_at"
 
 
@@ -127,7 +129,10 @@ class ByHand:
                 kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
                 if kind == _CHANGES[moment]:
                     step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
-        elif moment == "reduction" and (name in MULTIPLIES | NORMS | CLAMPS):
+        elif moment == "step" and name in NORMS | {"mean"} and isinstance(first, Tensor) and isinstance(found, Tensor):
+            if found.numel() < first.numel():
+                step.lines.setdefault("combined", self._origins.here())
+        elif moment == "reduction" and (name in MULTIPLIES | NORMS | CLAMPS | ADDS):
             self._reduce(name, args, found, step, inside)
         else:
             self._shift(name, first, found)
@@ -162,9 +167,22 @@ class ByHand:
         if name in CLAMPS:
             step.lines["clamp"] = self._origins.here()
             return
+        if name in ADDS:
+            if self._is_decay(x, args[1][0] if isinstance(args[1], list | tuple) else args[1]):
+                step.lines["decay"] = self._origins.here()
+            return
         chain, line, factor = this_rank().lines.chain(), self._origins.here(), times(name, args)
         if factor is not None and (line, factor) not in step.scaled:
             step.scaled.append((line, factor))
         if name in _IN_PLACE and "scale" not in step.lines:
             step.lines["scale in"] = line
             step.lines["scale"] = next((at for code, at in chain if code in inside), line)
+
+    def _is_decay(self, gradient: Tensor, added: Any) -> bool:
+        """Whether what is added to a gradient is a multiple of its parameter."""
+        owner = next((p for p in self._names.parameters() if p.grad is not None
+                      and address_of(p.grad) == address_of(gradient)), None)  # fmt: skip
+        if owner is None or not isinstance(added, Tensor) or added.shape != owner.shape:
+            return False
+        x, y = local_of(owner).detach().double().reshape(-1), local_of(added).detach().double().reshape(-1)
+        return bool((y - x * (x @ y) / (x @ x).clamp(min=1e-30)).abs().max() <= 1e-5 * y.abs().max())

@@ -167,16 +167,22 @@ class _Doctor:
             if mesh.size == 1:
                 raise _NothingToTell("one rank alone shares no work: give more ranks, for example --nproc-per-node 2")
             theirs = self._later(alone, args)
-            self.seen(alone, args)  # the script leaves its checkpoint
-            ours = self.seen(mesh, [*self.args, *resume])
-            diagnosis = Diagnosis(ours, theirs, about=about, notes=self.notes)
-            if findings := list(lost(diagnosis.facts)):
-                return SameModel([], findings, notes=self.notes, about=about)  # type: ignore[arg-type]
-            report = diagnosis.report()
-            if not _is_certain(report):
-                again = self._later(alone, args, parts=mesh.size)
-                report = Diagnosis(ours, theirs, again, about=about, notes=self.notes).report()
-            return report
+
+            def again(repairs: Sequence[Repair] = ()) -> list[Seen]:
+                self.seen(alone, args)  # the script leaves its checkpoint
+                return self.seen(mesh, [*self.args, *resume], repairs=repairs)
+
+            def diagnosed(ours: list[Seen], other: list[Seen] | None = None) -> SameModel:
+                diagnosis = Diagnosis(ours, theirs, other, about=about, notes=self.notes)
+                if findings := list(lost(diagnosis.facts)):
+                    return SameModel([], findings, notes=self.notes, about=about)  # type: ignore[arg-type]
+                return diagnosis.report()
+
+            report = diagnosed(ours := again())
+            if _is_certain(report):
+                return report
+            other = self._later(alone, args, parts=mesh.size)
+            return _proven(diagnosed(ours, other), lambda repairs: diagnosed(again(repairs), other))
         except _NotRun as error:
             return error.report(about)
 
@@ -186,7 +192,9 @@ class _Doctor:
         if found[0].num_steps <= self.steps:
             raise _NothingToTell(f"on {_ranks(alone)} the script ends after {self.steps} steps, but it should go on")
         return [
-            replace(one, weights=last.parameters, buffers=last.buffers, steps=one.steps[self.steps :])
+            replace(
+                one, weights=last.parameters, buffers=last.buffers, states=last.states, steps=one.steps[self.steps :]
+            )
             for one in found
             for last in [one.steps[self.steps - 1]]
         ]
@@ -197,18 +205,15 @@ class _Doctor:
     ) -> SameModel:  # fmt: skip
         """The causes of faults, each of which was repaired in another run."""
 
-        def again(repairs: Sequence[Repair]) -> SameModel | None:
+        def again(repairs: Sequence[Repair]) -> SameModel:
             ours = [one for one in repairs if not one.of_reference]
             theirs = [one for one in repairs if one.of_reference]
-            try:
-                traced = next((one.times for one in ours if one.kind == "put"), None)
-                seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
-                whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
-                return diagnosed(seen, whole)
-            except (_NotRun, NeedsWeights, NeedsSamples):
-                return None
+            traced = next((one.times for one in ours if one.kind == "put"), None)
+            seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
+            whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
+            return diagnosed(seen, whole)
 
-        return proven(report, again)
+        return _proven(report, again)
 
     def _on_gpus_or_cpu(self, mesh: Mesh) -> list[Seen]:
         """What is seen of the ranks. Where they look for GPUs and this machine has none, cuda means the CPU."""
@@ -399,6 +404,18 @@ class _Doctor:
         program.__name__ = self.name
         processes = Processes(mesh, options["seed"], num_gpus=options.pop("num_gpus", None))
         run(program, mesh, *args, on="simulated", distributed=processes, **options)
+
+
+def _proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel]) -> SameModel:
+    """The same with proven causes. again: the report of another run with these repairs, which may fail"""
+
+    def or_none(repairs: Sequence[Repair]) -> SameModel | None:
+        try:
+            return again(repairs)
+        except (_NotRun, NeedsWeights, NeedsSamples):
+            return None
+
+    return proven(report, or_none)
 
 
 def _is_certain(report: SameModel) -> bool:

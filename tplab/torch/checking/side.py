@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.masks import Drawn
 from tplab.checking.tried import Reduction
 from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.sharding import P
-from tplab.torch.checking.masks import MaskWatch, Seen
+from tplab.torch.checking.masks import MaskWatch
 from tplab.torch.checking.sums import OtherSums
 from tplab.torch.checking.trying import Tried
 from tplab.torch.models.huggingface import known_layouts
@@ -148,10 +149,10 @@ class Side:
         self.gathers = [gather for _, _, _, gathers in found for gather in gathers]
         return [told for told, *_ in found]
 
-    def masks(self) -> list[Seen]:
+    def masks(self) -> list[list[Drawn]]:
         """The dropout masks of one forward pass of each rank, in the mode in which the model was built."""
 
-        def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> Seen:
+        def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> list[Drawn]:
             with torch.no_grad(), MaskWatch(model) as watch:
                 model(*inputs, **kwargs)
             return watch.seen

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
-from tplab.torch.checking.made import times
+from tplab.torch.checking.made import compares, times
 from tplab.torch.checking.names import Names
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.private import graph_task, transform
@@ -116,7 +116,7 @@ class Recorder:
         self._turns[lines[0], name] += 1
         given = [self._of(x) for x in tensors_in((args, tuple(kwargs.values())))]
         made = [number for number in given if number >= 0]
-        op = Op((lines[0], name, turn), lines, made, [], times=times(name, args))
+        op = Op((lines[0], name, turn), lines, made, [], times=times(name, args), compares=compares(name, args))
         for place, x in enumerate(args):
             if isinstance(x, Tensor) and not x.requires_grad and x.dim():
                 number = self._of(x)

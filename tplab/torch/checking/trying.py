@@ -3,7 +3,7 @@ copy_to at a module's input, an all_reduce of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.trail import reached
 from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import all_reduce
@@ -90,7 +91,8 @@ class Tried:
         """All ranks use the result of `gather_from` in the same way, and each goes on with its piece of the gradient.
         Each uses that of `all_gather` in its own way, and the gradients of all are added up. Their outputs are the
         same. Those that are not used as their kind requires pass gradients back as the other kind does."""
-        for node in _nodes(loss.grad_fn) if "gathers" in self.at else ():
+        known: list[Any] = [loss.grad_fn] * ("gathers" in self.at and loss.grad_fn is not None)
+        for node in reached(known, lambda node: [other for other, _ in node.next_functions if other is not None]):
             call: Any = getattr(getattr(node, "exchange", None), "call", None)
             if type(node).__name__ == "_GatherBackward":
                 node.register_prehook(partial(self._pass_on, "gather_from", node.axis))
@@ -199,15 +201,3 @@ def _left(output: Any, axes: tuple[str, ...], added: Any) -> Any:
         return output
     added = torch.as_tensor(added).to(output)
     return all_reduce(output - added, axes) + added
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Every node of a graph, once."""
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            yield node
-            new = {other for other, _ in node.next_functions} - seen
-            seen |= new
-            waiting += new

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from tplab.checking.recording import Drawn, Piece, Seen, Sent, Step, checksum
+from tplab.checking.masks import Drawn, mark
+from tplab.checking.recording import Piece, Seen, Sent, Step, checksum
 from tplab.torch.checking.made import made, terms
 from tplab.torch.checking.mending import Back, Mending, Through
 from tplab.torch.checking.names import OF_A_BATCH, Names, address_of, parameters_of
@@ -187,6 +188,9 @@ class Watched:
         call.lines["forward"] = self.line()
         self._called = this_rank().lines.chain()
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
+        if is_whole and self.step.random is None:
+            self.mending.begin_step()
+            self.step.random = torch.get_rng_state().numpy()
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)
@@ -273,7 +277,7 @@ class Watched:
         return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
 
     def draw(self, x: Tensor, mask: Tensor) -> None:
-        given, size = float(array_of(x).astype(np.float64).sum()), mask.numel() if local_of(x) is x else 0
+        given, size = mark(array_of(x)), mask.numel() if local_of(x) is x else 0
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0)), size))
         self.seen.kinds.add("Dropout")
 
@@ -289,7 +293,8 @@ class Watched:
         self.step.lines["backward"] = line
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
-        if isinstance(first, Tensor) and first.numel() == 1 and _is_nothing(grads):
+        is_first = grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
+        if isinstance(first, Tensor) and first.numel() == 1 and is_first:
             by = self.mending.loss(len(self.step.losses))
             grads = torch.full_like(first, by) if by != 1.0 else grads
             self.step.losses.append((by * float(local_of(first).detach()), line))
@@ -355,9 +360,13 @@ class Watched:
             settings = dict(_numbers(group))
             self.step.settings.update((self.names.of(p), settings) for p in group["params"])
         self.step.lines |= self.origins.lines(optimizer)
+        with self.looks():
+            self.mending.begin_update(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._inside is optimizer:
+            with self.looks():
+                self.mending.end_update()
             self._inside = None
             self.step.lines["step"] = self.line()
 
@@ -430,8 +439,9 @@ class Watched:
             self.is_measured = False  # what was measured, or clipped, is not what is added up over ranks
             if on == "gradient" and "clip" in self.step.lines:
                 self.step.lines["early clip"] = self.step.lines["clip"]
-        if moment == "reduction" and on == "gradient" and "clamp" in self.step.lines:
-            self.step.lines["early clamp"] = self.step.lines["clamp"]
+        for done in ("clamp", "decay") if moment == "reduction" and on == "gradient" else ():
+            if done in self.step.lines:
+                self.step.lines[f"early {done}"] = self.step.lines[done]
         self.recorder.send(self.line())
         self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
@@ -470,10 +480,6 @@ class Watched:
                 yield
         finally:
             self.is_looking = before
-
-
-def _is_nothing(grads: Any) -> bool:
-    return grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

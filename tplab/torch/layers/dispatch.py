@@ -17,6 +17,7 @@ differentiable, since the collectives are; the backward pass sends what the forw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def local(compute: Callable[[Tensor, Sequence[int]], Tensor], experts: int) -> L
         y = compute(x[token], expert.bincount(minlength=experts).tolist())
         if weights is not None:
             y = y * weights[token, slot, None].to(y.dtype)
-        return y.new_zeros(x.shape).index_add(0, token.to(y.device), y)
+        return _Summed.apply(y, token.to(y.device), len(x))  # type: ignore[return-value]
 
     return level
 
@@ -71,7 +72,7 @@ def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
         chosen = send(torch.where(is_there, choices[token] % here, -1).to(torch.int32)).long()
         weighted = None if weights is None else send(weights[token] * is_there.to(weights.device))
         back = all_to_all(inner(rows, chosen, weighted), axis, sizes=received, received=sizes)
-        return back.new_zeros(x.shape).index_add(0, token.to(back.device), back)
+        return _Summed.apply(back, token.to(back.device), len(x))  # type: ignore[return-value]
 
     return level
 
@@ -107,3 +108,23 @@ def gathered(axis: Axis, experts: int, inner: Level, *, is_split: bool = False) 
         return do(this_rank().call("reduce_scatter", axis, (0, "sum", sizes)), inner(rows, chosen, weighted))
 
     return level
+
+
+class _Summed(torch.autograd.Function):
+    """rows [N, D], the token of each [N]   ->   [T, D], each token's sum. Its backward pass needs only the tokens:
+    that of torch's `index_add` keeps the rows too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
+        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (token,) = ctx.saved_tensors
+        return grads[0].index_select(0, token), None, None

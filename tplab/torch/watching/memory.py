@@ -148,6 +148,8 @@ class KindsOfMemory(Listener):
         held = self._meet(y)
         if held is not None and note is not None and note < held.born == len(self._ledger) - 1:
             held.born, held.kinds = note, [(note, held.kinds[0][1])]
+        if held is not None:
+            held.was_sent = call.op == "receive"
 
     def mark(self, x: Tensor, kind: str) -> None:
         """Count this as this kind from its beginning on, whatever else is found."""
@@ -162,7 +164,7 @@ class KindsOfMemory(Listener):
         held = self._meet(x)
         if held is None or held.is_given or not held.can_be("activations"):
             return None
-        is_new = x.grad_fn is not None and len(held.kinds) == 1
+        is_new = x.grad_fn is not None and len(held.kinds) == 1 and not held.was_sent
         held.becomes("activations", held.came if is_new else len(self._ledger) - 1)
         return _Token(held, self._ledger)
 
@@ -258,15 +260,18 @@ class _Held:
     kinds      (row, kind): from which row on it was of which kind
     is_marked  whether `count_as` has set its kind
     is_given   whether it came with the arguments of the program
+    was_sent   whether it is a message from one rank, which no graph has made: it may wait for its forward pass
     """
 
-    __slots__ = ("born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "place", "storage")
+    __slots__ = (
+        "born", "came", "is_given", "is_marked", "kinds", "num_bytes", "num_saved", "place", "storage", "was_sent",
+    )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, born: int, kind: str):
         self.storage, self.place, self.num_bytes = weakref.ref(storage), storage_id(storage), storage.nbytes()
         self.born = self.came = born
         self.kinds = [(born, kind)]
-        self.is_marked = self.is_given = False
+        self.is_marked = self.is_given = self.was_sent = False
         self.num_saved = 0
 
     def can_be(self, kind: str) -> bool:

@@ -47,7 +47,7 @@ def _computing(layer: Layer, unit: str) -> str:
     lost = sum(layer.dropped)
     text += f"; {counted(lost, 'choice')} found no room" if lost else ""
     if waits[longest] <= 0.01 * layer.spent[longest].computing:
-        why = ", since so few rows all take about the same time"
+        why = ", since so few rows take nearly the same time on every rank"
         if min(layer.flops) == max(layer.flops):
             why = ", since each rank computes all its slots, also empty ones"
         return f"{text}; no rank waits for long{why * bool(rows[most] > 1.05 * rows[least])}"

@@ -1,0 +1,61 @@
+"""class of reports on Muon under tensor parallelism
+
+The update of a matrix is made orthogonal: each rank does so with its own shard.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, whose gradient every rank has already."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(total := x.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+class Copy(torch.autograd.Function):
+    """The same; its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dist.all_reduce(total := dy.clone())
+        return total
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        up, down = torch.randn(16, 6) / 3, torch.randn(4, 16) / 4
+        self.up = nn.Parameter(up.chunk(world)[rank].clone())
+        self.down = nn.Parameter(down.chunk(world, 1)[rank].clone())
+
+    def forward(self, x):
+        return Sum.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)
+
+
+model = Net()
+optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+draw = torch.Generator().manual_seed(1)
+for _ in range(3):
+    x, y = torch.randn(16, 6, generator=draw), torch.randint(4, (16,), generator=draw)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+dist.destroy_process_group()
