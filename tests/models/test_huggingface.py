@@ -319,7 +319,7 @@ def test_what_functions_drop_outside_of_parallel_regions_is_the_same_on_any_mesh
     model = llama(family, attention=attention, **{"attention_dropout": 0.0, **options})
 
     def program(model, ids):
-        model = parallelize(model, llama_plan(model)).train()
+        parallelize(model, llama_plan(model)).train()
         return model(ids, output_hidden_states=True).hidden_states[-1]
 
     alone = run(program, Mesh(tp=1), model, IDS, seed=5).per_rank[0]
@@ -334,7 +334,7 @@ def test_a_checkpoint_drops_the_same_again():
     model = llama("SeedOss", residual_dropout=0.3, attention_dropout=0.2)
 
     def program(model, ids, is_checkpointed):
-        model = parallelize(model, llama_plan(model)).train()
+        parallelize(model, llama_plan(model)).train()
         if is_checkpointed:
             model.gradient_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
