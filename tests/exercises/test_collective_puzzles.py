@@ -144,6 +144,14 @@ def test_the_picture_of_a_run_moves_below_the_words(number: int, program: Callab
     assert shown.width > 600
 
 
+def test_a_verdict_on_a_run_plays_where_there_is_a_kernel():
+    verdict = check_puzzle(1, chain)
+    assert isinstance(verdict, Moving)
+    data, metadata = verdict._repr_mimebundle_()
+    assert data.keys() == verdict.card()._repr_mimebundle_()[0].keys() and data["text/plain"] == verdict.text
+    assert metadata["image/png"]["alt"] == verdict.text
+
+
 @pytest.mark.parametrize(("number", "program"), [(1, running_sum(tj)), (3, both_ways_in_jax)], ids=["1", "3"])
 def test_a_solution_in_jax(number: int, program: Callable):
     verdict = check_puzzle(number, program, "jax")

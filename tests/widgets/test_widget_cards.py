@@ -143,7 +143,7 @@ def test_a_trace_is_sent_once_and_a_ring_all_reduce_over_64_ranks_is_below_100_k
         state = widget.get_state()
         sent.append(sum(len(value) for value in state.values() if isinstance(value, str | bytes)))
         own = {name for name in widget.keys if not name.startswith("_")} - {"layout", "tabbable", "tooltip"}
-        assert own == {"score", "step"} | zoom
+        assert own == {"above", "score", "step"} | zoom
     assert max(sent) <= 100_000
 
 

@@ -79,7 +79,6 @@ class Step:
                 itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
                 the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
-    random      where torch's random numbers are in the first forward pass
     skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
     evaluated   losses that were computed without gradients, and of how many targets
     """
@@ -104,7 +103,6 @@ class Step:
     lines: dict[str, str] = field(default_factory=dict)
     scaled: list[tuple[str, float]] = field(default_factory=list)
     evaluated: list[tuple[float, int]] = field(default_factory=list)
-    random: np.ndarray | None = None
     skipped: int = 0
 
     @property

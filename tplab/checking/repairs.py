@@ -17,7 +17,7 @@ Kind = Literal[
     "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
     "factor", "numbers", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
-    "weights", "settings", "states", "parameters", "buffers", "statistics", "put", "whole", "gather", "random",
+    "weights", "settings", "states", "parameters", "buffers", "statistics", "put", "whole", "gather",
 ]  # fmt: skip
 
 Groups = tuple[tuple[int, ...], ...]
@@ -51,7 +51,6 @@ class Repair:
               "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name, the number of
               each element in it, and its shape. "gather": losses compare with the rank's part of
               `values[step][turn]`; what the matmul at `line` takes second is that of all ranks, side by side
-              "random": in the step `times`, random numbers go on from `values` of ranks
     words     the same for a reader: "the mean in place of the sum at train.py:31"
     of_reference   whether it is the reference's run that is changed
     """

@@ -11,8 +11,10 @@ from tplab.checking.facts import Facts, Found, NothingToTell
 from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
 from tplab.checking.recording import Step
 from tplab.checking.repairs import Hypothesis, Repair
+from tplab.checking.same_model import Row
 from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
 from tplab.checking.sends import partitions
+from tplab.units import ranks_text
 
 
 class NeedsSamples(Exception):
@@ -167,10 +169,7 @@ def targets(facts: Facts) -> Found:
 
 def dropout(facts: Facts) -> Found:
     """Ranks that work on the same activations must drop the same, and ranks that hold parts of a layer must not. A
-    script that is started again must drop as the run does that goes on, if that has as many ranks."""
-    if facts.goes_on and len(facts.theirs) == facts.num_ranks:
-        yield from _restored(facts)
-        return
+    script that is started again on as many ranks may draw other masks than the run that goes on: that is no fault."""
     for first, *others in facts.copies:
         drawn = facts.mine[first].masks
         for rank, a, b in ((other, *two) for other in others for two in zip(drawn, facts.mine[other].masks)):
@@ -193,28 +192,26 @@ def dropout(facts: Facts) -> Found:
                 yield facts.fault("dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
                                   hypotheses=hypotheses)  # fmt: skip
                 return
-    if any(step.masks for step in facts.mine):
+    if facts.goes_on and len(facts.theirs) == facts.num_ranks and (row := _restored(facts)):
+        yield row
+    elif any(step.masks for step in facts.mine):
         yield facts.row("dropout", True, "masks were drawn but not used, because they would hide all other differences")
 
 
-def _restored(facts: Facts) -> Found:
+def _restored(facts: Facts) -> Row | None:
     sides = ((rank, *two) for rank in range(facts.num_ranks)
              for two in zip(facts.mine[rank].masks, facts.theirs[rank].masks))  # fmt: skip
     pairs = [(rank, a, b) for rank, a, b in sides if a.where == b.where and a.size == b.size >= FEWEST]
+    if not pairs:
+        return None
     ranks = sorted({rank for rank, a, b in pairs if a.mask != b.mask})
-    if not ranks:
-        if pairs:
-            yield facts.row("dropout", True, "masks are those of the run that goes on, and were drawn but not used")
-        return
-    where = next(a.where for rank, a, b in pairs if a.mask != b.mask)
-    cause = (
-        "where random numbers are was not restored when the script was started again, so others are drawn: save "
-        "torch.get_rng_state() of each rank with the weights, and set it before training goes on"
+    how = (
+        f"are not those of the run that goes on, on {ranks_text(ranks)}: where random numbers are was not restored "
+        "(torch.get_rng_state of each rank, saved with the weights)"
+        if ranks
+        else "are those of the run that goes on"
     )
-    states = {rank: step.random for rank, step in enumerate(facts.theirs)}
-    repair = Repair("random", "the random numbers of the run that goes on", values=states, times=facts.number)
-    yield facts.fault("dropout", "", "not that of the run that goes on", None, where, "", ranks=ranks,
-                      hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
+    return facts.row("dropout", True, f"masks {how}; they were drawn but not used")
 
 
 def _at(facts: Facts, where: str) -> Iterator[list[Drawn]]:

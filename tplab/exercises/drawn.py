@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import base64
-import io
-import textwrap
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageSequence
 
 from tplab.errors import TplabError
 from tplab.exercises.check import Verdict
 from tplab.schedules import Costs, Schedule, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets import animate, gantt, timeline
+from tplab.widgets.paper.above import below
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT, mix
+from tplab.widgets.paper.card import Card
+from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
 from tplab.widgets.paper.pen import Pen
 
-WIDTH, LEFT, CELL, LANE, MARGIN = 860, 66, 36, 26, 18
+WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
 STUCK = HUES[5]
 
 
 class Pictured(Verdict):
-    """A verdict with a picture below it."""
+    """A verdict with a card below it."""
 
-    def picture(self) -> bytes:
-        """A PNG."""
+    def card(self) -> Card:
         raise NotImplementedError
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        png = base64.b64encode(below(self.text, self.picture())).decode()
-        return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
+        card = self.card()
+        card.above = self.text
+        return card._repr_mimebundle_(**kwargs)
 
 
 class Moving(Pictured):
@@ -42,15 +41,15 @@ class Moving(Pictured):
         super().__init__(passed, text)
         self.trace = trace
 
-    def picture(self) -> bytes:
-        return animate(self.trace).picture()
+    def card(self) -> Card:
+        return animate(self.trace)
 
 
 class Timed(Moving):
     """The same as a timeline."""
 
-    def picture(self) -> bytes:
-        return timeline(self.trace).picture()
+    def card(self) -> Card:
+        return timeline(self.trace)
 
 
 class Drawn(Pictured):
@@ -66,33 +65,16 @@ class Drawn(Pictured):
         super().__init__(passed, text)
         self.schedule, self.costs, self.limit = schedule, costs or Costs(), limit
 
-    def picture(self) -> bytes:
-        """The schedule; if it cannot finish, the ticks that it reaches, and the actions that never run."""
+    def card(self) -> Card:
+        return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The schedule; if it cannot finish, a picture of the ticks that it reaches, and the actions that never run."""
         try:
-            return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit).picture()
+            return super()._repr_mimebundle_(**kwargs)
         except TplabError:
-            return stuck(self.schedule)
-
-
-def below(text: str, png: bytes) -> bytes:
-    """A PNG of this picture below a text, whose first line is the title. An animated picture stays animated."""
-    picture = Image.open(io.BytesIO(png))
-    heading, *lines = text.splitlines()
-    room = picture.width - 2 * MARGIN
-    title, *more = textwrap.wrap(heading, int(room / 8.4))
-    lines = more + [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]
-    pen = Pen(picture.width, 30 + 17 * len(lines) + 8)
-    pen.text(MARGIN, 18, title, size=13, bold=True, anchor="lm")
-    for index, line in enumerate(lines):
-        pen.text(MARGIN, 40 + 17 * index, line, size=11.5, anchor="lm")
-    top, sheets, milliseconds = pen.image(), [], []
-    for frame in ImageSequence.Iterator(picture):
-        sheet = Image.new("RGB", (picture.width, top.height + picture.height), PAPER)
-        sheet.paste(top, (0, 0))
-        sheet.paste(frame.convert("RGB"), (0, top.height))
-        sheets.append(sheet)
-        milliseconds.append(int(picture.info.get("duration", 0)))
-    return encode(sheets, milliseconds, plays=int(picture.info.get("loop", 0)))
+            png = base64.b64encode(below(self.text, stuck(self.schedule))).decode()
+            return {"text/plain": self.text, "image/png": png}, {"image/png": {"alt": self.text}}
 
 
 def stuck(schedule: Schedule) -> bytes:

@@ -301,12 +301,6 @@ class Mending:
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
-    def begin_step(self) -> None:
-        """Before the first forward pass of a step."""
-        for one in self._of("random"):
-            if self._step == one.times:
-                torch.set_rng_state(torch.from_numpy(np.array(one.values[self.rank])))
-
     def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model is called with."""
         batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))

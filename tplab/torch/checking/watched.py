@@ -188,9 +188,6 @@ class Watched:
         call.lines["forward"] = self.line()
         self._called = this_rank().lines.chain()
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
-        if is_whole and self.step.random is None:
-            self.mending.begin_step()
-            self.step.random = torch.get_rng_state().numpy()
         if is_whole and self.plan.feed is not None:
             data = self.plan.feed.data(self.seen.num_steps, data)
             args, kwargs = replaced(args, kwargs, data)

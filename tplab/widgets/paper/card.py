@@ -12,6 +12,9 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import anywidget
 import ipywidgets
+import traitlets
+
+from tplab.widgets.paper.above import below
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -69,6 +72,8 @@ class Card(anywidget.AnyWidget):
 
     _css = style()
     sentence: str
+    above = traitlets.Unicode("").tag(sync=True)
+    """What is said above it; the first line is the heading."""
     kept: ClassVar[tuple[str, ...]] = ()
     """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""
 
@@ -82,16 +87,17 @@ class Card(anywidget.AnyWidget):
 
     @cached_property
     def _picture(self) -> str:
-        return base64.b64encode(self.picture()).decode()
+        picture = self.picture()
+        return base64.b64encode(below(self.above, picture) if self.above else picture).decode()
 
     def __repr__(self) -> str:
-        return self.sentence
+        return self.above or self.sentence
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or {}
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        pictures = {**data, "text/plain": self.sentence, "image/png": self._picture}
-        return pictures, {**metadata, "image/png": {"alt": self.sentence}}  # nbconvert writes it into the page
+        pictures = {**data, "text/plain": repr(self), "image/png": self._picture}
+        return pictures, {**metadata, "image/png": {"alt": repr(self)}}  # nbconvert writes it into the page
 
     if hasattr(ipywidgets.DOMWidget, "_ipython_display_"):  # ipywidgets 7, which Colab has, calls only this one
 

@@ -54,7 +54,7 @@ function contents(score, hold, values) {
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
-  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `animation of ${score.title}` });
+  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, above: model.get("above"), label: `animation of ${score.title}` });
   const tip = hint(root), cells = score.ranks * score.items.length;
   let now = frame(score, model.get("step"));
   // A key is that of a cell, else of a rank, else of a bar.

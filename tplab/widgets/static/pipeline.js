@@ -103,7 +103,7 @@ const COLOURS = ["kind", "microbatch", "stage"];
 async function render({ model, el: host }) {
   const isLab = model.get("settings") !== undefined, isAlive = isLab && !model.isStill;
   let board = await unpack(model.get("board"));
-  const root = card(host, { title: board.title, about: board.about, badge: board.badge, label: `pipeline schedule ${board.title}` });
+  const root = card(host, { title: board.title, about: board.about, badge: board.badge, above: model.get("above"), label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
   let waiting = false, wanted = null, silence = null, failure = "", did = "", drawn = model.get("settings");
 

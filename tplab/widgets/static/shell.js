@@ -107,9 +107,11 @@ function mix(a, b, share) {
   return `rgb(${x.map((part, at) => Math.round(share * part + (1 - share) * y[at])).join(",")})`;
 }
 
-export function card(host, { title, about, badge, label, warning }) {
+// above: what is said of it; the first line is the heading. A line ends only where a sentence does.
+export function card(host, { title, about, badge, label, warning, above }) {
   const root = el("section.tplab", { tabindex: 0, role: "group", "aria-label": label ?? title });
   shareKeys(root);
+  if (above) root.append(el("div.tpl-above", {}, ...above.split(/(?<=[.?!:])\n/).map((line) => el("p", {}, line))));
   const heading = el("header.tpl-head", {}, el("b", {}, title), el("span.tpl-about", {}, about ?? ""));
   if (badge) heading.append(el("span.tpl-badge", {}, badge));
   root.append(heading);

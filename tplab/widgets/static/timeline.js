@@ -10,7 +10,7 @@ import { OverlayLanes, overlayNow, overlaySay } from "./overlay.js";
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
-  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, label: `timeline of ${score.title}` });
+  const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, above: model.get("above"), label: `timeline of ${score.title}` });
   const over = score.overlay, tip = hint(root);
   const critical = toggle("critical path", undefined, (on) => lanes.showCritical(on));
   let player = null;
