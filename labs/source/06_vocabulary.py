@@ -451,7 +451,7 @@ check_token_loss(token_loss)
 #
 # To generate text, a model needs the entry with the largest logit. Find its id for each token, without gathering the
 # logits: what you send must not grow with the vocabulary. If several entries are equally likely, take the lowest id.
-# The check also uses 400,000 entries, and logits in bfloat16. With `framework="jax"` it takes JAX.
+# The check also uses 400,000 entries, and logits in bfloat16. With `framework="jax"` it takes a JAX function.
 #
 # <details><summary>A hint</summary>
 #

@@ -99,7 +99,7 @@ for name, rule in rules.items():
 #
 # In the forward half of GPipe, rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the next microbatch as its
 # input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the last rank has computed
-# all microbatches. In a bubble, a rank computes something that no rank uses.
+# all microbatches. What a rank computes in a bubble is not used.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
@@ -379,7 +379,7 @@ check_loop(my_loop)
 #
 # - A scan with a `ppermute` is a pipeline, and its gradient is a pipeline in the other direction: GPipe.
 # - In lock-step each tick takes as long as its slowest rank. A schedule loses nothing if its actions take equal time, or
-#   if in each tick all busy ranks do the same.
+#   if in each tick all busy ranks do the same kind of work.
 # - One program has one shape for all ranks, so every rank takes as much memory as the fullest one.
 
 # %% [markdown]

@@ -85,8 +85,8 @@ levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
 #
 # <details><summary>Answer</summary>
 #
-# As many. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and rank
-# 0 of six keeps 6 of 2. The product is always 12.
+# Just as many. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and
+# rank 0 of six keeps 6 of 2. The product is always 12.
 #
 # </details>
 
@@ -127,7 +127,7 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 #
 # ## A model that is never whole
 #
-# A rank that builds the whole model and then keeps a part of it briefly needs room for all of it. `stages_of` cuts the
+# If a rank builds the whole model and then drops most of it, it briefly needs room for all of it. `stages_of` cuts the
 # list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive. (Of eight
 # ranks, some have two of the twelve blocks.)
 
@@ -201,7 +201,7 @@ pipeline_lab(task="even")
 #
 # Bruno Magalhães [trained "GPT-lite" with DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md):
 # 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. The first and the last of
-# its 16 layers were a `lambda`. tplab's `partition` gives the table that DeepSpeed printed:
+# its 16 layers were each a `lambda`. tplab's `partition` gives the table that DeepSpeed printed:
 
 # %%
 twelve, norm_and_head = [7_085_568] * 12, [1_536, 65 * 768]  # parameters
@@ -215,7 +215,7 @@ print(printed)
 #
 # <details><summary>Answer</summary>
 #
-# Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one. (He
+# Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one. (The author
 # [asked DeepSpeed](https://github.com/microsoft/DeepSpeed/issues/4477) about another such model.) The embeddings of 65
 # characters and 200 positions hide in a lambda, so they are neither counted nor trained. With Adam they add 3 MB, so the
 # table is also wrong about which stage is the largest.

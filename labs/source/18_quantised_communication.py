@@ -194,9 +194,9 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, so with many
-# ranks the error grows in proportion to the sum. The owner adds in full precision. This exchange is an **all_to_all**. It sends as many
-# bytes as the ring.
+# So every rank sends its codes straight to the ranks that own the pieces, which add in full precision. Each number is
+# rounded only once, so the error of the sum, relative to its size, hardly grows with the number of ranks. This exchange
+# is an **all_to_all**. It sends as many bytes as the ring.
 #
 # To send less to other nodes, ZeRO++ works on two levels. The ranks of a node exchange pieces and add them. Then only
 # the *sums* cross, as codes again.
@@ -300,9 +300,8 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
 
 # %% [markdown]
 # Seed by seed, the loss of ZeRO++ is 0.01 to 0.02 above that of ZeRO-3, and with too little precision it is 0.05 to 0.09
-# above. The owner of a piece updates its parameters in full precision, so the rounding of weights does
-# not add up over steps. Sixty
-# steps of a tiny model do not show that a large model reaches the same loss.
+# above. The owner of a piece updates its parameters in full precision, so the rounding of weights does not
+# add up over steps. Sixty steps of a tiny model do not show that a large model reaches the same loss.
 #
 # **The twin.** JAX returns the same numbers, bit for bit. XLA has one collective for codes and one for scales:
 

@@ -196,7 +196,7 @@ TOKEN_LOSS = Exercise(
             "tp",
             "It is R times too large. The backward pass of all_gather, ring_all_reduce and copy_to adds up the\n"
             "gradients of all ranks, but here each rank has already computed the whole gradient. That of all_reduce\n"
-            "passes it on unchanged, and no more than all_reduces of one number per token are needed.",
+            "passes it on unchanged, and all_reduces of one number per token are enough.",
         ),
         added_over("dlogits", "tp", 1, _token_loss, APART),
         Mistake(
