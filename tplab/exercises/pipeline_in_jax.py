@@ -147,7 +147,7 @@ PIPELINE = Exercise(
         Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
         Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
         Mistake("ys", "These are the first rank's outputs, and not the last's.", lambda seen: _of_one_rank(seen, 0)),
-        Mistake("dw", "The gradient is zero. Does something cut it off, such as `stop_gradient`?", lambda seen: 0 * seen.want),
+        Mistake("dw", "The gradient is zero. Is it cut off, as by `stop_gradient`?", lambda seen: 0 * seen.want),
         Mistake("ys", "Every rank has added its own outputs. Only those of the last rank are wanted.", _of_all_ranks),
         Mistake(
             "ys",
