@@ -201,7 +201,7 @@ about = "1.07 billion parameters, bfloat16, modelled on H100 nodes"
 knob("One step of a large model", "tokens per rank", options, start=512, about=about)
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # With 2,048 tokens, one node hides nine tenths and two nodes three quarters. With 4,096 tokens, both hide over nine tenths,
 # although a network card has only a ninth of NVLink's bandwidth: the all-reduce uses all eight cards of a node at once,

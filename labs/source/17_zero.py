@@ -316,7 +316,7 @@ knob("States of 30 billion parameters", "ranks",
      about="by formula, without activations", unit="B")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter on any
 # number of ranks, and these alone are 120 GB (112 GiB).

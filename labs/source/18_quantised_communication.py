@@ -194,7 +194,7 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# So every rank sends its codes straight to the ranks that own the pieces, which add in full precision. Each number is
+# So every rank sends its codes straight to the ranks that own the pieces, and these add in full precision. Each number is
 # rounded only once, so the error of the sum, relative to its size, hardly grows with the number of ranks. This exchange
 # is an **all_to_all**. It sends as many bytes as the ring.
 #

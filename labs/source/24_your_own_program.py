@@ -159,7 +159,7 @@ knob("Rank 0 in two steps", "bucket_cap_mb", options,
      about="modelled, h100, data sheet")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # The larger the buckets, the less is hidden: 16.7% with 2 MiB, and 16.5% with 3. If the first bucket may have 25 MiB too,
 # nothing is: it holds the whole model, and is complete only when the backward pass has ended. Large buckets still pay off

@@ -249,7 +249,7 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
      about="modelled", unit="s")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # On InfiniBand, by the data sheet, a step takes 41.5, 43.0 and 54.7 ms: only tensor parallelism across the nodes costs
 # much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism,

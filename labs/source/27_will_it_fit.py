@@ -141,7 +141,7 @@ control, about = "sequences in a microbatch", "forecast for Megatron, 8,192 toke
 knob("Eight stages of Llama 3 8B", control, options, start=1, unit="GB", about=about)
 
 # %% [markdown]
-# Megatron keeps logits in bfloat16, and its loss needs them in float32 too. With two sequences in a microbatch they are twice as
+# Megatron keeps the logits in float32 and their gradient in bfloat16. With two sequences in a microbatch they are twice as
 # large. So the last stage should get fewer layers ([lab 14](14_cut_a_pipeline.ipynb)), or its logits should be split ([lab
 # 06](06_vocabulary.ipynb)).
 #
