@@ -67,6 +67,8 @@ LIMITS = """\
 - Two fifths of the messages are hidden where messages and computing overlap. That is one number for all stacks and
   plans, but for tensor parallelism by DTensor, of which nothing is hidden. Whether runs in papers overlapped is rarely
   said; then what the stack does today is assumed.
+- Where a forward and a backward pass run as one action, as in DualPipe, each one's messages of experts are taken to lie
+  wholly under what the other computes, as far as that is long enough. No row is of such a schedule.
 - An interval speaks of rows like those of its class. Where a class has few rows, all of them may be of one cluster, one
   model and one team. A plan with over twice as many ranks as any row of its class is outside what was measured.
 - FSDP was measured eager on A100s and H100s with data parallelism alone, and compiled on one to four H200s. The kernels

@@ -33,8 +33,8 @@ from tplab.widgets import animate, matrices, timeline
 # ## By hand: a vocabulary of ten on four ranks
 #
 # A model knows each entry of its vocabulary by a number, the **id**. The **embedding** is a table with one row per
-# entry. In GPT-2 it has 39 of the 124 million parameters, in Llama 3 8B 525 million. So each rank gets the rows of some
-# entries. Here are ten entries on four ranks:
+# entry. In GPT-2 it has 39 of the 124 million parameters, in Llama 3 8B 525 million. To save memory, each rank gets
+# the rows of some entries. Here are ten entries on four ranks:
 
 # %%
 V = 10
@@ -45,7 +45,7 @@ by_rank = {f"rank {rank}": piece for rank, piece in enumerate(pieces)}
 matrices(by_rank, "The rows of ten entries, on four ranks")
 
 # %% [markdown]
-# Every rank reads the same tokens. It looks up those whose rows it has, and writes zeros for the others.
+# Every rank reads the same tokens, looks up those whose rows it has, and writes zeros for the others.
 
 # %%
 ids = np.array([7, 2, 9, 4])
@@ -75,8 +75,8 @@ matrices({**panels, "the sum": sum(found)}, "The rows of entries 7, 2, 9 and 4")
 #
 # ## Build the embedding
 #
-# Four ranks cannot share ten entries equally. You can pad the table, as Megatron-LM does, or the last ranks can have
-# fewer entries, as above and in tplab's torch layers. So each rank has to know where its entries begin:
+# Four ranks cannot share ten entries equally. You can pad the table, as Megatron-LM does, or the last ranks have fewer
+# entries, as above and in tplab's torch layers. So each rank has to know where its entries begin:
 
 # %%
 def own_ids(vocab_size):  # this rank's first id, and how many it has
@@ -119,13 +119,13 @@ by_rank = {f"rank {rank}": piece for rank, piece in enumerate(exps)}
 matrices({**by_rank, "sums": sums}, "The exponentials of ten logits, on four ranks")
 
 # %% [markdown]
-# **Predict.** What is the loss? Which numbers do the ranks have to exchange to find it?
+# **Predict.** What is the loss? Which of the three numbers in the first picture can the ranks do without here?
 #
 # <details><summary>Answer</summary>
 #
 # The exponentials add up to $4 + 6 + 5 + 1 = 16$, and that of the correct entry is 4. So the loss is
 # $\log \frac{16}{4} = \log 4$. Each rank has one term of the 16. Only rank 1 has the logit of the correct entry, and
-# the other ranks add 0 to it. That makes two sums of one number per token.
+# the other ranks add 0 to it. That makes two sums, and no maximum.
 #
 # </details>
 
@@ -134,12 +134,12 @@ loss = np.log(sums.sum()) - logits[target]
 print(f"exp(loss) = {np.exp(loss):.3g}")
 
 # %% [markdown]
-# A computer needs a third number, because $e^{1000}$ overflows. You may subtract the same number $m$ from every logit
+# A computer needs the third number, because $e^{1000}$ overflows. You may subtract the same number $m$ from every logit
 # without changing the loss:
 #
 # $$\log \sum_v e^{z_v - m} - (z_t - m) = \log \sum_v e^{z_v} - z_t$$
 #
-# If $m$ is the largest logit on *all* ranks, no exponent is above zero. So the third number is a maximum.
+# If $m$ is the largest logit on *all* ranks, no exponent is above zero.
 #
 # ## Build the loss
 
@@ -185,8 +185,8 @@ matrices(panels, title)
 
 # %% [markdown]
 # Now we compare the loss and its gradient with torch's own, even for logits as large as ten thousand. The backward pass
-# sends nothing: the gradient of $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct entry, and each rank already
-# has these numbers.
+# sends nothing: the gradient of the loss with respect to $z_v$ is $e^{z_v} / \sum e^{z}$, minus 1 for the correct entry,
+# and each rank already has these numbers.
 
 # %%
 def own_columns(logits):
@@ -315,8 +315,8 @@ for loss_of in (loss_in_jax, masked):
 #
 # ## See it run
 #
-# Here is the end of GPT-2, head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The times are
-# **forecast** (`h100-measured`). First with gathered logits:
+# Here is the forward pass of GPT-2's head and loss, in bfloat16 with 2,048 tokens on four ranks of an H100 node. The
+# times are **forecast** (`h100-measured`). First with gathered logits:
 
 # %%
 SIZES = {"GPT-2": (50_260, 768), "Llama 3 8B": (128_256, 4096)}  # vocabulary, width
@@ -375,7 +375,7 @@ def bars(tokens):
     return Bars(rows, " ".join(said))
 
 options = {2**k: bars(2**k) for k in range(5, 14)}
-about = f"head and loss on 4 ranks of an H100 node, bfloat16; {CLUSTER.label}"
+about = f"forward pass on 4 ranks of an H100 node, bfloat16; {CLUSTER.label}"
 knob("The loss of a model's logits", "tokens", options, start=2048, about=about)
 
 # %% [markdown]
@@ -383,9 +383,7 @@ knob("The loss of a model's logits", "tokens", options, start=2048, about=about)
 #
 # Up to 128 tokens gathering is faster for GPT-2, and up to 64 for Llama 3 8B, because each of our many operations has
 # to be launched. The forecast charges 2.4 µs per launch. Without launches, the three numbers always win. A compiler or
-# a hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most of them. A
-# server that generates text has few tokens at a time, and there
-# [vLLM](https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/logits_processor.py) does gather.
+# a hand-written kernel ([Liger](https://github.com/linkedin/Liger-Kernel/pull/1260) has one) removes most of them.
 #
 # </details>
 #
@@ -415,13 +413,14 @@ for ranks in (1, 4, 8):
 
 # %% [markdown]
 # The three numbers are float32 and the logits are bfloat16, so gathering sends $V/12$ times as many bytes. In the last
-# lines, Megatron keeps the logits and their gradient in float32. On one rank, the loss of a sequence takes as much
-# memory as five or six blocks ([lab 05](05_block_memory.ipynb)).
+# lines, Megatron keeps the logits in float32 and their gradient in bfloat16. On one rank, the loss of a sequence takes as
+# much memory as five or six blocks ([lab 05](05_block_memory.ipynb)).
 #
 # ## A bug to repair: one maximum too few
 #
 # A colleague saves a collective: "A rank that subtracts its own largest logit cannot overflow. Why ask the others?" All
-# ranks agree on the result, and with a single rank it is right. Try it with the exponentials from above:
+# ranks agree on the result, and with a single rank it is right. On four, the sums from above become
+# 2, 1.5, 2.5 and 1, and the correct entry's exponential becomes 1:
 
 # %%
 def token_loss(logits, ids):  # logits [T, V/tp]   ids [T]   ->   [T], replicated
@@ -452,12 +451,12 @@ check_token_loss(token_loss)
 #
 # To generate text, a model needs the entry with the largest logit. Find its id for each token, without gathering the
 # logits: what you send must not grow with the vocabulary. If several entries are equally likely, take the lowest id.
-# The check also uses 400,000 entries, and logits in bfloat16. (With `framework="jax"` it takes a JAX function.)
+# The check also uses 400,000 entries, and logits in bfloat16. With `framework="jax"` it takes a JAX function.
 #
 # <details><summary>A hint</summary>
 #
-# First find the largest logit, and then which rank has it. `all_reduce` can also take the `"min"`. What should a rank
-# without the largest logit contribute?
+# First find the largest logit, and then the lowest id that has it: `all_reduce` can also take the `"min"`. What should a
+# rank without the largest logit contribute?
 #
 # </details>
 
@@ -486,7 +485,7 @@ check_most_likely(most_likely)
 #   table needs no message.
 # - A loss needs three numbers per token: one maximum and two sums. Gathering the logits sends thousands of
 #   times as many bytes.
-# - With few tokens, the number of launches decides: gathering is faster, unless the loss is a single kernel.
+# - With few tokens, launches decide: by the forecast, gathering is faster, unless one kernel computes the loss.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3. [transformers
 # 37051](https://github.com/huggingface/transformers/issues/37051) (tied tables, and vocabularies that do not divide).

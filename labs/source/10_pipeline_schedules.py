@@ -9,10 +9,10 @@
 #
 # ![Two schedules of four ranks. The lower one, whose backward is split into two parts, ends sooner.](images/10_pipeline_schedules.png)
 #
-# *The same work on four ranks, twice. A box is one microbatch on one rank. F is its forward pass and B its backward
-# pass, which the lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The
-# strip under a rank shows the microbatches whose **activations** it keeps for the backward pass. The **makespan** is
-# the time from the first start to the last end.*
+# *The same work on four ranks, twice. A box is one pass of one microbatch: F is forward, and B is backward, which the
+# lower schedule splits into I and W. The hatched places, where a rank idles, are the **bubble**. The strip under a rank
+# shows the microbatches whose **activations** it keeps for the backward pass. The **makespan** is the time from the
+# first start to the last end.*
 
 # %%
 import subprocess
@@ -42,8 +42,8 @@ gantt(one_f_one_b(ranks=4, microbatches=8), zb_h1(ranks=4, microbatches=8))
 print(naive(ranks=4))
 
 # %% [markdown]
-# Each rank has a quarter of the model, but four ranks are no faster than one. So we cut the batch into **microbatches**.
-# While rank 1 works on the first, rank 0 takes the second.
+# But four ranks are no faster than one. So we cut the batch into **microbatches**. While rank 1 works on the first, rank
+# 0 takes the second.
 #
 # When can stage $s$ run the forward of microbatch $k$? When the stage before it is done with $k$, and stage $s$ itself
 # is done with $k - 1$:
@@ -59,7 +59,7 @@ for s in range(p):
 print(done.astype(int))
 
 # %% [markdown]
-# The last forward ends at $(m + p - 1) F$. The backwards look the same upside down. In **GPipe** all forwards come
+# The last forward ends at $(m + p - 1) F$. The backwards mirror the forwards. In **GPipe** all forwards come
 # before all backwards, so its makespan is $(m + p - 1)(F + B)$:
 
 # %%
@@ -94,8 +94,8 @@ for ranks, microbatches in [(4, 8), (16, 135), (16, 136)]:
 #
 # <details><summary>Answer</summary>
 #
-# It is the same. 1F1B saves memory: rank 0 keeps $p$ microbatches instead of $m$. So you can choose a larger $m$, which
-# makes the bubble smaller.
+# It is the same. But rank 0 keeps $p$ microbatches instead of $m$. So you can choose a larger $m$, which makes the bubble
+# smaller.
 #
 # </details>
 
@@ -128,7 +128,7 @@ for rank in range(p):
 #
 # $$(p-1)F + m(F+B) + (p-1)B = (m+p-1)(F+B)$$
 #
-# Otherwise either of the two may be faster:
+# With other costs, either GPipe or 1F1B can be faster:
 
 # %%
 slow = [2, 1, 1, 1]
@@ -161,7 +161,7 @@ for v in (2, 4):
 gantt(interleaved_1f1b(p, m, virtual_stages=2))
 
 # %% [markdown]
-# The price is more messages and more memory.
+# The price is more messages and more memory. The extra memory is $(p-1)/v$ microbatches, so it is largest with $v = 2$.
 #
 # ## Split the backward
 #
@@ -169,7 +169,7 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 # gradient of the weights, which no rank needs before the optimizer step. So W can fill bubbles. A microbatch's
 # activations are kept until its W.
 #
-# **ZB-H1** delays W: rank $r$ always has $r$ weight-gradient passes waiting. At the end they fill bubbles.
+# **ZB-H1** delays W: rank $r$ saves $r$ weight-gradient passes for the end of the step, where they fill bubbles.
 #
 # **ZB-H2** runs twice as many forwards ahead, and keeps $2p - 1$ microbatches. Qi et al. write that it has no bubble.
 #
@@ -178,8 +178,8 @@ gantt(interleaved_1f1b(p, m, virtual_stages=2))
 # <details><summary>Answer</summary>
 #
 # Not at all, if a step ends when its last rank is done: 27 for both. "No bubble" counts each rank from its own first
-# action to its own last. This is the **span**, 24. It matters only if a rank may start its next step while others still
-# finish this one.
+# action to its own last. This **span** is 24. It matters only if a rank may start its next step while others finish this
+# one.
 #
 # </details>
 
@@ -196,7 +196,7 @@ gantt(h1, h2)
 
 # %% [markdown]
 # Can the span have no bubble without twice the memory? Yes, if each rank has an early stage *and* a late one. In
-# **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again, like a V.
+# **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again.
 # **V-Half** uses the same places to keep even fewer microbatches:
 
 # %%
@@ -217,13 +217,11 @@ pipeline_lab("one_f_one_b", compare="zb_h1")
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# With 8 microbatches 1F1B loses 16 steps. Every 4 further microbatches cost 6 more: rank 0 runs 4 forwards and then waits
-# for the gradient of the first, which crosses 3 cuts, down and up again, in 6 messages. GPipe runs all forwards ahead, so
-# it loses 6 with any number of microbatches. With such messages, it is faster than 1F1B and ZB-H1.
+# With 8 microbatches 1F1B loses 16 steps. Every 4 more cost another 6: rank 0 runs 4 forwards and then waits for the
+# gradient of the first, which takes 6 messages, down and up again. GPipe runs all forwards ahead, so it loses only 6.
+# With such messages, it is faster than 1F1B and ZB-H1.
 #
 # </details>
-#
-# Then choose the task *No more memory than 1F1B*: can you fill the bubble without more microbatches?
 
 # %%
 def lost(schedule):
@@ -234,6 +232,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
     print(f"{rule.__name__:12} with 8, 12, 16 and 24 microbatches: {steps}")
 
 # %% [markdown]
+# Now go back to the knobs, and choose the task *No more memory than 1F1B*.
+#
 # ## What it costs
 #
 # $F$, $I$ and $W$ are a rank's share of one microbatch, $B = I + W$, messages are free, and $m$ is a multiple of $p$.
@@ -247,7 +247,7 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 # | ZB-H2, if $F = I = W$ | span: 0 | $2p - 1$ | $2m(p-1)$ |
 # | ZB-V, if $F = I = W$ | span: 0 | $p$ | $4m(p-1)$ |
 #
-# Real costs are not equal. These steps are **simulated** with costs that were **measured**, in milliseconds:
+# Real costs are not equal. These schedules are **simulated** with costs that Qi et al. **measured** on 8 A100s:
 
 # %%
 profile = Costs(18.522, 18.086, 9.337, transfer=0.601)  # ms
@@ -258,21 +258,20 @@ for v in (2, 4):
 for name, schedule in rules.items():
     run = simulate(schedule, profile)
     idle, kept = 1 - 24 * 45.945 / run.makespan, run.peak_activations.max()
-    print(f"{name:<18} {run.makespan:5,.0f} ms, {idle:5.1%} idle,"
-          f" keeps {kept:4.1f} microbatches")
+    print(f"{name:<18} {idle:5.1%} idle, keeps {kept:4.1f} microbatches")
 
 # %% [markdown]
-# ZB-H2 still idles for 10.8% of the makespan, which here is also its span. Stages are equal in this simulation, and
-# splitting them or the backward costs nothing. What Qi et al. *measured* is up to 23% more throughput than 1F1B in about
-# the same memory, and up to 31% with more memory. A search found these schedules for each model.
+# ZB-H2 still idles for 10.8% of the makespan, which here is also its span: rank 0 begins first and ends last. In this
+# simulation, stages are equal and splitting costs nothing. Qi et al. *measured* up to 23% more throughput than 1F1B in
+# about the same memory, and up to 31% with more memory.
 
 # %% [markdown]
 # ## Which schedule?
 #
 # Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
-# costs and 24 microbatches, if every action runs as soon as it can:
+# costs, 24 microbatches and one program per rank:
 #
-# | | a step, simulated | bytes kept by the fullest rank, counted | messages |
+# | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
 # | GPipe | 1,433 ms | 3.1 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
@@ -281,12 +280,11 @@ for name, schedule in rules.items():
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+# The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
-# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
-# and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
+# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
+# They keep about a quarter more, and send at least twice as many messages.
 #
 # [Lab 13](13_pipeline_memory.ipynb) explains why ZB-H1 keeps more bytes than 1F1B.
 
@@ -327,8 +325,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (The time at the top leaves
-# out 5 and 6, which are hard.)
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard, and take
+# extra time.)
 
 # %%
 def puzzle_1():
@@ -362,7 +360,7 @@ check_puzzle(5, puzzle_5)
 # | zero bubble | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | |
 #
 # `Schedule.from_torch` reads torch's schedules, `to_csv` writes a file that torch loads, and `auto_schedule` searches for a
-# schedule that keeps to a memory limit. JAX has no ready-made schedules: see [lab 12](12_pipeline_in_jax.ipynb).
+# schedule that keeps to a memory limit. JAX itself has none: see [lab 12](12_pipeline_in_jax.ipynb).
 #
 # ## To take away
 #

@@ -188,9 +188,9 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
     print(f"{rule.__name__:17} {bytes_sent[rule]:7,} bytes sent, equal: {equal}")
 
 # %% [markdown]
-# Both workers divide each microbatch's loss by $m$. That is right only if all microbatches have equally many targets. If
-# not, divide the *sum* of each microbatch's losses by the number of targets in the whole batch, as in
-# [lab 16](16_data_parallel.ipynb). The last rank has all targets, so it can count them without a message.
+# Both workers divide each microbatch's loss by $m$. That is right only if all microbatches have equally many targets. What
+# to do if not is an exercise of [lab 16](16_data_parallel.ipynb). A pipeline needs no message for it, because its last
+# rank has all targets.
 
 # %% [markdown]
 # ## Split the backward: I and W

@@ -11,7 +11,7 @@
 # ![Four ranks run 1F1B in lock-step. Whenever some rank runs a backward, the ranks that run a forward wait for it.](images/12_pipeline_in_jax.png)
 #
 # *1F1B as one compiled loop. A backward takes twice as long as a forward, so a rank that runs a forward often waits for
-# one that runs a backward.*
+# one that runs a backward. Between actions, all ranks wait for messages.*
 
 # %%
 import subprocess
@@ -58,14 +58,14 @@ def train(rule, **options):
 
 # %% tags=["opening-picture"]
 in_lockstep = simulate(one_f_one_b(p, m), Costs(transfer=1), lockstep=True)
+# Costs() gives the trace modelled times: F = I = W = 1, and 1 for an exchange.
 timeline(train(one_f_one_b, costs=Costs()).trace, predicted=in_lockstep)
 
 # %% [markdown]
 # ## By hand: ticks
 #
 # JAX compiles *one* program for all ranks. So a schedule becomes a loop over **ticks**. In each tick every rank does at most
-# one action, and then messages are exchanged. Here are the ticks of 1F1B for three ranks and four microbatches, one column
-# per tick:
+# one action, and then messages are exchanged. Here is 1F1B for three ranks and four microbatches, one column per tick:
 
 # %%
 ticks = one_f_one_b(ranks=3, microbatches=4).by_tick()
@@ -81,8 +81,8 @@ for rank in range(3):
 #
 # <details><summary>Answer</summary>
 #
-# GPipe takes 33 as before, because all ranks are in the same phase. 1F1B takes 40: in 18 of its 22 ticks some rank has a
-# backward. ZB-H1 takes 27, because its F, I and W all take the same time.
+# GPipe takes 33 as before, because in a tick all busy ranks do the same kind of work. 1F1B takes 40: in 18 of its 22 ticks
+# some rank has a backward. ZB-H1 takes 27, because its F, I and W all take the same time.
 #
 # </details>
 
@@ -97,9 +97,9 @@ for name, rule in rules.items():
 # %% [markdown]
 # ## Build it: GPipe is a scan
 #
-# The forward half of GPipe needs very little code. Rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the
-# next microbatch as its input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the
-# last rank has computed all microbatches. In a bubble, a rank computes something useless that is thrown away.
+# In the forward half of GPipe, rank $r$ computes microbatch $t - r$ in tick $t$. Rank 0 takes the next microbatch as its
+# input, and every other rank takes the output of the rank before it. After $m + p - 1$ ticks the last rank has computed
+# all microbatches. What a rank computes in a bubble is not used.
 
 # %%
 def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b, D]
@@ -131,17 +131,17 @@ print("loss equal:", np.allclose(out.value[0], want_loss, rtol=1e-5))
 print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 
 # %% [markdown]
-# We never wrote a backward pass. The gradient of a message from rank 0 to rank 1 is a message from rank 1 to rank 0,
-# and the gradient of a loop is a loop in the other direction. So `jax.grad` made the backward half of the pipeline.
-# But it runs *after* the scan: all forwards, then all backwards. This cannot be 1F1B, and every rank keeps all $m$
-# microbatches.
+# We never wrote a backward pass. The gradient of a message is a message in the other direction, and the same is true of
+# a loop. So `jax.grad` made the backward half of the pipeline. But it runs *after* the scan: all forwards, then all
+# backwards. This cannot be 1F1B. And until then every rank keeps what all $m + p - 1$ ticks left, even those in which it
+# had no microbatch.
 
 # %% [markdown]
 # ## Any schedule: a table of actions
 #
 # To mix forwards and backwards, the loop has to contain both. tplab's `train_batch` turns the schedule into a table of
-# numbers, one row per tick and one column per rank, and scans over its rows. Here are the first six ticks of the
-# schedule above. A 0 means that the rank idles:
+# numbers, one row per tick and one column per rank, and scans over its rows. Here are six ticks of the schedule above. A
+# 0 means that the rank idles:
 
 # %%
 codes = {"F": 1, "B": 2}
@@ -167,15 +167,15 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# In the trace of this program, as in the simulation, each exchange counts as one step. So their agreement only shows that
-# the compiled loop does what the table says.
+# In this trace, as in the simulation, each exchange counts as one step. So their agreement only shows that the compiled
+# loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
 # <details><summary>Answer</summary>
 #
-# ZB-H1 takes 52 and GPipe 53, so they are nearly equal, and 1F1B takes 61. ZB-H1 gains because its actions take equal
-# time. It loses because it has more ticks, 27 instead of 22, and an exchange after most of them.
+# ZB-H1 takes 52, GPipe 53, and 1F1B 61. ZB-H1 gains because its actions take equal time. It loses because it has more
+# ticks, 27 instead of 22, and an exchange after most of them.
 #
 # </details>
 
@@ -186,17 +186,15 @@ for name, rule in rules.items():
 timeline(results["ZB-H1"].trace, predicted=simulated)
 
 # %% [markdown]
-# ## Every rank pays for the fullest one
-#
-# One program also means that arrays have the same shape on all ranks. Stages with different parameters are packed into
-# flat arrays of equal length.
+# ## Uneven stages
 #
 # **Predict.** To spare rank 0, we cut 12 layers into 2, 3, 3 and 4 instead of 3, 3, 3 and 3. How many layers' weights does
 # rank 0 hold now?
 #
 # <details><summary>Answer</summary>
 #
-# Four, like rank 3, because its array is padded to the length of the longest. So an uneven cut makes every rank larger.
+# Four, like rank 3. In one program, arrays have the same shape on all ranks. So the parameters of each stage are packed
+# into one flat array, padded to the length of the longest.
 #
 # </details>
 
@@ -223,7 +221,7 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # ## Turn the knob: activations
 #
 # The same is true of activations. Each bar shows how much a rank keeps at its peak. Every rank must reserve at least as
-# much as the fullest one keeps, and the rest of that stays empty. Which schedule wastes the most?
+# much as the fullest one keeps. Which schedule leaves the largest part of that empty?
 
 # %%
 def bars(rule, every):
@@ -251,8 +249,9 @@ knob("Activations", "schedule", {name: bars(*how) for name, how in choices.items
 #
 # 1F1B with recomputation leaves half of its room empty, although it needs the least room of all. It keeps only the
 # input of a stage ([lab 15](15_recomputation.ipynb)). Ranks 1, 2 and 3 keep three, two and one of these, and all ranks
-# have room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway. Without
-# recomputation it keeps no inputs either, so under 1F1B rank 1 is the fullest.
+# have room for three. Rank 0 keeps none, because its inputs are the batch itself, which is in memory anyway. So without
+# recomputation, rank 1 is the fullest under 1F1B: it keeps three microbatches, and rank 0 four that are a third
+# smaller.
 #
 # </details>
 #
@@ -278,11 +277,11 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 
 # %% [markdown]
 # Is lock-step worth it? One program is easy to launch, to compile and to shard further. Its price is the waiting: if
-# $B = 2F$ and messages are free, 1F1B takes about a quarter longer than with one program per rank. GPipe loses nothing,
-# so lock-step is worth it where GPipe's activations fit, or where all actions take equal time.
+# $B = 2F$ and messages are free, 1F1B takes about a quarter longer than with one program per rank, and GPipe loses
+# nothing. So lock-step is worth it where GPipe's activations fit, or where all actions take equal time.
 #
-# With one program per rank, a schedule can hide messages as long as a forward. Below the picture there is a task: beat
-# GPipe, in less memory.
+# With one program per rank, a schedule can hide messages as long as a forward. Your task is to beat GPipe, in less
+# memory.
 
 # %%
 pipeline_lab("gpipe", transfer=1, task="exchange")
@@ -291,9 +290,9 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 # ## Which schedule?
 #
 # Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
-# costs and 24 microbatches, if every action runs as soon as it can:
+# costs, 24 microbatches and one program per rank:
 #
-# | | a step, simulated | bytes kept by the fullest rank, counted | messages |
+# | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
 # | GPipe | 1,433 ms | 3.1 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
@@ -302,21 +301,20 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+# The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
-# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
-# and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
+# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
+# They keep about a quarter more, and send at least twice as many messages.
 
 # %% [markdown]
-# In lock-step, with the same costs, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms. So GPipe is the fastest of
-# these three, if it fits. ZB-H1's ticks are unequal, because W takes half as long as F.
+# With one program for all ranks, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms. So here begin with GPipe, the
+# fastest of these three, if it fits. ZB-H1's ticks are unequal, because W takes half as long as F.
 #
 # ## A bug to repair
 #
-# This pipeline carries its outputs through the loop. In each tick a rank writes one row of `ys`. No error is raised,
-# but the result is wrong. Run the check, and repair `my_pipeline`.
+# In each tick of this pipeline, a rank writes one row of `ys`. No error is raised, but the result is wrong. Run the
+# check, and repair `my_pipeline`.
 
 # %%
 def my_pipeline(w, xs):  # w [1, D, D]   xs [m, b, D]   ->   [m, b, D] on every rank
@@ -341,16 +339,16 @@ check_pipeline(my_pipeline)
 # %% [markdown]
 # <details><summary>Why is there no error?</summary>
 #
-# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. JAX cannot raise an error in a compiled program, so it leaves
-# out an update whose index is out of range.
+# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. A compiled program cannot raise an error, so JAX leaves out an
+# update whose index is out of range.
 #
 # </details>
 #
 # ## Your turn: twice around the ring
 #
-# Give each rank two stages, as interleaving does in lab 10. Rank $r$ has stages $r$ and $p + r$, so each microbatch goes
-# around the ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 just when rank 0 is free
-# again. Write this pipeline as one scan of $3p - 1$ ticks. In each tick a rank computes only one of its stages.
+# Give each rank two stages, as interleaving does. Rank $r$ has stages $r$ and $p + r$, so each microbatch goes around the
+# ring twice. With as many microbatches as ranks, microbatch 0 comes back to rank 0 just when rank 0 is free again. Write
+# this pipeline as one scan of $3p - 1$ ticks. In each tick a rank computes only one of its stages.
 #
 # <details><summary>A hint</summary>
 #
@@ -380,8 +378,8 @@ check_loop(my_loop)
 # ## To take away
 #
 # - A scan with a `ppermute` is a pipeline, and its gradient is a pipeline in the other direction: GPipe.
-# - In lock-step each tick takes as long as its slowest rank. A schedule loses nothing if its actions take equal time, or if
-#   all ranks are in the same phase.
+# - In lock-step each tick takes as long as its slowest rank. A schedule loses nothing if its actions take equal time, or
+#   if in each tick all busy ranks do the same kind of work.
 # - One program has one shape for all ranks, so every rank takes as much memory as the fullest one.
 
 # %% [markdown]

@@ -36,8 +36,8 @@ from tplab.widgets import Bars, Row, bytes_text, knob, levels, pipeline_lab
 torch.set_num_threads(1)  # several threads do not pay off for tensors this small
 
 # %% [markdown]
-# The model is a small GPT, as a list of layers: an embedding, twelve blocks, a norm and a head. The list holds a
-# `LayerSpec` for each, which says what to build, and takes no memory. Four ranks train it with eight microbatches.
+# The model is a small GPT: an embedding, twelve blocks, a norm and a head. A list holds a `LayerSpec` for each, which
+# says what to build, and takes no memory. Four ranks train it with eight microbatches.
 
 # %%
 p, m = 4, 8  # ranks, microbatches
@@ -76,8 +76,8 @@ levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
 # %% [markdown]
 # ## By hand: twelve blocks
 #
-# A backward pass needs what its forward pass computed: the **activations**. Let one **unit** be what one block keeps
-# for one microbatch. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so
+# A backward pass needs what its forward pass computed: the **activations**. Let one **unit** be what a block keeps for
+# one microbatch. Each of the four ranks has three blocks. Under 1F1B, rank $r$ runs $p - 1 - r$ forwards ahead, so
 # it keeps up to $p - r$ microbatches.
 #
 # **Predict.** Four ranks divide the weights by four. How many units does rank 0 keep, compared with a single device that
@@ -85,8 +85,8 @@ levels(counted, predicted=predicted, stairs=True, along="steps (F = 1, B = 2)",
 #
 # <details><summary>Answer</summary>
 #
-# The same number. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks,
-# and rank 0 of six keeps 6 microbatches of 2. The product is always 12.
+# Just as many. The single device keeps one microbatch of 12 blocks. Rank 0 of four keeps 4 microbatches of 3 blocks, and
+# rank 0 of six keeps 6 of 2. The product is always 12.
 #
 # </details>
 
@@ -123,12 +123,12 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 # %% [markdown]
 # For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
 # microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
-# output, and together these can exceed what the forward pass left.
+# output, here about a quarter more than the forward pass left. Rank $r$ has up to $r + 1$ such microbatches.
 #
 # ## A model that is never whole
 #
-# If a rank builds the whole model and then keeps a part of it, it briefly needs room for all of it. `stages_of` cuts
-# the list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive. (Of eight
+# If a rank builds the whole model and then drops most of it, it briefly needs room for all of it. `stages_of` cuts the
+# list of specs first, and builds only this rank's layers. `LiveBytes` counts the tensors that are alive. (Of eight
 # ranks, some have two of the twelve blocks.)
 
 # %%
@@ -152,8 +152,8 @@ for ranks in (1, 2, 4, 8):
 # ## Turn the knob: everything a rank holds
 #
 # A rank holds weights, their gradients, Adam's two averages per weight, and activations. Here are the bytes of real
-# tensors for a model of eight blocks, activations at their peak. Before you turn the knob, guess: which schedule gives
-# its fullest rank the least?
+# tensors for a model of eight blocks, activations at their peak. Guess first: which schedule gives its fullest rank the
+# least?
 
 # %%
 def everything(schedule):  # a stage has two blocks, or one if each rank has two stages
@@ -190,7 +190,8 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 #
 # </details>
 #
-# Here the strips count microbatches. Below them is a task: make them equal on all ranks, at no cost in time.
+# In the next picture, the strip under each rank counts microbatches. Its task is to make them equal on all ranks, at no
+# cost in time.
 
 # %%
 pipeline_lab(task="even")
@@ -199,8 +200,8 @@ pipeline_lab(task="even")
 # ## The mystery of the first stage
 #
 # Bruno Magalhães [trained "GPT-lite" with DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md):
-# 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. Its embedding was a
-# `lambda`, and so was the last of its 16 layers. tplab's `partition` gives the table that DeepSpeed printed:
+# 12 blocks, 768 wide, 65 characters, cut into four stages of about equally many parameters. The first and the last of
+# its 16 layers were each a `lambda`. tplab's `partition` gives the table that DeepSpeed printed:
 
 # %%
 twelve, norm_and_head = [7_085_568] * 12, [1_536, 65 * 768]  # parameters
@@ -214,10 +215,10 @@ print(printed)
 #
 # <details><summary>Answer</summary>
 #
-# Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one
-# ([DeepSpeed 4477](https://github.com/microsoft/DeepSpeed/issues/4477) asks the same question). The embeddings of 65
-# characters and 200 positions are missing, too, because they hide in a lambda. With Adam they add 3 MB, so the table is
-# also wrong about which stage is the largest.
+# Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one. (The author
+# [asked DeepSpeed](https://github.com/microsoft/DeepSpeed/issues/4477) about another such model.) The embeddings of 65
+# characters and 200 positions hide in a lambda, so they are neither counted nor trained. With Adam they add 3 MB, so the
+# table is also wrong about which stage is the largest.
 #
 # </details>
 #
@@ -235,18 +236,18 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # %% [markdown]
 # ## What it costs
 #
-# $N$ is the number of parameters, $A$ the bytes that the whole model keeps for one microbatch, and $m \ge p$. A
-# parameter takes 16 bytes with its gradient and Adam's averages, in float32. In bfloat16 with master weights in float32
-# it is 16 bytes as well ([lab 17](17_zero.ipynb)).
+# $N$ is the number of parameters, and $A$ the bytes that the whole model keeps for one microbatch. With its
+# gradient and Adam's averages, a parameter takes 16 bytes in float32, and also in bfloat16 with master weights in
+# float32 ([lab 17](17_zero.ipynb)).
 #
 # | | parameters and Adam | activations of rank $r$ |
 # |---|---|---|
 # | one device; one data-parallel copy | $16 N$ | $A$ |
 # | GPipe | $16 N / p$ | $m A / p$ |
-# | 1F1B | $16 N / p$ | $(p - r) A / p$ |
+# | 1F1B, $m \ge p$ | $16 N / p$ | $(p - r) A / p$ |
 #
-# Take a model of 32 blocks, 4,096 wide, with a vocabulary of 128,000 and sequences of 4,096 tokens in bfloat16, one per
-# microbatch. We assume a fused attention, which does not keep the scores.
+# Take 32 blocks, 4,096 wide, with a vocabulary of 128,000 and one sequence of 4,096 tokens per microbatch, in bfloat16.
+# We assume a fused attention, which does not keep the scores.
 
 # %%
 width, tokens, blocks, vocabulary = 4096, 4096, 32, 128_000
@@ -261,20 +262,19 @@ head = 16 * width * vocabulary / 1e9
 print(f"ends: with Adam {head:.1f} GB each, logits of a microbatch {logits:.1f} GB")
 
 # %% [markdown]
-# Under 1F1B, more ranks make everything smaller except the activations of rank 0. At 16 ranks these are nearly three
-# times as large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
+# Under 1F1B, more ranks make everything in the table smaller except the activations of rank 0. At 16 ranks these are
+# nearly three times as large as the blocks' weights with Adam. There are two remedies: give the first rank fewer layers
 # ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch ([lab 15](15_recomputation.ipynb)).
 #
-# The ends hold more. The first rank has the embedding, and the last rank has a head of the same size. The last rank also
-# keeps the logits of its one microbatch, and their gradient is as large again. So at 16 ranks the first one holds about
-# 32 GB, the last one 20 GB, and the one before it 9 GB.
+# The ends hold more: the first rank has the embedding, and the last rank a head of the same size, the logits of its one
+# microbatch and their gradient, which is in bfloat16. So at 16 ranks the first one holds about 32 GB, the last one
+# 19 GB, and the one before it 9 GB.
 
 # %% [markdown]
 # Is the formula right? [SimuMax](https://github.com/MooreThreads/SimuMax) measured 12 layers of Llama 3 70B in two
 # stages on eight B200s, four copies of each stage. There a weight takes 2 bytes, its float32 gradient 4, and Adam's
-# averages and the master weight 12, which ZeRO 1 divides by the four copies: $2 + 4 + 12/4 = 9$ bytes ([lab
-# 17](17_zero.ipynb)). The formula leaves out workspaces of libraries, and a block of Llama keeps a little more than 16
-# times its input.
+# averages and the master weight 12, which ZeRO 1 divides by the four copies: $2 + 4 + 12/4 = 9$ bytes. The formula
+# leaves out workspaces of libraries, and a block of Llama keeps a little more than 16 times its input.
 
 # %%
 from tplab.forecast.measured import ON_B200  # GiB that Megatron allocated
@@ -282,7 +282,7 @@ from tplab.forecast.measured import ON_B200  # GiB that Megatron allocated
 layers, tokens, width, vocabulary = 6, 4096, 8192, 128_256  # of one stage
 states = 9 * (layers * 855_654_400 + width * vocabulary)
 kept = layers * 16 * tokens * width * 2  # of one microbatch
-logits = 2 * tokens * vocabulary * 4  # and their gradient
+logits = (4 + 2) * tokens * vocabulary  # float32, and a bfloat16 gradient
 by_formula = {"first": states + 2 * kept, "last": states + kept + logits}
 for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
     print(f"{stage:5} stage: {num_bytes / 1e9:.1f} GB by the formula,",
@@ -294,9 +294,9 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
 # ## Which schedule?
 #
 # Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
-# costs and 24 microbatches, if every action runs as soon as it can:
+# costs, 24 microbatches and one program per rank:
 #
-# | | a step, simulated | bytes kept by the fullest rank, counted | messages |
+# | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
 # | GPipe | 1,433 ms | 3.1 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
@@ -305,16 +305,14 @@ for (stage, num_bytes), measured in zip(by_formula.items(), ON_B200[1, 2, 4]):
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
 # | ZB-V | 1,189 ms | 1.3 | 672 |
 #
-# The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-# GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+# The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
-# much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
-# and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
+# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
+# They keep about a quarter more, and send at least twice as many messages.
 
 # %% [markdown]
-# **In JAX**, all ranks run one program, and each needs as much room as the fullest. [Lab 12](12_pipeline_in_jax.ipynb)
-# counts the bytes of such a program.
+# **In JAX**, every rank needs as much room as the fullest ([lab 12](12_pipeline_in_jax.ipynb)).
 
 # %% [markdown]
 # ## A bug to repair
@@ -338,16 +336,16 @@ check_layers(my_layers)
 # <details><summary>What the two matrices show</summary>
 #
 # They have one row per vocabulary entry, and the tokens of these eight rows are in the batch. A row gets a gradient from
-# the embedding, and another one from the head. With two ranks the head's part is missing: it is on the last rank, in a
-# copy of the matrix that belongs to no list of parameters.
+# the embedding, and another from the head. Before the repair, with two ranks, the head's part is missing: it is on the
+# last rank, in a copy of the matrix that belongs to no list of parameters.
 #
 # </details>
 #
 # ## Your turn: bytes along a row
 #
-# `most_kept` counts microbatches. Write a function that counts bytes. `row` holds the actions of one rank, and
-# `stage_bytes[s]` is what stage `s` keeps for one microbatch. A rank may have several stages, and `action.stage` says
-# which one an action belongs to. Return the most that the rank keeps at once. No backward is split here.
+# `most_kept` counts microbatches. Now count bytes. `row` holds the actions of one rank, and `stage_bytes[s]` is what
+# stage `s` keeps for one microbatch. A rank may have several stages, and `action.stage` says which one an action belongs
+# to. Return the most that the rank keeps at once. No backward is split here.
 
 # %%
 def most_bytes(row, stage_bytes):
@@ -376,8 +374,7 @@ check_most_bytes(most_bytes)
 
 # %% [markdown]
 # **Sources.** Huang et al. 2018, [GPipe](https://arxiv.org/abs/1811.06965). Narayanan et al. 2021,
-# [PipeDream-2BW](https://arxiv.org/abs/2006.09503), where 1F1B with a flush is called PipeDream-Flush. Bruno Magalhães,
-# [Pipeline parallelism on DeepSpeed](https://github.com/brunomaga/brunomaga.github.io/blob/37da981abf3304c154523aee6edd0d1557f193a8/_posts/2023-08-30-pipeline-parallelism.md). DeepSpeed's
+# [PipeDream-2BW](https://arxiv.org/abs/2006.09503), where 1F1B with a flush is called PipeDream-Flush. DeepSpeed's
 # [pipeline tutorial](https://www.deepspeed.ai/tutorials/pipeline/), for `LayerSpec` and `TiedLayerSpec`.
 #
 # Next: [14 Cut a pipeline](14_cut_a_pipeline.ipynb).

@@ -217,9 +217,10 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 #
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
-# The size of the model cancels. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each. Between nodes, $B$ is 400 GB/s: eight
-# cards of 50 GB/s. Here is the same from the modelled clock, for a transformer block of width 8,192: at the data sheet's
-# rates, and as a **forecast** from measured matmuls and collectives, with each of two networks.
+# The size of the model cancels. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each. Between nodes,
+# $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for a transformer block of width
+# 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and collectives, with each of two
+# networks.
 
 # %%
 for ranks in (8, 16, 64):

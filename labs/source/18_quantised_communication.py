@@ -11,7 +11,7 @@
 # ![Five bars of bytes. ZeRO-3 sends the most, and ZeRO++ a quarter of that.](images/18_quantised_communication.png)
 #
 # *Four transformer layers train on two nodes of four GPUs. The bars are the bytes that one GPU sends to the other node in
-# a step, counted in the trace.*
+# a step.*
 
 # %%
 import subprocess
@@ -36,7 +36,7 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO-3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. With $M$ parameters, that is $3M$ numbers of 2 bytes. ZeRO++ makes all three smaller.
+# gradients. With $M$ parameters, that is $3M$ numbers of 2 bytes. Each of ZeRO++'s three savings has a bar below.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -62,23 +62,23 @@ counts, shown = {}, {}
 for block in (32, 256):  # how many numbers share a scale
     counts[block] = {name: to_other_nodes({**how, "block": block})
                      for name, how in SAVINGS.items()}
-    rest = f"a quarter, and {bytes_text(counts[block]['ZeRO++']['scales'])} of scales"
+    scales = bytes_text(counts[block]["ZeRO++"]["scales"])
     shown[block] = Bars([Row(name, parts) for name, parts in counts[block].items()],
-                        f"All three together leave {rest}.")
+                        f"Together, the three leave a quarter, plus {scales} of scales.")
 knob("What a GPU sends to the other node", "elements per scale", shown, start=256,
      about="one training step · bytes counted", unit="B")
 
 # %% [markdown]
 # ## By hand: codes and a scale
 #
-# To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale is chosen so that the largest
-# number becomes 7, since -7 to 7 fit into 4 bits. With 8 bits it becomes 127. One small **code** per number travels,
-# along with the scale. The receiver multiplies:
+# To **quantise** numbers to 4 bits, divide them by a **scale**, and round. The scale makes the largest magnitude 7,
+# since -7 to 7 fit into 4 bits. With 8 bits it becomes 127. One small **code** per number travels, along with the
+# scale. The receiver multiplies:
 #
 # $$s = \frac{\max |x|}{7} \qquad c = \mathrm{round}(x / s) \qquad x' = c \, s$$
 #
 # Neighbouring codes stand for numbers that are $s$ apart, so no number is off by more than half of $s$. The largest
-# of the eight weights below is 3.5, so the scale is 0.5.
+# weight below is 3.5, so the scale is 0.5.
 #
 # **Predict.** Which of the eight come back as 0? And what changes if each half has a scale of its own?
 #
@@ -101,8 +101,7 @@ matrices({"x": x, "one scale: 0.5": and_back(x, 4, None),
 # %% [markdown]
 # ## Build it: gather codes
 #
-# ZeRO-3 gathers weights before a layer runs. We send their codes and scales instead. Here, each of two ranks has one
-# half of `x`.
+# ZeRO-3 gathers weights before a layer runs. We send their codes and scales instead. Each of two ranks has half of `x`.
 
 # %%
 def gather_codes(x):  # x [n]   ->   [R n], the numbers of every rank, rounded
@@ -124,10 +123,8 @@ for gather in (in_full_size, gather_codes, quantised):
     print(f"{gather.__name__:13} {out.trace.bytes_sent(rank=0):2} bytes  {numbers}")
 
 # %% [markdown]
-# Our codes take a byte each. tplab packs two into a byte, so four weights travel as 2 bytes of codes and 4 bytes of
-# scale. In a block of 256, the scale adds only 4 bytes to 128.
-#
-# See it run on four ranks: codes (a) are gathered, then scales (b).
+# Our codes take a byte each. tplab packs two into a byte, so four weights travel as 2 bytes of codes and 4 of scale.
+# In a block of 256, the scale adds only 4 bytes to 128. Here are four ranks: codes (a) are gathered, then scales (b).
 
 # %%
 animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).trace)
@@ -136,8 +133,7 @@ animate(tt.run(gather_codes, Mesh(dp=4), x, in_specs=P("dp"), out_specs=P()).tra
 # ## Turn the knob: numbers that share a scale
 #
 # Here are 4,096 weights in 8 bits. One of them is an outlier, fifty times as large as a typical weight. The bars show
-# the largest error in each eighth of the weights. Guess first: which bars get shorter, if 512 weights share a scale,
-# and how much?
+# the largest error in each eighth of the weights. Guess first: which bars get shorter if 512 weights share a scale?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -156,26 +152,26 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
      about="in units of 0.000001; a typical weight is 0.02", unit="")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # With a single scale, all weights pay for the outlier: the largest error is a fifth of a typical weight. With blocks of
-# 512, only the outlier's own block pays, and the other seven bars shrink to about a fifteenth. With blocks of 32, the
-# scales already add an eighth to the bytes.
+# 512, only the outlier's block pays, and the other seven bars shrink to about a fifteenth. With blocks of 32, the scales
+# add an eighth to the bytes.
 #
 # </details>
 #
 # ## Why gradients cannot take the ring
 #
-# A gather only moves numbers. A reduce-scatter also adds them, and a ring adds at every hop ([lab
-# 02](02_collectives.ipynb)). Two codes with different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So
-# each hop would turn codes into numbers, add, and round again.
+# A reduce-scatter also adds numbers, and a ring adds at every hop ([lab 02](02_collectives.ipynb)). Codes with
+# different scales cannot be added, and $7 + 7$ does not fit into 4 bits. So each hop would turn codes into numbers, add,
+# and round again.
 #
 # **Predict.** Around such a ring, the sum of two ranks' gradients is off by 9%, relative to its size. How far off is the
 # sum of sixteen: about 9%, twice as much, or four times?
 #
 # <details><summary>Answer</summary>
 #
-# Four times. The sum grows with every hop, and so does its scale, and with it the error that each hop adds.
+# Four times. Each hop adds an error in proportion to the sum so far, and the errors of fifteen hops add up.
 #
 # </details>
 
@@ -198,11 +194,12 @@ for ranks in (2, 4, 16, 64):
     print(f"{ranks:2} ranks: ring {ring:4.0%} off, straight {straight:4.0%} off")
 
 # %% [markdown]
-# So every rank sends its codes straight to the ranks that own the pieces. Each number is rounded only once, and the
-# owner adds in full precision. This exchange is an **all_to_all**. It sends as many bytes as the ring.
+# So every rank sends its codes straight to the ranks that own the pieces, which add in full precision. Each number is
+# rounded only once, so the error of the sum, relative to its size, hardly grows with the number of ranks. This exchange
+# is an **all_to_all**. It sends as many bytes as the ring.
 #
-# To send fewer bytes to other nodes, ZeRO++ works on two levels. First the ranks of a node exchange pieces and add
-# them. Then only the *sums* cross, as codes again.
+# To send less to other nodes, ZeRO++ works on two levels. The ranks of a node exchange pieces and add them. Then only
+# the *sums* cross, as codes again.
 
 # %%
 def one_level(x):  # x [R, n], a row for each rank   ->   [1, n]
@@ -221,20 +218,20 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels 528 do, a quarter, because
-# a node has four GPUs. The price is a second rounding, 18% off instead of 13%, and twice as many bytes inside the node.
+# On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels a quarter of these do, 528,
+# because a node has four GPUs. The price is a second rounding, 18% off instead of 13%, and twice as many bytes inside
+# the node.
 #
-# ## The whole training step
-#
-# ZeRO++ makes three savings:
+# ## Three savings
 #
 # - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
-# - **hpZ**: after the first gather, every GPU keeps a second, larger piece, so that each node has all parameters. The
-#   second gather stays inside.
+# - **hpZ**: with $g$ GPUs per node, every GPU also keeps $1/g$ of the gathered parameters. So a node has all of them, and
+#   the second gather stays inside.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M + \frac14 M$. (tplab's ZeRO-3 already adds up on two
-# levels, so here qgZ saves by its 4 bits only.) The formula gives the same bytes as the trace:
+# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M$ for the first gather and $\frac14 M$ for the
+# gradients. (tplab's ZeRO-3 already adds up on two levels, so here qgZ saves by its 4 bits only.) The formula gives the
+# same bytes as the trace:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
@@ -249,8 +246,8 @@ for name, options in SAVINGS.items():
 # %% [markdown]
 # ## Does it still learn?
 #
-# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, which
-# sends float32 here, with ZeRO++, and with too little precision: 4 bits for weights, and one scale for a whole message.
+# A small GPT learns the Zen of Python, letter by letter, on two nodes of two GPUs. We train it with ZeRO-3, here in
+# float32, with ZeRO++, and with too little precision: 4 bits for weights, and one scale for a whole message.
 
 # %% tags=["nbval-ignore-output"]
 import codecs
@@ -303,11 +300,10 @@ levels({"loss of each step": curves}, title="The Zen of Python, letter by letter
 
 # %% [markdown]
 # Seed by seed, the loss of ZeRO++ is 0.01 to 0.02 above that of ZeRO-3, and with too little precision it is 0.05 to 0.09
-# above. The owner of a piece updates its parameters in full precision, so the rounded weights of one step are not the
-# start of the next. Sixty steps of a tiny model do not show that a large model reaches the same loss.
+# above. The owner of a piece updates its parameters in full precision, so the rounding of weights does not
+# add up over steps. Sixty steps of a tiny model do not show that a large model reaches the same loss.
 #
-# **The twin.** In JAX the numbers that come back are the same, bit for bit. XLA has one collective for codes and one
-# for scales:
+# **The twin.** JAX returns the same numbers, bit for bit. XLA has one collective for codes and one for scales:
 
 # %%
 import tplab.jax as tj
@@ -324,10 +320,10 @@ tj.collectives_in(quantised_in_jax, Mesh(dp=2), x.numpy(), in_specs=P("dp"))
 #
 # Bytes matter only where a GPU waits for them. Take 13 billion parameters, in 16 layers of width 8,192, on eight nodes
 # of eight H100s, and suppose that computing and sending overlap completely. Then a step takes as long as the slower of
-# the two. Two clusters are computed from data sheets, at peak rates: InfiniBand NDR, 400 Gb/s per *GPU*, and Ethernet
-# with 400 Gb/s per *node*. Two are **forecasts** from measured matmuls and networks: InfiniBand NDR, and the network of
-# the ultra-scale playbook ([lab 03](03_network_levels.ipynb)). With more tokens on each GPU, when does ZeRO++ stop
-# paying off? And a quarter of the bytes: does that make a step four times as fast?
+# the two. Data sheets give peak rates: InfiniBand NDR with 400 Gb/s per *GPU*, Ethernet with 400 Gb/s per *node*.
+# **Forecasts** use measured matmuls and networks: InfiniBand NDR, and the ultra-scale playbook's
+# ([lab 03](03_network_levels.ipynb)). With how many tokens on each GPU does ZeRO++ stop paying off? And does a quarter
+# of the bytes make a step four times as fast?
 
 # %%
 from dataclasses import replace
@@ -344,7 +340,7 @@ def times(tokens):
     for where, cluster in CLUSTERS.items():
         before, after = (step_seconds(scheme, tokens, cluster, 64)
                          for scheme in ("ZeRO 3", "ZeRO++"))
-        gains.append(f"{max(before) / max(after):.1f} x as fast ({where})")
+        gains.append(f"{max(before) / max(after):.1f} times as fast ({where})")
         for name, (computing, sending) in {"ZeRO-3": before, "ZeRO++": after}.items():
             waiting = max(0.0, sending - computing)
             parts = {"computing": 16 * computing, "waiting": 16 * waiting}
@@ -364,23 +360,22 @@ for where, cluster in CLUSTERS.items():
     print(f"{where:38} {most:6,} {few:6,}")
 
 # %% [markdown]
-# <details><summary>What there is to find</summary>
+# <details><summary>What there is to discover</summary>
 #
 # ZeRO++ stops paying off where ZeRO-3 hides its messages as well: from about 2,200 tokens per rank by the forecast with
 # InfiniBand NDR, and 19,600 on Ethernet by the data sheet. It gains most where both wait. A step is then 1.6 times as
-# fast on the first, and 3.5 times on the second. It is not four times, because the messages *inside* a node remain: the
-# slower the network between nodes, the less they count. ZeRO++'s authors measured up to 2.16 times on 384 GPUs.
-#
-# The model leaves out the time that quantising takes, which makes the gain smaller, and the limits of overlap. And hpZ
-# needs memory: with $g$ GPUs per node, $2M/g$ bytes on every GPU, which is 3.25 GB for 13 billion parameters.
+# fast by that forecast, and 3.5 times on that Ethernet. It is not four times, because the messages *inside* a node
+# remain: the slower the network between nodes, the less they count. ZeRO++'s authors measured up to 2.16 times on 384
+# GPUs. The model leaves out the limits of overlap, and the time that quantising takes. And hpZ needs $2M/g$ bytes on
+# every GPU, which is 3.25 GB for 13 billion parameters.
 #
 # </details>
 #
 # ## A bug to repair
 #
-# A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683),
-# open in September 2026, reports this bug: ranks quantise to 8-bit floats with a scale each, gather them, and read all
-# of them with one scale. Here it is with codes:
+# A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683)
+# reports this bug: ranks quantise to 8-bit floats with a scale each, gather them, and read all with one.
+# Here it is with codes:
 
 # %%
 def with_one_scale(x):  # x [n]   ->   [R n]
@@ -392,8 +387,8 @@ wrong = tt.run(with_one_scale, Mesh(dp=2), x, in_specs=P("dp")).per_rank
 matrices({"x": x, "what rank 0 reads": wrong[0], "what rank 1 reads": wrong[1]})
 
 # %% [markdown]
-# Now the same mistake in a sum. `add_up` reduce-scatters codes of gradients, which are float32. Run the check, then
-# repair `add_up`. Codes may be `int8`.
+# Now the same mistake in a sum: `add_up` reduce-scatters codes of float32 gradients. Run the check, then repair
+# `add_up`. Codes may be `int8`.
 #
 # <details><summary>A hint</summary>
 #
@@ -417,8 +412,8 @@ check_add_up(add_up)
 # %% [markdown]
 # <details><summary>Why not one common scale?</summary>
 #
-# If all ranks use the largest scale, a `reduce_scatter` may add their codes. But a rank with small gradients then loses
-# most of its bits.
+# With the largest scale on all ranks, a `reduce_scatter` may add codes. But a rank with small gradients loses most of
+# its bits.
 #
 # </details>
 
@@ -426,14 +421,14 @@ check_add_up(add_up)
 # ## Your turn: reduce on two levels
 #
 # Write `reduce_twice`, in full precision, for the axes `"node"` and `"gpu"`. Row $r$ of `x` is for rank $r$, and with
-# $G$ GPUs per node, rank = node × $G$ + gpu. Only sums of a whole node may cross to other nodes: on $N$ nodes, $N-1$
-# rows from each GPU. Inside a node, $(G-1)N$ rows from each are enough. `tt.reduce_scatter(x, axis)` gives the first
-# rows to index 0 of the axis, the next ones to index 1, and so on.
+# $G$ GPUs per node, rank = node × $G$ + gpu. Only sums of a whole node may cross: on $N$ nodes, $N-1$ rows from each
+# GPU. Inside a node, $(G-1)N$ rows from each are enough. `tt.reduce_scatter(x, axis)` gives the first rows to index 0
+# of the axis, the next to index 1, and so on.
 #
 # <details><summary>A hint</summary>
 #
-# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. First bring them together, with `reshape`,
-# `transpose` and `flatten`.
+# Inside the node, gpu $g$ must get the rows for gpu $g$ of *every* node. First put them next to each other: `reshape`,
+# `transpose`, `flatten`.
 #
 # </details>
 
@@ -457,7 +452,7 @@ check_reduce_twice(reduce_twice)
 #
 # ## To take away
 #
-# - The numbers of a block share a scale. The largest error is half the scale, and an outlier spoils only its own block.
+# - The numbers of a block share a scale. None is off by more than half of it, and an outlier spoils only its own block.
 # - Codes can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
 # - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
 #

@@ -11,7 +11,7 @@
 # ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/22_experts_on_ranks.png)
 #
 # *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
-# will come (step 1), then rows, the vectors of tokens, travel to their experts (step 2), and then the results travel back (step 3).
+# will come (`a` in the picture), then rows, the vectors of tokens, travel to their experts (`b`), and then the results travel back (`c`).
 # We take the program apart below.*
 
 # %%
@@ -43,14 +43,14 @@ weight = torch.tensor([[0.6, 0.4]] * 4, dtype=torch.float64)
 def mixture(x, choices, weights, w):  # [T/ep, D], [T/ep, k] twice, [E/ep, D, D]
     k, here = choices.shape[1], len(w)
     order = choices.flatten().argsort(stable=True)  # all choices, sorted by expert
-    n = choices.flatten().bincount(minlength=EXPERTS)  # 1: rows for each expert
+    n = choices.flatten().bincount(minlength=EXPERTS)  # a: rows for each expert
     arriving = tt.all_to_all(n, "ep").view(-1, here)
     sent, come = n.view(-1, here).sum(1).tolist(), arriving.sum(1).tolist()
-    r = x[order // k]  # 2
+    r = x[order // k]  # b: the rows
     rows = tt.all_to_all(r, "ep", sizes=sent, received=come)
     expert = torch.arange(here).repeat(len(come))
     expert = expert.repeat_interleave(arriving.flatten())  # the expert of each row
-    z = torch.einsum("nd,ndf->nf", rows, w[expert])  # 3
+    z = torch.einsum("nd,ndf->nf", rows, w[expert])  # c: their results
     back = tt.all_to_all(z, "ep", sizes=come, received=sent)
     y = back * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // k, y)

@@ -10,7 +10,7 @@
 # ![Four ranks with two experts each. Most rows go to two of the ranks, and the other two wait.](images/23_balance_of_experts.png)
 #
 # *Four ranks share eight experts. The router is untrained, and its tokens have much in common, so it sends most of them to the
-# same few experts. One expert gets nothing. After some training without a remedy, half of them get next to nothing. On the left you see
+# same few experts. One expert gets nothing. After some training without a remedy, half of them will get next to nothing. On the left you see
 # the rows of each rank, in the middle what each expert computes, and on the right the time of each rank. Hover over anything to
 # see its numbers.*
 
@@ -154,8 +154,8 @@ for capacity in (None, 2.0, 1.5, 1.0):
 # ## What does the router learn?
 #
 # Now we train a small layer. Each topic has a matrix of its own in `maps`, and the layer has to learn to multiply each token,
-# without what all tokens have in common, by the matrix of its topic. The tokens are sorted, so each rank has about two of the eight topics. In practice, one rank may get code
-# while another gets French.
+# less what all tokens have in common, by the matrix of its topic. The tokens are sorted, so each rank has about two of the
+# eight topics. In practice, one rank may get code while another gets French.
 
 # %%
 maps = torch.randn(EXPERTS, D, D) / D**0.5

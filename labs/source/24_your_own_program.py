@@ -220,7 +220,7 @@ for nodes, cluster, rows in cases:
 # In this model of time, FSDP hides nothing; on GPUs it gathers the next layer while one computes, and loses less than
 # this. It takes longer than DDP, above all across two nodes, because it sends 3/2 as much over the network between
 # them. Our model fits on one GPU, so FSDP is a bad bargain here. With more rows per rank, there is more to compute for the
-# same traffic, so FSDP loses a smaller share. A model that does not fit has to pay it.
+# same traffic, so FSDP loses a smaller share. A model that does not fit has no choice.
 #
 # ## It hangs
 #

@@ -203,7 +203,7 @@ print(doctor(model=Model1).first)
 # proof. It numbers cells in the order they ran.
 #
 # Repair a copy with a name of its own until the doctor prints `None`. The cells below need the versions as they are. A
-# mean of unequally many tokens, as in [lab 16](16_data_parallel.ipynb), is one more such bug.
+# mean over unequally many tokens, as in [lab 16](16_data_parallel.ipynb), is one more such bug.
 #
 # **Version 2.** `average`, now with `torch.distributed`.
 

@@ -137,8 +137,8 @@ for microbatch in (1, 4):
 
 # %% [markdown]
 # From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: in the few pairs that
-# there are, steps took more than three times as long. Inside the node it costs less, and less with microbatches of 4 than of 1. (Runs on 512 GPUs,
-# which are forecast badly, are left out.) So use as little tensor parallelism as you can, and keep it in the node.
+# there are, steps took more than three times as long. Inside the node it costs less, and less with microbatches of 4
+# than of 1. (Runs on 512 GPUs, which are forecast badly, are left out.) So use as little tensor parallelism as you can, and keep it in the node.
 #
 # ## How right is it?
 #
@@ -207,8 +207,8 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
 # %% [markdown]
 # In the list, `cp` is context parallelism ([lab 20](20_long_sequence.ipynb)), `v_half` is lab 10's V-Half, and `v_min`
 # keeps even fewer microbatches. Your library may not offer V-Half, so the best plan without it is shown too. They differ by
-# less than either interval is wide. A class ignores the schedule, the ZeRO stage and `cp`: no published run had V-Half, so
-# its interval is that of 7 others.
+# less than either interval is wide. A class ignores the schedule, the ZeRO stage and `cp`: no published run had
+# V-Half, and the interval of the first plan comes from 7 runs with other schedules.
 
 # %% [markdown]
 # Here are plans for Llama 3 8B on 64 GPUs as a picture, with tasks below it. Choose *Faster than eight by eight*: how do
@@ -253,8 +253,8 @@ knob("The best plan's step", "network, sequences in a batch", options,
 
 # %% [markdown]
 # `other` is the host, the optimizer, and messages of pipeline and context parallelism. By this forecast, even a bar that
-# is all `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to do,
-# and reaches less of it. So MFU falls by more than the other parts take.
+# is all `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to
+# do, and reaches less of it. So MFU falls by more than the other parts take.
 #
 # <details><summary>What there is to discover</summary>
 #

@@ -71,7 +71,7 @@ def test_the_solution(form: str):
         ("gather", "This is R times the right gradient."),
         ("long", "the ranks exchange messages 15 times, where 7 would do"),
         ("short", "ys has shape [4, 1, 3]"),
-        ("first rank", "ys is not right yet on rank 0"),
+        ("first rank", "These are the first rank's outputs"),
     ],
 )
 def test_known_mistakes(mistake: str, said: str):
@@ -183,13 +183,13 @@ def test_an_unused_tick_is_too_slow():
 ROW = "ys.at[t].set(y)"
 
 
-def of_the_lab(row: str = ROW):
-    """The pipeline to repair, as the lab has it, or with another row."""
+def of_the_lab(row: str = ROW, old: str = "", new: str = ""):
+    """The pipeline to repair, as the lab has it, or with another row, and with another change."""
     cells = [cell.source for cell in build.read_source("12_pipeline_in_jax").cells if cell.cell_type == "code"]
     bug = next(source for source in cells if "def my_pipeline(" in source)
-    assert bug.count(ROW) == 1
+    assert bug.count(ROW) == 1 and old in bug
     names: dict[str, Any] = {"tj": tj, "jax": jax, "jnp": jnp, "stage": lambda w, x: jnp.tanh(x @ w + 0.1)}
-    exec(bug.replace(ROW, row), names)
+    exec(bug.replace(ROW, row).replace(old, new), names)
     return names["my_pipeline"]
 
 
@@ -210,11 +210,37 @@ def test_the_lab_shows_the_bug():
         ("ys.at[t + last].set(y)", "Your rows are shifted in the wrong direction."),
         ("ys.at[t - last].add(y)", "These outputs were added to the last rows."),
         ("ys.at[jnp.maximum(t - last, 0)].add(y)", "entries are off"),
+        ("ys.at[t % m].set(y)", "right outputs in the wrong rows"),
+        ("ys.at[t - last - 1].set(y)", "right outputs in the wrong rows"),
     ],
 )
 def test_wrong_rows(row: str, said: str):
     verdict = check_pipeline(of_the_lab(row))
     assert verdict.passed is False and said in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("jnp.arange(m + last)", "jnp.arange(m)", "The last rows are missing."),
+        ("jnp.where(r == last, ys, 0)", "jnp.where(r == 0, ys, 0)", "These are the first rank's outputs"),
+        ("return tj", "ys = jax.lax.stop_gradient(ys)\n    return tj", "The gradient is zero."),
+    ],
+)
+def test_other_mistakes_in_the_loop(old: str, new: str, said: str):
+    verdict = check_pipeline(of_the_lab("ys.at[t - last].set(y)", old, new))
+    assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_stages_after_one_another_send_no_message():
+    def my_pipeline(w, xs):
+        r, p = tj.axis_index("pp"), tj.axis_size("pp")
+        for stage in range(p):
+            xs = tj.all_reduce(jnp.where(r == stage, jnp.tanh(xs @ w[0] + 0.1), 0), "pp")
+        return xs
+
+    verdict = check_pipeline(my_pipeline)
+    assert "on Mesh(pp=4) a rank sends 0 messages to another. A pipeline needs at least 7" in verdict.text, verdict
 
 
 def one_matrix(w, number, x):
@@ -230,7 +256,9 @@ def loop(mistake: str = "", compute: Any = one_matrix):
         def tick(message, t):
             takes_xs = r == 0 if mistake in ("begins again", "waits") else (r == 0) & (t < p)
             x = jnp.where(takes_xs, xs[jnp.minimum(t, p - 1) if mistake == "waits" else t % p], message)
-            number = {"first matrix": 0 * t, "same tick": t // p}.get(mistake, (t - r) // p)
+            number = {"first matrix": 0 * t, "same tick": t // p, "swapped": 1 - (t - r) // p}.get(
+                mistake, (t - r) // p
+            )
             y = compute(w[0], number, x)
             pairs = [(i, (i + 1) % p) for i in range(p - (mistake == "a line"))]
             return tj.ppermute(y, "pp", pairs), y
@@ -331,12 +359,29 @@ def test_all_microbatches_in_one_message_are_no_pipeline():
         ("waits", "In its second round, rank 0 takes xs again."),
         ("first matrix", "Both rounds have used the first of a rank's matrices."),
         ("same tick", "all ranks have changed to their second\nmatrix in the same tick."),
+        ("swapped", "The first round has used a rank's second matrix"),
         ("first round", "These are the outputs of the first round."),
     ],
 )
 def test_known_mistakes_around_the_ring(mistake: str, said: str):
     verdict = check_loop(loop(mistake))
     assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_both_stages_in_one_tick():
+    def my_loop(w, xs):
+        r, p = tj.axis_index("pp"), tj.axis_size("pp")
+
+        def tick(message, t):
+            x = jnp.where(r == 0, xs[jnp.minimum(t, p - 1)], message)
+            y = one_matrix(w[0], 1, one_matrix(w[0], 0, x))
+            return tj.ppermute(y, "pp", [(i, i + 1) for i in range(p - 1)]), y
+
+        _, ys = jax.lax.scan(tick, 0 * one_matrix(w[0], 0, xs[0]), jnp.arange(2 * p - 1))
+        return tj.all_reduce(jnp.where(r == p - 1, ys[p - 1 :], 0), "pp")
+
+    verdict = check_loop(my_loop)
+    assert verdict.passed is False and "Each rank has run both of its stages" in verdict.text, verdict
 
 
 def test_untouched_stubs():

@@ -140,7 +140,7 @@ def test_the_bug_is_shown():
         (without_a_norm, "nothing normalises what the head gets.\nWhere has the norm gone"),
         (norm_before_the_blocks, "nothing normalises what the head gets.\nWhere has the norm gone"),
         (with_a_bias, "its head has a bias of 65 numbers"),
-        (without_forward, "RuntimeError"),
+        (without_forward, "the last layer looks up rows, as the first one does. Its `forward=` says"),
         (lambda: object(), "TypeError"),
         (lambda: tied()[4:], "in the line: return x + torch.tanh"),
     ],
@@ -167,10 +167,20 @@ def most_bytes(mistake: str = ""):
             size = {"largest": max(own), "first": own[0], "microbatches": 1}.get(mistake, size)
             frees = mistake != "never frees"
             kept += size if action.kind == "F" else -size * frees
-            most = max(most, kept)
+            if mistake != "after backwards" or action.kind == "B":
+                most = max(most, kept)
         return kept if mistake == "end" else most
 
     return count
+
+
+def each_stage_by_itself(row, stage_bytes):
+    rows = [[action for action in row if action.stage == stage] for stage in {action.stage for action in row}]
+    return sum(most_bytes()(one, stage_bytes) for one in rows)
+
+
+def test_the_largest_moments_of_stages_do_not_add_up():
+    assert "Do they all come at the same time?" in check_most_bytes(each_stage_by_itself).text
 
 
 def test_bytes_along_a_row():
@@ -205,6 +215,7 @@ def test_a_head_without_a_gradient():
         ("first", "with the bytes of the rank's first stage"),
         ("microbatches", "How many bytes does each of them take?"),
         ("never frees", "A backward lets go of what its forward has kept."),
+        ("after backwards", "Look after each forward as well."),
         ("end", "This is what is left at the end of the row."),
         ("first backward", "most_bytes"),
     ],

@@ -145,7 +145,7 @@ FOUND = auto_schedule(4, 8, memory_limit=3)
         ),
         (2, lambda: TEN.replace("W2 ..", ".. .."), "never W2"),
         (2, lambda: "F0 what", "puzzle 2:"),
-        (2, lambda: TEN.replace(".. F0", "F0 ..", 1), "Without dots, each action runs as soon as it can"),
+        (2, lambda: TEN.replace(".. F0", "F0 ..", 1), "Without dots, it runs as soon as it can"),
         (1, lambda: "F0 B0 F1 B1\nF0 B0 F1 B1", "it runs, in 12 steps. 9 are possible.\nWhile rank 1 works"),
         (2, lambda: 7, "return a schedule, or its picture as text. It returned 7."),
         (2, lambda: 1 / 0, "ZeroDivisionError"),

@@ -175,6 +175,29 @@ def to_everyone(x):
     return (codes[:, tt.axis_index("dp")] * scales[:, None]).sum(0, keepdim=True)
 
 
+def without_abs(per_row=False, clamped=False):
+    """The scale of the largest positive number: a row of negative ones then has codes that no byte holds."""
+
+    def add_up(x):
+        scales = (x.amax(1, keepdim=True) if per_row else x.max().expand(len(x), 1)) / 7
+        codes = (x / scales).round()
+        codes = (codes.clamp(-7, 7) if clamped else codes).to(torch.int8)
+        return (tt.all_to_all(codes, "dp") * tt.all_to_all(scales.contiguous(), "dp")).sum(0, keepdim=True)
+
+    return add_up
+
+
+def times_own_scale_before_adding(x):
+    scale = x.abs().max() / 7
+    return (tt.all_to_all(codes_of(x, scale), "dp") * scale).sum(0, keepdim=True)
+
+
+def rounded_floats_of_blocks(x):
+    blocks = x.reshape(len(x), -1, 8)
+    scales = blocks.abs().amax(2, keepdim=True) / 7
+    return tt.reduce_scatter(((blocks / scales).round() * scales).reshape(x.shape), "dp")
+
+
 def rounded_to_the_largest(x):
     """Each rank's own scale travels, and then all codes are rounded to the largest one."""
     scale = x.abs().max() / 7
@@ -230,6 +253,12 @@ def only_codes(x):
         (rounded_to_the_largest, "These are sums of codes that have one common scale"),
         (shared_levels, "or do ranks share a scale?"),
         (cut_off, "Is the largest one cut off?"),
+        (without_abs(), "Is the largest one cut off?"),
+        (without_abs(per_row=True), "Is the largest one cut off?"),
+        (without_abs(clamped=True), "Is the largest one cut off?"),
+        (times_own_scale_before_adding, "Multiply each rank's codes by that rank's scale, and then add"),
+        (rounded_floats_of_blocks, "Codes of a byte each, and scales, take 120 at most"),
+        (lambda x: tt.all_to_all(x.bfloat16(), "dp").float().sum(0, keepdim=True), "Codes of a byte each, and"),
         (to_everyone, "Each rank gets rows that are for others"),
         (lambda x: repaired(x) / tt.axis_size("dp"), "This is the mean over the ranks"),
         (lambda x: repaired(x) * torch.nan, "entries are off"),
@@ -256,6 +285,12 @@ def test_what_is_wrong_with_a_sum_is_told(fn: Callable, hint: str):
 def solution(x):
     nodes, gpus = tt.axis_size("node"), tt.axis_size("gpu")
     rows = x.reshape(nodes, gpus, -1).transpose(0, 1).flatten(0, 1)
+    return tt.reduce_scatter(tt.reduce_scatter(rows, "gpu"), "node")
+
+
+def with_sizes_swapped(x):
+    nodes, gpus = tt.axis_size("node"), tt.axis_size("gpu")
+    rows = x.reshape(gpus, nodes, -1).transpose(0, 1).flatten(0, 1)
     return tt.reduce_scatter(tt.reduce_scatter(rows, "gpu"), "node")
 
 
@@ -290,7 +325,11 @@ def test_solutions_pass():
 @pytest.mark.parametrize(
     "fn, hint",
     [
-        (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"), "it is another rank's"),
+        (
+            lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"),
+            "Inside the node, the first rows go to gpu 0",
+        ),
+        (with_sizes_swapped, "Which of the two sizes comes first in `reshape`?"),
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
         (lambda x: tt.reduce_scatter(x, BOTH), "It begins with all ranks at once"),
         (lambda x: tt.quantized_reduce_scatter(x, BOTH, bits=None, inside="gpu"), "does the work"),

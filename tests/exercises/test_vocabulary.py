@@ -244,6 +244,19 @@ def in_the_logits_dtype(logits):
     return pairs[pairs[:, 0].argmax(0), 1, torch.arange(len(best))].long()
 
 
+def within_a_percent(logits):
+    own, ids = logits.max(-1)
+    n, best = logits.shape[-1], tt.all_reduce(own, "tp", "max")
+    is_best = torch.isclose(own, best, rtol=1e-2)
+    return tt.all_reduce(torch.where(is_best, ids + tt.axis_index("tp") * n, 10**9), "tp", "min")
+
+
+def last_on_its_rank(logits):
+    n = logits.shape[-1]
+    own, ids = logits.amax(-1), n - 1 - logits.flip(-1).argmax(-1) + tt.axis_index("tp") * n
+    return tt.all_reduce(torch.where(own == tt.all_reduce(own, "tp", "max"), ids, 10**9), "tp", "min")
+
+
 def in_one_number(logits):
     """One all_reduce of a number that is made of a logit and its id."""
     n = logits.shape[-1]
@@ -275,6 +288,9 @@ def test_most_likely():
         (lambda z: with_sentinel(z, 1000), "With 400,000 entries, in float32, token 0 gets 1,000 instead of 399,998"),
         (lambda z: with_sentinel(z, 100_000), "large enough"),
         (in_one_number, "exact enough, only for a few entries"),
+        (within_a_percent, "gets 1 instead of 22.\nThe logits of these two entries are as close as two numbers can be"),
+        (last_on_its_rank, "two entries have equally large logits. Return the lower id"),
+        (lambda z: z.argmax(-1), "1 of 4 entries is off: it is 2, and should be 22"),
         (lambda z: with_sentinel(z, torch.inf), "they are float32"),
         (most_likely(tt, torch, "zero"), "contributes 0, and no id is smaller"),
         (in_the_logits_dtype, "With 400,000 entries, in bfloat16, token 0 gets 399,360"),

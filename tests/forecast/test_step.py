@@ -8,6 +8,7 @@ import pytest
 from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
+from tplab.forecast.classes import class_of
 from tplab.forecast.layers import Layer, layer_seconds, local
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
@@ -57,8 +58,8 @@ def test_rounds_repeat_themselves(rule: str):
         schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(count)
         for again, head, send in ((0.0, 1.0, 0.0), (0.9, 3.0, 0.1), (0.0, 0.2, 0.3)):
             layer, end = np.array([1.0, 1.8 + again, again]), np.array([head, 2 * head, 0.0])
-            seconds = np.array([*layer, *0.9 * layer, *0.1 * draw.random(3), *end, send])
-            forward, backward, recompute = (np.array(what, float) @ seconds[:-1].reshape(4, 3)).T
+            seconds = np.array([*layer, *0.9 * layer, *0.1 * draw.random(3), *end, 0, 0, 0, 0, send])
+            forward, backward, recompute = (np.array(what, float) @ seconds[:12].reshape(4, 3)).T
             inputs, weights = (backward + recompute) / 2, (backward - recompute) / 2
             costs = Costs(forward, inputs, weights, send, full_backward=backward)
             shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), what)
@@ -67,6 +68,46 @@ def test_rounds_repeat_themselves(rule: str):
 
 
 DEEPSEEK = Model.find("deepseek-v3")
+
+
+@pytest.mark.parametrize(("rule", "passes"), [("dualpipe_v", (3.0, 5.0)), ("dualpipe", (4.0, 6.0))])
+@pytest.mark.parametrize("travel", [(0.0, 0.0), (0.5, 0.5), (2.0, 2.5), (4.0, 5.0), (0.5, 8.0)])
+def test_of_a_pair_messages_of_experts_lie_under_what_the_other_pass_computes(
+    rule: str, passes: tuple[float, float], travel: tuple[float, float]
+):
+    """As on the modelled clock, told by hand which part of the shorter pass a pair hides."""
+    ranks, count = 4, 12
+    computing, stages = np.array(passes), Plan(pp=ranks, schedule=rule).num_stages
+    alone = computing + travel
+    pair = max(sum(computing), sum(travel), *alone)
+    costs = Costs([alone[0]] * stages, [alone[1] / 2] * stages, [alone[1] / 2] * stages, 0.1)
+    apart = simulate(Plan(pp=ranks, schedule=rule).rule(count), costs)
+    hidden = replace(costs, overlap=(sum(alone) - pair) / min(alone))
+    lasts = simulate(apart.schedule, hidden)
+    seconds = np.array([*alone, 0, *[0] * 9, *travel, *travel, 0.1])
+    shape = Shape(rule, ranks, 1, count, ((1, 0, False, False),) * stages)
+    ((found,),) = makespans([shape], [seconds[None]], [np.array([count])])
+    assert found == pytest.approx(lasts.makespan, rel=1e-12)
+    assert found < apart.makespan or travel == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rule", ["dualpipe_v", "dualpipe"])
+def test_where_passes_are_pairs_a_step_shows_less_of_the_messages_of_experts(rule: str):
+    """A whole forecast beside its simulated pipeline, in which all pairs hide the same part."""
+    cluster, stack = find("h100-measured"), find_stack("megatron")
+    plan, model = Plan(dp=64, ep=64, pp=4, schedule=rule), replace(DEEPSEEK, dense_layers=0, layers=16)
+    pairs, ones = (
+        forecast(model, replace(plan, overlap=it), cluster, batch=64 * 16, sequence=4096) for it in (True, False)
+    )
+    layer = layer_seconds(model, local(plan), cluster, 4096, stack.on(cluster))
+    assert 0 < pairs.parts["ep"] < 0.6 * 16 * 4 * layer.ep  # 4 layers of 16 microbatches
+    for one, reach in ((pairs, 0.04), (ones, 1e-9)):
+        assert all(part >= 0 for part in one.parts.values())
+        once = one.parts["dp"] + one.parts["optimizer"] + one.parts["host"]
+        assert one.seconds - once == pytest.approx(one.pipeline(10_000).makespan, rel=reach)
+    assert ones.pipeline().costs.overlap == 0 < pairs.pipeline().costs.overlap <= 1
+    assert class_of(stack, qwen := Model.find("qwen3-30b-a3b"), replace(plan, dp=8, ep=8, schedule="1f1b"), cluster)
+    assert class_of(stack, qwen, replace(plan, dp=8, ep=8), cluster) is None
 
 
 def test_dense_first_layers_take_their_own_time():

@@ -278,7 +278,7 @@ CLAIMS = (
     ),
     Claim(
         VOCABULARY,
-        "With few tokens, the number of launches decides: gathering is faster",
+        "With few tokens, launches decide: by the forecast, gathering is faster",
         lambda: gathering_is_faster(64, False) and gathering_is_faster(64, True),
     ),
     Claim(
@@ -297,7 +297,7 @@ CLAIMS = (
         lambda: simulate(zb_h1(4, 8)).makespan < simulate(one_f_one_b(4, 8)).makespan,
     ),
     Claim(SCHEDULES, "four ranks are no faster than one", lambda: simulate(naive(ranks=4)).makespan == 4 * 3),
-    Claim(SCHEDULES, "Otherwise either of the two may be faster", either_is_faster),
+    Claim(SCHEDULES, "With other costs, either GPipe or 1F1B can be faster", either_is_faster),
     Claim(
         SCHEDULES,
         "With such messages, it is faster than 1F1B and ZB-H1",
@@ -317,7 +317,7 @@ CLAIMS = (
         ),
     ),
     Given(
-        SCHEDULES, "is up to 23% more throughput than 1F1B in about the same memory, and up to 31% with more memory"
+        SCHEDULES, "up to 23% more throughput than 1F1B in about the same memory, and up to 31% with more memory"
     ),  # abstract
     *((SCHEDULES, entry) for entry in WHICH),
     # ------------------------------------------------------------------------------------------------------------------

@@ -46,18 +46,17 @@ PARAGRAPH = f"""\
 ## Which schedule?
 
 Qi et al. measured $F = 18.5$, $I = 18.1$, $W = 9.3$ and 0.6 ms for a message, for a GPT on 8 A100s. With these
-costs and 24 microbatches, if every action runs as soon as it can:
+costs, 24 microbatches and one program per rank:
 
-| | a step, simulated | bytes kept by the fullest rank, counted | messages |
+| | a step, simulated | bytes kept by the fullest rank | messages |
 |---|---|---|---|
 {chr(10).join(f"| {name} | {row} |" for name, row in ROWS.items())}
 
-The bytes, relative to 1F1B, are those of equal transformer blocks in tplab. They are not proportional to microbatches:
-GPipe's last rank also keeps its inputs and what the loss needs, and a split backward keeps gradients until W.
+The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 
-So begin with 1F1B, and as many microbatches as the batch allows. GPipe is hardly faster, and keeps three times as
-much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most. They keep a quarter more,
-and send at least twice as many messages.
+With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
+keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
+They keep about a quarter more, and send at least twice as many messages.
 """
 
 
@@ -108,7 +107,7 @@ WHICH: tuple[Entry, ...] = (
         lambda: max(map(times, FAST)) < min(times(name) for name in RULES if name not in FAST),
     ),
     Claim(
-        "They keep a quarter more, and send at least twice as many messages",
+        "They keep about a quarter more, and send at least twice as many messages",
         lambda: (
             all(1.2 < relative(name) < 1.3 for name in FAST)
             and min(messages(RULES[name]) for name in FAST) >= 2 * messages(RULES["1F1B"])

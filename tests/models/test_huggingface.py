@@ -319,7 +319,7 @@ def test_what_functions_drop_outside_of_parallel_regions_is_the_same_on_any_mesh
     model = llama(family, attention=attention, **{"attention_dropout": 0.0, **options})
 
     def program(model, ids):
-        model = parallelize(model, llama_plan(model)).train()
+        parallelize(model, llama_plan(model)).train()
         return model(ids, output_hidden_states=True).hidden_states[-1]
 
     alone = run(program, Mesh(tp=1), model, IDS, seed=5).per_rank[0]

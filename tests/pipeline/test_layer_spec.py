@@ -67,7 +67,7 @@ def test_methods_of_partition():
     assert cut(layers, 2, bounds=[0, 5, 16]).bounds == (0, 5, 16)
     with pytest.raises(ScheduleError, match="do not cut 16 layers into 2 stages"):
         cut(layers, 2, bounds=[0, 5])
-    with pytest.raises(ShapeError, match="16 layers cannot make 17 stages"):
+    with pytest.raises(ShapeError, match="16 layers cannot make 17 stages of a layer each; use at most 16 stages"):
         cut(layers, 17)
 
 

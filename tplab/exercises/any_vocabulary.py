@@ -34,10 +34,12 @@ def for_any_vocabulary(answer: Answer, num_numbers: int) -> Verdict:
         got = np.asarray(found.double() if answer.framework == "torch" else found, float)
         if not np.allclose(got, want, rtol=ROUGH, atol=ROUGH):
             token = int(np.flatnonzero(~np.isclose(got, want, rtol=ROUGH, atol=ROUGH))[0])
+            why = "Is some number in your program large enough, or exact enough, only for a few entries?"
+            if are_ids and num_entries == 24 and got[token] == 1:
+                why = "The logits of these two entries are as close as two numbers can be. Compare them exactly."
             refuse(
                 f" is right on the check's small examples. With {num_entries:,} entries, in {dtype}, token {token} "
-                f"gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n"
-                "Is some number in your program large enough, or exact enough, only for a few entries?",
+                f"gets {got[token]:,.7g} instead of {want[token]:,.7g}.\n{why}",
                 panels,
             )
         if are_ids and "int" not in kind:

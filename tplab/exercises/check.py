@@ -175,9 +175,12 @@ def _wrong(
         if any(map(np.any, off)):
             rank = next(rank for rank in mesh.ranks if off[rank].any())
             count = int(off[rank].sum())
-            entries = f"{count} of {off[rank].size} entries {'is' if count == 1 else 'are'} off, by up to"
+            entries = f"{count} of {off[rank].size} entries {'is' if count == 1 else 'are'} off"
             most = number_text(float(np.abs(got[rank] - want[rank]).max()))
-            by = f"{entries if off[rank].size > 1 else 'It is off by'} {most}."
+            by = f"{entries}, by up to {most}." if off[rank].size > 1 else f"It is off by {most}."
+            if want[rank].dtype.kind == "i":  # an id that is nearly right is wrong
+                one, other = (number_text(float(x[rank][off[rank]][0])) for x in (got, want))
+                by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."
             hint = _known_mistake(exercise, result, got, want, slack, mesh, tensors) or by
             panels = beside(f"yours, {result}", got[rank], want[rank], off[rank], apart=True)
             return f": {result} is not right yet on rank {rank} of {mesh}.\n{hint}", panels

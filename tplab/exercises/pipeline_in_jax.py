@@ -12,6 +12,7 @@ from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
+from tplab.units import counted
 
 MICROBATCHES, ROWS, WIDTH = 5, 1, 3
 MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
@@ -77,6 +78,12 @@ def _added(seen: Seen) -> np.ndarray:
     return seen.want + np.concatenate([np.zeros_like(seen.want)[len(zeros) :], zeros])
 
 
+def _ended(seen: Seen) -> np.ndarray:
+    """Those of the first m ticks. A negative index counts from the end, so those of zeros are in the last rows."""
+    zeros = _of_zeros(seen)
+    return np.concatenate([seen.want[: MICROBATCHES - len(zeros)], zeros])
+
+
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
     """A rank's outputs in the last rank's ticks: rank r is `last - r` microbatches ahead, then repeats the last."""
     ahead = seen.mesh.axis_size("pp") - 1 - rank
@@ -105,6 +112,7 @@ def _once_too_late(seen: Seen) -> np.ndarray:
     return np.concatenate([seen.want[1:], seen.want[-1:]])
 
 
+IN_WRONG_ROWS = "These are the right outputs in the wrong rows. In which tick is each computed?"
 PIPELINE = Exercise(
     name="my_pipeline",
     tensors=lambda rng, mesh: {
@@ -135,6 +143,11 @@ PIPELINE = Exercise(
             _added,
         ),
         Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
+        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, -1, 0)),
+        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
+        Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
+        Mistake("ys", "These are the first rank's outputs, and not the last's.", lambda seen: _of_one_rank(seen, 0)),
+        Mistake("dw", "The gradient is zero. Is it cut off, as by `stop_gradient`?", lambda seen: 0 * seen.want),
         Mistake("ys", "Every rank has added its own outputs. Only those of the last rank are wanted.", _of_all_ranks),
         Mistake(
             "ys",
@@ -176,7 +189,7 @@ def _in_ticks(answer: Answer, exchanges: int, too_slow: str, too_much: str) -> V
     ticks, matmuls = _ticks(answer) if exchanges <= took <= exchanges + 1 else (0, 0)
     if took < exchanges:
         but(
-            f"on {FOUR} the ranks exchange messages only {took} times. A pipeline needs at least {exchanges}.\n"
+            f"on {FOUR} a rank sends {counted(took, 'message')} to another. A pipeline needs at least {exchanges}.\n"
             "Send one microbatch at a time, from each rank to the next, with `ppermute`."
         )
     if took > exchanges + 1:
@@ -289,6 +302,16 @@ LOOP = Exercise(
         Mistake("ys", _BEGINS_AGAIN, _last_round_alone),
         Mistake("ys", _BEGINS_AGAIN, _last_round_of_the_last),
         Mistake("ys", "Both rounds have used the first of a rank's matrices.", _with(lambda number, k, rank, ranks: 0)),
+        Mistake(
+            "ys",
+            "The first round has used a rank's second matrix, and the second round its first.",
+            _with(lambda number, k, rank, ranks: 1 - number),
+        ),
+        Mistake(
+            "ys",
+            "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the ring.",
+            lambda seen: _plain({**seen.tensors, "w": seen.tensors["w"].reshape(-1, WIDTH, WIDTH)})["ys"],
+        ),
         Mistake(
             "ys",
             "Rank r begins its second round r ticks later than rank 0, but all ranks have changed to their second\n"

@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right, run_on
 from tplab.mesh import Mesh
-from tplab.pipeline.layer_spec import layer_names, ties
+from tplab.pipeline.layer_spec import TiedSpec, layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
 from tplab.widgets.matrices import Panel
 
@@ -22,6 +22,9 @@ VOCABULARY, SEQUENCE, MICROBATCHES = 65, 16, 4
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
+    layers = list(model())
+    if isinstance(last := layers[-1], TiedSpec) and last.forward is None and last.cls is getattr(layers[0], "cls", 0):
+        refuse(": the last layer looks up rows, as the first one does. Its `forward=` says what to call instead.")
     (hidden,), (whole,) = _run(_hidden, 1, model), _run(_gradients, 1, model)
     found: dict[str, np.ndarray] = {}
     for ranks in (2, 4):
@@ -34,7 +37,6 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
                 refuse(f"{text}\n{why}", _panels(ranks, found[key], want))
     if hidden:
         refuse(f": {hidden}.")
-    layers = list(model())
     if not any({0, len(layers) - 1} <= set(places) for places in ties(layers).values()):
         refuse(
             ": every rank trains what it has, but the head and the embedding are now two matrices.\n"
@@ -210,6 +212,11 @@ def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> s
             [sum(stage_bytes[action.stage] for action in row) for row in forwards],
         "These are microbatches. How many bytes does each of them take?": counts,
         "This is what is left at the end of the row. When is it at its largest?": 0,
+        "This adds up what each stage keeps at its own largest moment. Do they all come at the same time?":
+            [sum(_most([a for a in row if a.stage == stage], stage_bytes) for stage in own)
+             for row, own in zip(rows, stages)],
+        "This is the most after a backward. Look after each forward as well.":
+            [_most(row, stage_bytes, after="B") for row in rows],
         "Every microbatch has been counted with the bytes of the rank's largest stage.":
             counts * [max(stage_bytes[stage] for stage in own) for own in stages],
         "Every microbatch has been counted with the bytes of the rank's first stage.":
@@ -218,11 +225,12 @@ def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> s
     return hint(found, known, f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch.")
 
 
-def _most(row: Sequence[Action], stage_bytes: Sequence[int]) -> int:
+def _most(row: Sequence[Action], stage_bytes: Sequence[int], after: str = "FB") -> int:
+    """The most that the row keeps after an action of these kinds."""
     kept = most = 0
     for action in row:
         kept += stage_bytes[action.stage] * (1 if action.kind == "F" else -1)
-        most = max(most, kept)
+        most = max(most, kept) if action.kind in after else most
     return most
 
 

@@ -137,7 +137,7 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
             f"It should have {puzzle.ranks} ranks, {_count(puzzle.microbatches)} and one stage per rank."
         )
     elif wrong := faults(schedule, memory_limit=puzzle.slots, at_most=1):
-        late = "\nThe columns of a picture are ticks. Without dots, each action runs as soon as it can, as drawn here."
+        late = "\nWith dots, an action is one column wide. Without dots, it runs as soon as it can, as drawn here."
         text = f": {wrong[0]}.{late if wrong[0].kind == 'tick' else ''}"
     elif (run := simulate(schedule, Costs())).makespan > puzzle.makespan:
         text = f": it runs, in {run.makespan:g} steps. {puzzle.makespan:g} are possible.\n{puzzle.hint}"

@@ -19,14 +19,14 @@ from tplab.sharding import P
 
 def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """Integer multiples of each rank's own step, at most 7 steps: 4 bits hold them without an error, with a scale for
-    the rank or one for each row. Only one row has 7 of them: in the others all numbers are 0 or 3 steps."""
+    the rank or one for each row. Only one row has 7 of them, or -7: in the others all numbers are 0 or 3 steps."""
     num_ranks = mesh.axis_size("dp")
     codes = 3 * rng.integers(-1, 2, (num_ranks, num_ranks, 24))
     codes[..., 0] = 3
     for rank in range(num_ranks):
         row = (rank + 1) % num_ranks
         codes[rank, row] = rng.integers(-6, 7, 24)
-        codes[rank, row, 0] = 7
+        codes[rank, row, 0] = 7 * (-1) ** rank
     steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # that float16 cannot hold
     return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24).astype(np.float32)}
 
@@ -74,7 +74,8 @@ ADD_UP = Exercise(
         Mistake(
             "total",
             "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
-            "of 7 is 7 times the scale of the rank that sent it.\nTurn codes into numbers before you add them up.",
+            "of 7 is 7 times the scale of the rank that sent it.\n"
+            "Multiply each rank's codes by that rank's scale, and then add.",
             lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
         ),
         Mistake(
@@ -122,8 +123,10 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
         return verdict
     answer = Answer(fn, ADD_UP, framework, [], verdict)
     try:  # other codes, of 8 bits or with a scale for each block, may be right too
-        if not _noise(answer) <= NOISE or _sent_to_add_up(answer) > ENOUGH:
+        if not _noise(answer) <= NOISE:
             return verdict
+        if too_many := _too_many_bytes(answer):
+            return Verdict(False, f"add_up: {too_many}")
         few, many = (_noise(answer, num_ranks, 1.0) for num_ranks in (2, 8))
         most = _worst(answer)
     except Exception:
@@ -142,19 +145,23 @@ def _few_bytes(answer: Answer) -> Verdict:
             f": for numbers between two codes, its error is {noise:.1f} times as large as it must be.\nWhich code is "
             "the nearest? To turn 2.9 into int8 gives 2."
         )
-    sent, mesh = _sent_to_add_up(answer), ADD_UP.meshes[2]
-    in_full = 3 * 24 * 4  # rows for three other ranks, in float32
-    if sent > ENOUGH:
-        events = answer.run(mesh).trace.select(rank=0, op="all_gather").events
-        to_all = any(event.bytes > ENOUGH for event in events)
-        why = "Each rank gets rows that are for others. `all_to_all` sends a row only to the rank that it is for."
-        but(
-            f"on {mesh} a rank sends {sent} bytes. Codes of a byte each, and scales, take {ENOUGH} at most.\n"
-            f"{why if to_all else 'Send the codes along with the scales.'}"
-        )
+    if too_many := _too_many_bytes(answer):
+        but(too_many)
+    sent, in_full = _sent_to_add_up(answer), 3 * 24 * 4  # rows for three other ranks, in float32
     return answer.says(
-        f"On {mesh} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
+        f"On {ADD_UP.meshes[2]} a rank sends {sent} bytes of codes and scales; numbers in full would take {in_full}."
     )
+
+
+def _too_many_bytes(answer: Answer) -> str:
+    """What is said if a rank sends more than codes and scales; "" if not."""
+    mesh = ADD_UP.meshes[2]
+    if (sent := _sent_to_add_up(answer)) <= ENOUGH:
+        return ""
+    events = answer.run(mesh).trace.select(rank=0, op="all_gather").events
+    why = "Each rank gets rows that are for others. `all_to_all` sends a row only to the rank that it is for."
+    why = why if any(event.bytes > ENOUGH for event in events) else "Send the codes along with the scales."
+    return f"on {mesh} a rank sends {sent} bytes. Codes of a byte each, and scales, take {ENOUGH} at most.\n{why}"
 
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
@@ -164,7 +171,7 @@ AGAIN = (
 )
 CUT_OFF = (
     "A rounded number is off by half of the scale at most. Is the largest one cut off? With 4 bits, codes end at 7, so "
-    "the scale is a seventh of it."
+    "the scale is a seventh of the largest magnitude."
 )
 GROWTH = 1.6
 """How much larger the error may be on eight ranks than on two, relative to that of numbers which are rounded once. If a
@@ -178,12 +185,16 @@ def _sent_to_add_up(answer: Answer) -> int:
 
 
 def _worst(answer: Answer) -> float:
-    """The largest error, relative to half of the scale of 4 bits, of numbers from one rank; the other's are tiny."""
+    """The largest error, relative to half of the scale of 4 bits, of numbers from one rank; the other's are tiny. Once
+    all of them are negative."""
     x = np.random.default_rng(1).normal(size=(2, 2, 768)).astype(np.float32)
     x[1] *= 2.0**-12
     x[0, 1, 5] = 2 * np.abs(x).max()
-    found = answer.run(Mesh(dp=2), {"x": x.reshape(4, -1)}).per_rank[1]
-    return float(np.abs(np.asarray(found) - x.sum(0)[1]).max() / (np.abs(x).max((1, 2)) / 14).sum())
+    halves, off = (np.abs(x).max((1, 2)) / 14).sum(), list[np.ndarray]()
+    for sent in (x, -np.abs(x)):
+        found = answer.run(Mesh(dp=2), {"x": sent.reshape(4, -1)}).per_rank[1]
+        off.append(np.abs(np.asarray(found) - sent.sum(0)[1]))
+    return float(np.max(off) / halves)
 
 
 def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
@@ -230,6 +241,12 @@ REDUCE_TWICE = Exercise(
             "Every sum is right, but it is another rank's. Inside the node, the first rows go to gpu 0; and the first "
             "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.",
             _piece_of(lambda node, gpu, nodes, gpus: gpu * nodes + node),
+        ),
+        Mistake(
+            "total",
+            "Every sum is right, but it is another rank's. The first G rows of x are for the G GPUs of node 0.\n"
+            "Which of the two sizes comes first in `reshape`?",
+            _piece_of(lambda node, gpu, nodes, gpus: (q := gpu * nodes + node) % gpus * nodes + q // gpus),
         ),
         Mistake(
             "total",

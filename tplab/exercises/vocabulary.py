@@ -196,7 +196,7 @@ TOKEN_LOSS = Exercise(
             "tp",
             "It is R times too large. The backward pass of all_gather, ring_all_reduce and copy_to adds up the\n"
             "gradients of all ranks, but here each rank has already computed the whole gradient. That of all_reduce\n"
-            "passes it on unchanged.",
+            "passes it on unchanged, and all_reduces of one number per token are enough.",
         ),
         added_over("dlogits", "tp", 1, _token_loss, APART),
         Mistake(
@@ -302,8 +302,8 @@ MOST_LIKELY = Exercise(
         ),
         Mistake(
             "ids",
-            "For the first token, two ranks have equally large logits. Return the lower id; this is the higher one.",
-            _of_several(np.max),
+            "For the first token, two entries have equally large logits. Return the lower id; this is the higher one.",
+            lambda seen: seen.tensors["logits"].shape[-1] - 1 - seen.tensors["logits"][:, ::-1].argmax(-1),
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["logits"]), 2),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tplab.cost import Cluster
 from tplab.forecast.model import Model
-from tplab.forecast.plan import ITEMSIZE, Plan
+from tplab.forecast.plan import ITEMSIZE, Plan, pairs_passes
 from tplab.forecast.stacks import Stack, constants
 
 SIZES = ((1, "one node"), (32, "2 to 32 nodes"), (1 << 30, "more than 32 nodes"))
@@ -54,6 +54,7 @@ def keys_of(stack: str, model: Model, plan: Plan, cluster: Cluster) -> Iterator[
     kind = "experts" if model.experts else "dense"
     unlike = {"latent attention": model.kv_rank, "dense layers": model.dense_layers}  # as no row that was measured
     unlike |= {"etp": plan.etp, "a dispatch": plan.dispatch, "skew": plan.skew}
+    unlike |= {"passes in pairs": model.experts and plan.pp > 1 and pairs_passes(plan.rule_name)}
     kind = " with ".join([kind, *(name for name, has in unlike.items() if has)])
     fixed = (stack, kind, f"tp {'over nodes' if plan.tp > size else 'in a node'}", f"{'no ' * (plan.pp == 1)}pipeline")
     for free in ((chip, dtype, many), (chip, ANY, many), (ANY, ANY, many), (chip, ANY, ANY), (ANY, ANY, ANY)):

@@ -30,6 +30,8 @@ class Layer(NamedTuple):
     forward, backward    what the pipeline sees
     computing, recompute, tp, cp, ep, host     the same by reason: computing without and for recomputation, messages
                          that are not hidden, and by how much the host takes longer
+    ep_forward, ep_backward            what messages of experts add to `forward` and to `backward`
+    travel_forward, travel_backward    how long they are on their way: the part that is hidden, too
     """
 
     forward: Any = 0.0
@@ -40,6 +42,10 @@ class Layer(NamedTuple):
     cp: Any = 0.0
     ep: Any = 0.0
     host: Any = 0.0
+    ep_forward: Any = 0.0
+    ep_backward: Any = 0.0
+    travel_forward: Any = 0.0
+    travel_backward: Any = 0.0
 
     def times(self, count: Any) -> Layer:
         return Layer(*(count * seconds for seconds in self))
@@ -64,14 +70,18 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
     backward = factor * (back + attention[1] + 2 * kernels + added)
     again = {"none": 0.0, "selective": 0.0 if plan.flash else factor * attention[0], "full": forward}[plan.recompute]
     sent = layer_traffic(model, plan, sequence, stack, cluster.node_size)
-    ways = [
-        [shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in (True, False)
-    ]
+    passes = (True, False)
+    ways = [[shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in passes]
+    late = replace(plan, overlap=False)
+    travel = [shown(sent, model, late, cluster, stack, "ep", is_forward) for is_forward in passes]
+    experts = Layer(0, 0, 0, 0, 0, 0, 0, 0, ways[0][2], ways[1][2], *travel)
     host = stack.host * (4 / 3 if plan.recompute == "full" else 1)
     if model.experts:
         ways[0][2], ways[1][2] = ways[0][2] + stack.routing / 3, ways[1][2] + stack.routing * 2 / 3
     axes = [sum(pair) for pair in zip(*ways)]
-    return _with_host(forward + sum(ways[0]), backward + again + sum(ways[1]), host, forward + backward, again, *axes)
+    there, back = forward + sum(ways[0]), backward + again + sum(ways[1])
+    whole = _with_host(there, back, host, forward + backward, again, *axes)
+    return whole.plus(experts) if plan.overlap else whole
 
 
 @lru_cache(maxsize=1 << 14)

@@ -5,6 +5,9 @@ that are longest for some stages give the makespans for many, as the largest of 
 
     makespan = max over paths of  layers on it x a layer's F, B, ..  + embeddings + heads + messages x seconds of one
 
+Of a forward and a backward pass that run as one action, each one's messages of experts lie under what the other
+computes. So the pair takes what both compute, or all of their messages, or one of them by itself: whichever is longest.
+
 A schedule repeats itself: each further round of one microbatch per rank takes as long as the one before.
 """
 
@@ -17,25 +20,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.forecast.plan import few, round_of, rule_of
+from tplab.forecast.plan import few, pairs_passes, round_of, rule_of
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.relax import relax
+from tplab.schedules.schedule import Schedule
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-TAKES = np.array([[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5], [0, 0.5, -0.5]])
-"""F, B, I and W of a stage as sums of its (forward, backward, recompute): all of recomputation is before I."""
-TERMS = 13
-"""A path is a sum of so many: forward, backward and recompute of each of `Stage.counts`, and messages."""
+TAKES = np.array([
+    [1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0, 0], [0, 0.5, -0.5, 0, 0, 0, 0],
+    [1, 0, 0, -1, 0, 0, 0], [0, 1, 0, 0, -1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1],
+])  # fmt: skip
+"""F, B, I and W of a stage; F and B without messages of experts; and these of both: as sums of its (forward, backward,
+recompute, ep_forward, ep_backward, travel_forward, travel_backward). All of recomputation is before I."""
+COMPUTES, TRAVELS = 4, 6
+TERMS = 17
+"""A path is a sum of so many: forward, backward and recompute of each of `Stage.counts`, four of messages of experts
+in the layers that have them, and messages between stages."""
 CELLS = 1 << 21
 """How many numbers are simulated at once."""
 
 
 TYPICAL = np.array([
-    [1, back + again, again, first, first * (back + again), first * again, 0.03, 0.06, 0, head, 2 * head, 0, send]
-    for again in (0, 1) for head, back, first in ((0.3, 1.7, 1.0), (1.2, 2.0, 0.3), (4.0, 2.3, 0.6))
-    for send in (0.0, 0.1)
+    [1, back + again, again, first, first * (back + again), first * again, 0.03, 0.06, 0, head, 2 * head, 0,
+     0.6 * travel, 0.6 * travel, travel, travel, send]
+    for travel in (0.0, 0.4, 1.2) for again in (0, 1)
+    for head, back, first in ((0.3, 1.7, 1.0), (1.2, 2.0, 0.3), (4.0, 2.3, 0.6)) for send in (0.0, 0.1)
 ])  # fmt: skip
-"""Pipelines of models that people train, in forward passes of a layer: see `makespans`."""
+"""Pipelines of models that people train, in forward passes of a layer: see `makespans`. The first third sends nothing
+to experts, and is all that counts where no two passes are one action."""
 _known = dict[Any, Array]()
 """Of a shape, the paths of typical pipelines."""
 
@@ -72,9 +84,9 @@ def makespans(
     wanted = dict[Shape, list[Array]]()
     for shape, less, of, grow in zip(shapes, shorter, seconds, grows):
         for one in (shape, less) if grow else (shape,):
-            wanted.setdefault(one, []).append(of if exact else TYPICAL)
+            wanted.setdefault(one, []).append(of)
     known = {} if exact else _known
-    missing = {one: np.concatenate(of if exact else of[:1]) for one, of in wanted.items() if one not in known}
+    missing = {one: np.concatenate(of) if exact else _typical(one) for one, of in wanted.items() if one not in known}
     known.update(zip(missing, _paths([*missing], [*missing.values()])))
     found = list[Array]()
     for shape, less, of, count, grow in zip(shapes, shorter, seconds, counts, grows):
@@ -86,11 +98,15 @@ def makespans(
     return found
 
 
+def _typical(shape: Shape) -> Array:
+    return TYPICAL if pairs_passes(shape.rule) else TYPICAL[: len(TYPICAL) // 3]
+
+
 class _Wires(NamedTuple):
     """A schedule's columns as arrays [actions]: whose sum each takes, and what it waits for, at most two others.
 
-    takes    two indices of a table [stages x kinds, and nothing]: an action's own, and that of its partner, which it
-             takes as long as, too; of the second of a pair nothing
+    takes    indices of a table [stages x kinds, and nothing], of which an action takes the longest sum [sums, 1 or 2,
+             actions]: its own; of a pair the first has what both compute, both's messages, itself and its partner
     """
 
     offsets: np.ndarray
@@ -106,17 +122,34 @@ def _wires(rule: str, ranks: int, virtual: int, microbatches: int) -> _Wires:
     crosses = (needs >= 0) & (schedule.rank[np.maximum(needs, 0)] != schedule.rank)
     second, nothing = np.flatnonzero(schedule.joined), schedule.num_stages * len(TAKES)
     own = schedule.stage.astype(np.intp) * len(TAKES) + schedule.kind
-    partner = np.full_like(own, nothing)
-    partner[second - 1], own[second] = own[second], nothing
-    few = 1 + bool(len(second))
-    return _Wires(schedule.offsets, np.stack([own, partner])[:few], needs[:few], crosses[:few])
+    if not len(second):
+        return _Wires(schedule.offsets, own[None, None], needs[:1], crosses[:1])
+    takes = np.full((4, 2, len(own)), nothing)
+    takes[0, 0] = own
+    pair = np.stack([own[second - 1], own[second]])
+    takes[:, :, second - 1] = [pair + COMPUTES, pair + TRAVELS, pair, pair[::-1]]
+    takes[2:, 1, second - 1] = takes[0, 0, second] = nothing
+    return _Wires(schedule.offsets, takes, needs, crosses)
+
+
+def part_hidden(schedule: Schedule, forward: Array, backward: Array, under: Array) -> float:
+    """Which part of the shorter passes lies under the longer ones, in all pairs of a schedule.
+
+    forward, backward   seconds of each stage [stages]      under   ep_forward and so on of each [4, stages]
+    """
+    second = np.flatnonzero(schedule.joined)
+    table = TAKES @ np.stack([forward, backward, 0 * forward, *under])  # [kinds, stages]
+    (a, i), (b, j) = ((schedule.kind[at], schedule.stage[at]) for at in (second - 1, second))
+    alone = np.stack([table[a, i], table[b, j]])
+    takes = [table[a + more, i] + table[b + more, j] for more in (COMPUTES, TRAVELS)]
+    return float((alone.sum(axis=0) - np.max([*takes, *alone], axis=0)).sum() / (alone.min(axis=0).sum() or 1.0))
 
 
 def _paths(shapes: Sequence[Shape], seconds: Sequence[Array]) -> list[Array]:
     """For each shape the longest paths of its pipelines [paths, TERMS], of which each costs path @ seconds."""
     wires = [_wires(*shape[:4]) for shape in shapes]
     seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), TERMS)) for of in seconds]  # some once more
-    cells = [one.takes.shape[1] * len(of) for one, of in zip(wires, seconds)]
+    cells = [one.takes.size * len(of) for one, of in zip(wires, seconds)]
     key = [(len(one.takes), len(of)) for one, of in zip(wires, seconds)]
     rest = sorted(range(len(shapes)), key=lambda at: (key[at], cells[at] / shapes[at].ranks))
     found = dict[int, Array]()
@@ -135,7 +168,7 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     very little: of paths that are equally long, those with few messages count.
     """
     wires, cases = [one for _, one, _ in asked], len(asked[0][2])
-    starts = np.cumsum([0, *(one.takes.shape[1] for one in wires)])
+    starts = np.cumsum([0, *(one.takes.shape[-1] for one in wires)])
     rows = np.cumsum([0, *(shape.ranks for shape, _, _ in asked)])
     offsets = np.append(0, np.concatenate([one.offsets[1:] + at for one, at in zip(wires, starts)]))
     needs = np.concatenate([one.needs + at * (one.needs >= 0) for one, at in zip(wires, starts)], axis=1)
@@ -144,8 +177,9 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     takes = [one.takes + at for one, at in zip(wires, np.cumsum([0, *map(len, tables)]))]
     units = [np.maximum(seconds[:, TERMS - 1 :], 1e-9 * seconds[:, :1]) for _, _, seconds in asked]
     lasting = np.concatenate([table @ (of[:, :-1] / unit).T for table, (_, _, of), unit in zip(tables, asked, units)])
-    takes, table = np.concatenate(takes, axis=1), np.concatenate(tables)
-    end, _ = relax(offsets, [*needs], [*crosses.astype(float)], _summed(lasting, takes))
+    takes, table = np.concatenate(takes, axis=-1), np.concatenate(tables)
+    sums = np.stack([_summed(lasting, one) for one in takes])
+    end, _ = relax(offsets, [*needs], [*crosses.astype(float)], sums.max(axis=0))
 
     last = offsets[1:] - 1  # each row's
     at = np.concatenate([last[a:b][np.argmax(end[last[a:b]], axis=0)] for a, b in pairwise(rows)])
@@ -154,7 +188,7 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     paths, alive, case = np.zeros((len(at), TERMS)), np.arange(len(at)), np.tile(np.arange(cases), len(asked))
     while len(alive):
         here, of = at[alive], case[alive]
-        paths[alive, :-1] += _summed(table, takes[:, here])
+        paths[alive, :-1] += _summed(table, takes[sums[:, here, of].argmax(axis=0), :, here].T)
         latest = before[here]
         until = np.where(latest < 0, 0.0, end[latest, of])
         sent = np.zeros(len(alive), bool)
@@ -177,7 +211,9 @@ def _summed(table: Array, takes: np.ndarray) -> Array:
 
 def _stages(shape: Shape) -> Array:
     """What each stage's actions of each kind take [stages x kinds, TERMS - 1]."""
-    return (np.array(shape.stages, float)[:, None, :, None] * TAKES[:, None]).reshape(-1, TERMS - 1)
+    counts = np.array(shape.stages, float)
+    ends = (counts[:, None, :, None] * TAKES[:, None, :3]).reshape(len(counts), len(TAKES), -1)
+    return np.concatenate([ends, counts[:, :1, None] * TAKES[:, 3:]], axis=-1).reshape(-1, TERMS - 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -325,6 +325,12 @@ def _stages_per_rank(name: str) -> int:
     return rule_of(name, 2, 4, 1).num_stages // 2
 
 
+@cache
+def pairs_passes(name: str) -> bool:
+    """Whether a rule runs some forward and backward passes as one action, as DualPipe does."""
+    return bool(rule_of(name, 2, 4, 2).joined.any())
+
+
 @lru_cache(maxsize=4096)
 def _partition(model: Model, placement: Placement, stages: int, tp: int, balance: str) -> Partition:
     ends = model.end_parts

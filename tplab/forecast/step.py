@@ -6,11 +6,13 @@
     step       pipeline + gradients and parameters that are not hidden + optimizer + what the host does once per step
 
 The layers' `factor` and `host` belong to a stack, and were fitted to published runs (`benchmarks.fit.steps`) on the
-measured clock. On a data sheet they are left out, and the result is a time at peak rates. Besides, there are four rules
+measured clock. On a data sheet they are left out, and the result is a time at peak rates. Besides, there are five rules
 for all stacks and plans:
 
     overlap    two fifths of the messages of tensor, context and expert parallelism are hidden. Gradients are sent
                during the last microbatch's backward pass, and at most two fifths of their time are hidden
+    pairs      where a forward and a backward pass run as one action, as in DualPipe, each one's messages of experts lie
+               under what the other computes: see `tplab.forecast.pipelines`
     ZeRO 1, 2  parameters are gathered after the optimizer, and nothing hides that
     ZeRO 3     parameters and gradients travel while layers compute, and what is longer counts; but for each microbatch
                nothing hides the first parameters and the last gradients
@@ -31,12 +33,13 @@ from tplab.forecast.classes import Measured, class_of
 from tplab.forecast.layers import AXES, Layer
 from tplab.forecast.model import Model
 from tplab.forecast.once import Once, at_end
-from tplab.forecast.pipelines import TERMS, Shape, makespans
-from tplab.forecast.plan import Plan, few
+from tplab.forecast.pipelines import TERMS, Shape, makespans, part_hidden
+from tplab.forecast.plan import Plan, few, pairs_passes
 from tplab.forecast.stacks import Stack, find_stack
 from tplab.schedules import Costs, Simulation, simulate
 
 FORWARD, BACKWARD, RECOMPUTE = (Layer._fields.index(name) for name in ("forward", "backward", "recompute"))
+UNDER = Layer._fields.index("ep_forward")
 OUTSIDE = "outside what was measured"
 ONCE = 0.5
 """What a step costs the host once, as a part of what one microbatch costs it."""
@@ -90,11 +93,12 @@ def seconds_of(blocks: Sequence[Block], exact: bool = True) -> list[dict[str, Ar
     exact   see `makespans`
     """
     waits = _waits(blocks, exact)
-    return [_parts(block, alone, together) for block, (alone, together) in zip(blocks, waits)]
+    return [_parts(block, *spans) for block, spans in zip(blocks, waits)]
 
 
-def _parts(block: Block, alone: Array, together: Array) -> dict[str, Array]:
-    """alone, together   makespans without and with messages [pairs, recomputes, 1, ways]"""
+def _parts(block: Block, alone: Array, together: Array, apart: Array) -> dict[str, Array]:
+    """alone, together   makespans without and with messages [pairs, recomputes, 1, ways]
+    apart             without, if nothing lay under another pass"""
     count, stack = block.counts[:, None, None, None], block.tables.stack
     parts = {name: np.zeros(alone.shape) for name in ("computing", "recompute", *AXES, "bubble", "pp", "host")}
     parts |= {name: np.zeros(block.shape) for name in ("dp", "optimizer")}
@@ -107,7 +111,9 @@ def _parts(block: Block, alone: Array, together: Array) -> dict[str, Array]:
         for name in ("computing", "recompute", *AXES, "host"):
             parts[name][..., family.ways] = count * getattr(busy, name)
         parts["host"][..., family.ways] += ONCE * stack.host * most
-        parts["bubble"][..., family.ways] = alone[..., family.ways] - count * (busy.forward + busy.backward)
+        saved = np.minimum(apart[..., family.ways] - alone[..., family.ways], parts["ep"][..., family.ways])
+        parts["ep"][..., family.ways] -= saved
+        parts["bubble"][..., family.ways] = alone[..., family.ways] + saved - count * (busy.forward + busy.backward)
         late = np.stack(
             [_after(block, family, totals[place], place) for place in sorted({0, block.pp // 2, block.pp - 1})]
         )
@@ -134,38 +140,45 @@ def _after(block: Block, family: Family, total: Array, place: int) -> Array:
     return np.stack(found, axis=2)
 
 
-def _waits(blocks: Sequence[Block], exact: bool) -> list[tuple[Array, Array]]:
-    """For each block, the makespans of its pipelines without and with messages [pairs, recomputes, 1, ways]."""
-    found = [np.zeros((2, *block.shape[:2], 1, len(block.ways))) for block in blocks]
+def _waits(blocks: Sequence[Block], exact: bool) -> list[Array]:
+    """For each block, the makespans of its pipelines without and with messages between stages; and without, where
+    nothing lies under another pass [3, pairs, recomputes, 1, ways]."""
+    found = [np.zeros((3, *block.shape[:2], 1, len(block.ways))) for block in blocks]
     shapes, seconds, counts, where = list[Shape](), list[Array](), list[np.ndarray](), list[Any]()
     for block, into in zip(blocks, found):
-        times = block.micro[..., [FORWARD, BACKWARD, RECOMPUTE]].reshape(*block.shape[:2], TERMS - 1)
+        times = block.micro[..., [FORWARD, BACKWARD, RECOMPUTE]].reshape(*block.shape[:2], -1)
+        under = block.micro[..., 0, UNDER:]
         sends = np.broadcast_to(block.sends[:, None, None], (*block.shape[:2], 1))
-        both = np.stack([np.concatenate([times, share * sends], axis=-1) for share in (0.0, 1.0)])
+        cases = ((1.0, 0.0), (1.0, 1.0), (0.0, 0.0))
+        every = np.stack([np.concatenate([times, hides * under, share * sends], axis=-1) for hides, share in cases])
         for of_family, way in ((family, way) for family in block.families for way in family.ways):
             rule = block.ways[way].of(block.layouts[0]).rule_name
-            kept = few(rule, block.pp, block.counts)
+            kept, spans = few(rule, block.pp, block.counts), every[: 3 if under.any() and pairs_passes(rule) else 2]
             for microbatches in np.unique(kept[block.is_possible[:, way]]).tolist():
                 pairs = np.flatnonzero((kept == microbatches) & block.is_possible[:, way])
                 shapes.append(Shape(rule, block.pp, block.ways[way].virtual, microbatches, of_family.stages))
-                seconds.append(both[:, pairs].reshape(-1, TERMS))
-                counts.append(np.broadcast_to(block.counts[pairs][:, None], both[:, pairs].shape[:3]).ravel())
+                seconds.append(spans[:, pairs].reshape(-1, TERMS))
+                counts.append(np.broadcast_to(block.counts[pairs][:, None], spans[:, pairs].shape[:3]).ravel())
                 where.append((into, pairs, way))
     for (into, pairs, way), spans in zip(where, makespans(shapes, seconds, counts, exact)):
-        into[..., 0, way][:, pairs] = spans.reshape(2, len(pairs), -1)
-    return [(alone, together) for alone, together in found]
+        several = spans.reshape(-1, len(pairs), into.shape[2])
+        into[..., 0, way][:, pairs] = several if len(several) == 3 else several[[0, 1, 0]]
+    return found
 
 
 def pipeline(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
 ) -> Simulation:
     """The plan's schedule with each stage's times, as `step` takes it. Where there are over `most` microbatches, rounds
-    of one per pipeline rank are left out."""
+    of one per pipeline rank are left out. Pairs of passes all hide the same part of the shorter one: their mean."""
     block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
     plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
-    forward, backward, again = (stages @ block.micro[0, 0])[:, [FORWARD, BACKWARD, RECOMPUTE]].T
+    fields = (stages @ block.micro[0, 0]).T
+    forward, backward, again = fields[[FORWARD, BACKWARD, RECOMPUTE]]
     inputs, weights = (backward + again) / 2, (backward - again) / 2  # all of recomputation is before I
-    costs = Costs(forward, inputs, weights, float(block.sends[0]), full_backward=backward, unit="s")
     count = plan.microbatches(batch)
     left_out = min(-(-max(0, count - most) // plan.pp), (count - 1) // plan.pp)
-    return simulate(plan.rule(count - left_out * plan.pp), costs)
+    schedule = plan.rule(count - left_out * plan.pp)
+    overlap = part_hidden(schedule, forward, backward, fields[UNDER:])
+    costs = Costs(forward, inputs, weights, float(block.sends[0]), full_backward=backward, overlap=overlap, unit="s")
+    return simulate(schedule, costs)

@@ -14,6 +14,7 @@ import numpy as np
 from tplab.errors import ScheduleError, ShapeError
 from tplab.pipeline.balance import Balance, Number
 from tplab.schedules.placement import Placement, linear
+from tplab.units import counted
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def partition(
         raise ShapeError(f"the placement has {sum(map(len, held))} stages and parts is {parts}; they must agree")
     if parts > len(costs):
         raise ShapeError(
-            f"{len(costs)} layers cannot make {parts} stages of a layer each; use at most {len(costs)} stages"
+            f"{counted(len(costs), 'layer')} cannot make {parts} stages of a layer each; use at most "
+            f"{counted(len(costs), 'stage')}"
         )
     balance = Balance(costs, held, *_memory(weights, len(held), memory, memory_limit))
     return Partition(tuple(balance.bounds()), tuple(costs), tuple(weights), held, label, tuple(names))

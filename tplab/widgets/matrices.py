@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import traitlets
 
+from tplab.widgets.paper.above import paragraphs
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
@@ -56,7 +57,7 @@ class Matrices(Card):
     content = traitlets.Dict().tag(sync=True)
 
     def __init__(self, panels: Sequence[Panel], title: str = "", text: str = ""):
-        self.title, self.text = title, text
+        self.title, self.paragraphs = title, paragraphs(text) if text else []
         self.grids = [_grid(panel) for panel in panels]
         sizes = [grid.numbers[np.isfinite(grid.numbers)] for grid in self.grids]
         self.largest = max((float(np.abs(size).max(initial=0)) for size in sizes), default=0.0)
@@ -65,7 +66,7 @@ class Matrices(Card):
         whole = sum(grid.width + SMALL_GAP for grid in self.grids)
         self.gap = SMALL_GAP if whole <= MAX_WIDTH < whole + len(self.grids) * (GAP - SMALL_GAP) else GAP
         drawn = [self._panel(grid) for grid in self.grids]
-        super().__init__(content={"title": title, "text": text, "panels": drawn, "gap": self.gap})
+        super().__init__(content={"title": title, "text": self.paragraphs, "panels": drawn, "gap": self.gap})
 
     def _panel(self, grid: _Grid) -> dict[str, Any]:
         """Rows of [text, share of the largest entry (negative for a negative entry), marked?]."""
@@ -81,9 +82,9 @@ class Matrices(Card):
     def picture(self) -> bytes:
         rows = _in_rows(self.grids, self.gap)
         widths = [sum(grid.width for grid in row) + self.gap * (len(row) - 1) for row in rows]
-        said = min(max(text_width(line, 11.5) for line in self.text.split("\n")), TEXT_WIDTH)
+        said = min(max([text_width(line, 11.5) for line in self.paragraphs], default=0), TEXT_WIDTH)
         inner = max([text_width(self.title, 13, bold=True), said, *widths])
-        lines = [line for part in self.text.split("\n") for line in _wrapped(part, inner)] if self.text else []
+        lines = [line for part in self.paragraphs for line in _wrapped(part, inner)]
         top = MARGIN + (22 if self.title else 0) + 17 * len(lines) + (8 if self.title or lines else 0)
         heights = [24 + max(len(grid.numbers) for grid in row) * CELL_HEIGHT + 16 for row in rows]
         pen = Pen(inner + 2 * MARGIN, top + sum(heights) + 2)

@@ -14,10 +14,15 @@ from tplab.widgets.paper.palette import PAPER
 from tplab.widgets.paper.pen import Pen
 
 
+def paragraphs(text: str) -> list[str]:
+    """The lines of a text; one that ends inside a sentence goes on in the next."""
+    return [line.replace("\n", " ") for line in re.split(r"(?<=[.?!:])\n", text)]
+
+
 def below(text: str, png: bytes) -> bytes:
     """A PNG of this picture below a text, whose first line is the title. An animated picture stays animated."""
     picture = Image.open(io.BytesIO(png))
-    heading, *lines = re.split(r"(?<=[.?!:])\n", text)
+    heading, *lines = paragraphs(text)
     room = picture.width - 2 * MARGIN
     title, *more = textwrap.wrap(heading, int(room / 8.4))
     lines = more + [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]

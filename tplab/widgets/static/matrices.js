@@ -25,7 +25,7 @@ function render({ model, el: host }) {
   const root = card(host, { title, label: title || panels.map((one) => one.title).join(", ") });
   root.style.width = "fit-content";
   root.querySelector("header").hidden = !title;
-  for (const line of text ? text.split("\n") : []) {
+  for (const line of text) {
     root.append(el("p.tpl-say", { style: "margin:0 0 6px;max-width:640px" }, line));
   }
   root.append(el("div", { style: `display:flex;flex-wrap:wrap;gap:12px ${gap - 2}px;align-items:flex-start` }, ...panels.map(panel)));
