@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fit.least import Array, least, print_errors, rounded, summary
+from benchmarks.fit.steps import ratios
 from tplab.cost import Cluster, Fabric, find
 from tplab.cost.measured import FABRICS, Between, between, source
 from tplab.forecast.measured import Run, playbook
 from tplab.forecast.stacks import find_stack
-from tplab.forecast.step import step
 
 MOST_NODES = 32
 """On more nodes the playbook's steps take up to twice as long as on half of them: software, or chance."""
@@ -99,8 +99,8 @@ def fit_playbook(rows: Sequence[Between], runs: Sequence[Run]) -> Fabric:
         fabric = _fabric("playbook", values)
         stack = replace(nanotron, factor=values["factor"], host=values["host"])
         node = _node("playbook", fabric)
-        taken = [step(run.model, run.plan, node, run.batch, run.sequence, stack).seconds / run.seconds for run in runs]
-        return np.concatenate([np.log(taken), WEIGHT * np.log1p(errors("playbook", fabric, rows))])
+        taken = -np.log(ratios(runs, stack, node))
+        return np.concatenate([taken, WEIGHT * np.log1p(errors("playbook", fabric, rows))])
 
     _, theta = least(residuals, np.log(list(PLAYBOOK.values())), 0.05, shares=[0])
     return _fabric("playbook", dict(zip(PLAYBOOK, np.exp(theta).tolist())))

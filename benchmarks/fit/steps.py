@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.fit.least import least, rounded, write
+from tplab.cost import Cluster
 from tplab.forecast import layers
 from tplab.forecast.block import Block, Tables
 from tplab.forecast.classes import ENOUGH, Key, Measured, keys_of, name_of
@@ -53,12 +54,13 @@ def forecast_of(run: Run, stack: Stack | None = None) -> Step:
     return step(run.model, run.plan, run.on, run.batch, run.sequence, stack or run.stack)
 
 
-def ratios(rows: Iterable[Run], stack: Stack | None = None) -> np.ndarray:
-    """measured / forecast of each run. All together are forecast in half the time of one after the other."""
+def ratios(rows: Iterable[Run], stack: Stack | None = None, on: Cluster | None = None) -> np.ndarray:
+    """measured / forecast of each run, with this stack and `on` this cluster in place of its own. All together are
+    forecast in half the time of one after the other."""
     rows = list(rows)
     blocks = [
         Block.of_plan(
-            run.plan, run.batch, Tables(run.model, run.on, run.sequence, find_stack(stack or run.stack, run.plan))
+            run.plan, run.batch, Tables(run.model, on or run.on, run.sequence, find_stack(stack or run.stack, run.plan))
         )
         for run in rows
     ]

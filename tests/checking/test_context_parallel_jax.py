@@ -1,10 +1,8 @@
 """JAX's check_parallel and a GPT whose sequence ranks share: right in each scheme; and mistakes people made."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
@@ -29,10 +27,6 @@ def report(mesh: Mesh, mistake: str = "", layout: Any = "zigzag", **about: Any) 
         return whole.loss(params, tokens.restore(ids), tokens.restore(targets))
 
     def model(params: Any, ids: Array, targets: Array) -> Array:
-        if mistake == "labels are shifted after the cut":
-            targets = jnp.concatenate([ids[:, 1:], jnp.full_like(ids[:, :1], -100)], 1)
-        if mistake == "positions are not re-ordered":
-            return replace(shared, layout="contiguous").loss(params, ids, targets)
         if mistake == "a mean of means":
             mean = vocab_parallel_cross_entropy(shared(params, ids), targets, "tp", CONFIG.vocab_size)
             return lab.all_reduce(mean, "cp", "mean")
@@ -60,8 +54,7 @@ def test_every_scheme_trains_the_whole_model(mesh: Mesh, about: dict[str, Any]):
     assert found.ok, found
 
 
-@pytest.mark.parametrize(
-    "mistake", ["labels are shifted after the cut", "positions are not re-ordered", "a mean of means", "times cp"]
-)
+@pytest.mark.parametrize("mistake", ["a mean of means", "times cp"])
 def test_published_mistakes_are_seen(mistake: str):
+    """Those of what is added up, which is JAX's own. Mistakes of labels and positions are tried in torch."""
     assert not report(Mesh(cp=2, tp=1), mistake).ok

@@ -64,7 +64,8 @@ def program_of(fw, one, num_ranks, only_gradient=False):
 @pytest.mark.parametrize("pair", CASTS, ids=" to ".join)
 def test_a_cast_and_its_backward_pass(pair, name, num_ranks):
     """Losses of whole numbers, which central differences of step 1 differentiate exactly: no tolerance but that of
-    thirds. The gradient has the type that the table says."""
+    thirds. The gradient has the type that the table says. In torch they are taken along every element; in JAX, where a
+    run takes longer, in three directions."""
     fw = FRAMEWORKS[name]()
     one, mesh, size = CASTS[pair], Mesh(tp=num_ranks), num_ranks
     draw = np.random.default_rng(num_ranks)
@@ -81,18 +82,13 @@ def test_a_cast_and_its_backward_pass(pair, name, num_ranks):
         return total, np.stack([fw.numpy(gradient) for gradient, _ in results])
 
     _, gradients = answer(x)
-    want = np.zeros_like(x)
-    for place in np.ndindex(x.shape):
-        step = np.zeros_like(x)
-        step[place] = 1
-        want[place] = (answer(x + step)[0] - answer(x - step)[0]) / 2
+    steps = np.eye(x.size) if name == "torch" else draw.integers(-1, 2, (3, x.size))
+    steps = steps.astype(np.float32).reshape(-1, *x.shape)
+    want = np.array([(answer(x + step)[0] - answer(x - step)[0]) / 2 for step in steps])
     assert np.abs(want).max() > 1
-    for got in gradients if one.source == "I" else ():
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-    if one.source == "R":
-        np.testing.assert_allclose(gradients.sum(0), want, rtol=1e-5)
-    elif one.source in "VP":
-        np.testing.assert_allclose(gradients, want, rtol=1e-5)
+    found = {"I": list(gradients), "R": [gradients.sum(0)]}.get(one.source, [gradients])
+    for got in found:
+        np.testing.assert_allclose(np.tensordot(steps, got, x.ndim), want, rtol=1e-5, atol=1e-4)
     if DUALS[one.source] in "RI":
         np.testing.assert_array_equal(gradients, np.broadcast_to(gradients[0], gradients.shape))
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fit import fabrics as fit
+from tests.pairwise import pairs
 from tplab import Mesh
 from tplab import torch as tt
 from tplab.cost import H100_MEASURED, OPS, Fabric, find
@@ -20,7 +21,6 @@ from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.messages import price
 
 EVERY = [find("h100-measured", fabric=name) for name in CARDS] + [A100_MEASURED, B200_MEASURED]
-IDS = [f"{cluster.name}, {cluster.network}" for cluster in EVERY]
 ROUND = Fabric("round", reached=0.5, fall=1.0, hop=1e-3, near=1e-4, tree=4e-3, begin=2e-3, peer=1e-5, by_peers=0.8)
 SLOW = replace(H100_MEASURED, fabric=ROUND)
 
@@ -79,27 +79,26 @@ def test_one_member_per_node_has_one_card():
 # ------------------------------------------------------------------------------------------------------------ one price
 
 
-@pytest.mark.parametrize("cluster", EVERY, ids=IDS)
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 8])
-def test_one_price_whoever_asks(cluster, nodes):
+GRID = pairs(range(len(EVERY)), (1, 2, 3, 4, 8), ("all_reduce", "all_gather", "reduce_scatter"), (1, 500, 40_000))
+
+
+@pytest.mark.parametrize(("place", "nodes", "op", "rows"), GRID)
+def test_one_price_whoever_asks(place, nodes, op, rows):
     """The clock of a run, the cluster and the forecast: the same number, to the digit."""
-    calls = {"all_reduce": tt.all_reduce, "all_gather": tt.all_gather, "reduce_scatter": tt.reduce_scatter}
-    ranks = 8 * nodes
-    for op, call in calls.items():
-        for rows in (1, 500, 40_000):
-            x = torch.empty(rows * (1 if op == "all_gather" else ranks), 512, dtype=torch.bfloat16, device="meta")
-            whole = x.nbytes * (ranks if op == "all_gather" else 1)
-            ran = tt.run(lambda x, call=call: call(x, "tp"), Mesh(tp=ranks), x, cluster=cluster).trace.makespan
-            assert (
-                ran
-                == cluster.collective_seconds(op, whole, ranks)
-                == price(cluster, op, whole, tuple(range(ranks))).seconds
-            )
+    cluster, ranks, call = EVERY[place], 8 * nodes, getattr(tt, op)
+    x = torch.empty(rows * (1 if op == "all_gather" else ranks), 512, dtype=torch.bfloat16, device="meta")
+    whole = x.nbytes * (ranks if op == "all_gather" else 1)
+    ran = tt.run(lambda x: call(x, "tp"), Mesh(tp=ranks), x, cluster=cluster).trace.makespan
+    assert ran == cluster.collective_seconds(op, whole, ranks) == price(cluster, op, whole, tuple(range(ranks))).seconds
 
 
-@pytest.mark.parametrize("cluster", EVERY, ids=IDS)
 @pytest.mark.parametrize("op", OPS)
-@given(n=st.integers(0, 2**34), nodes=st.integers(1, 9), stride=st.sampled_from([1, 2, 4, 8]))
+@given(
+    cluster=st.sampled_from(EVERY),
+    n=st.integers(0, 2**34),
+    nodes=st.integers(1, 9),
+    stride=st.sampled_from([1, 2, 4, 8]),
+)
 def test_the_forecast_asks_the_cluster_for_every_operation(cluster, op, n, nodes, stride):
     ranks = tuple(range(0, 8 * nodes, stride))
     seconds = price(cluster, op, n, ranks).seconds
@@ -180,10 +179,13 @@ def test_few_bytes_over_two_nodes_take_what_was_measured():
 # --------------------------------------------------------------------------------------------------------- properties
 
 
-@pytest.mark.parametrize("cluster", EVERY, ids=IDS)
 @pytest.mark.parametrize("op", OPS)
 @given(
-    n=st.integers(0, 2**34), more=st.integers(0, 2**34), ranks=st.sampled_from([2, 8, 9, 16, 24, 64]), data=st.data()
+    cluster=st.sampled_from(EVERY),
+    n=st.integers(0, 2**34),
+    more=st.integers(0, 2**34),
+    ranks=st.sampled_from([2, 8, 9, 16, 24, 64]),
+    data=st.data(),
 )
 def test_more_bytes_take_no_less_time_and_the_order_of_ranks_none(cluster, op, n, more, ranks, data):
     at_once = data.draw(st.booleans())

@@ -12,6 +12,7 @@ from tplab import Mesh, P
 from tplab.errors import PlanError
 from tplab.experts import Routing, expected_copies, fold
 from tplab.forecast import Model, Plan, forecast, plans
+from tplab.forecast.beside import beside
 from tplab.forecast.classes import class_of
 from tplab.forecast.layers import layer_seconds, local
 from tplab.forecast.messages import ranks_along
@@ -241,3 +242,15 @@ def test_a_row_and_a_search_know_them():
     for one in several.notable(40):
         exact = forecast(MIXTURE, one.plan, "h100-measured", batch=16, sequence=4096)
         assert one.bytes == exact.peak.total and one.seconds == pytest.approx(exact.seconds, rel=0.012)
+
+
+def test_what_travels_to_experts_in_a_run_is_beside_what_the_plan_sends_to_them():
+    torch = pytest.importorskip("torch")
+    from tplab.models.gpt import GPTConfig, GPTExperts
+    from tplab.torch import all_to_all, run
+
+    model = Model.of_config(GPTConfig(132, 24, 1, 12, 48, experts=GPTExperts(Routing(4, 2), 24)))
+    trace = run(lambda x: all_to_all(x, "ep"), Mesh(tp=2, ep=4), torch.ones(4, 6)).trace
+    found = forecast(model, Plan(dp=4, tp=2, ep=4), "h100", batch=8, sequence=48)
+    (row,) = (line.split() for line in beside(trace, found).splitlines() if line.startswith("ep "))
+    assert row[1:3] == ["576", "B"] and float(row[-1]) >= 0

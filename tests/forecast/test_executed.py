@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from tests.forecast.executed import Case, case, cases, sent_by_axis
+from tests.pairwise import cover
 from tplab import Mesh
 from tplab.experts import Routing
 from tplab.forecast.memory import memory
@@ -108,10 +109,14 @@ def with_experts(config: GPTConfig, experts: GPTExperts, num_layers: int = 2, **
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared"), [(None, 0), ((1, 2), 12)], ids=["all layers", "after a dense one, shared"]
-)
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 1, "zero": 1}, {"tp": 2, "pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str
+    ("blocks", "shared", "sizes"),
+    [
+        (None, 0, {"tp": 1, "zero": 1}),
+        ((1, 2), 12, {"tp": 1, "zero": 1}),
+        ((1, 2), 12, {"tp": 2, "pp": 2}),
+        ((1, 2), 12, {"tp": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
 )
 def test_ranks_with_experts_send_and_hold_what_the_plan_says(
     blocks: tuple[int, ...] | None, shared: int, sizes: dict[str, Any]
@@ -127,18 +132,20 @@ def test_ranks_with_experts_send_and_hold_what_the_plan_says(
         assert out.memory[rank].of("parameters").max() == said["parameters"]
 
 
+LAYERS = [
+    (GATED, 2, 0, {}),
+    (GATED, 4, 12, {"tp": 2, "sequence_parallel": True}),
+    (GATED, 2, 12, {"tp": 2, "sequence_parallel": True}),
+    (LAYER_NORM, 1, 0, {"tp": 2}),
+    (LAYER_NORM, 2, 12, {"checkpoint_every": 1}),
+]
+
+
 @pytest.mark.parametrize(
-    ("config", "top_k", "shared", "about"),
-    [
-        (GATED, 2, 0, {}),
-        (GATED, 4, 12, {"tp": 2, "sequence_parallel": True}),
-        (GATED, 2, 12, {"tp": 2, "sequence_parallel": True}),
-        (LAYER_NORM, 1, 0, {"tp": 2}),
-        (LAYER_NORM, 2, 12, {"checkpoint_every": 1}),
-    ],
+    ("config", "top_k", "shared", "about", "dispatch"),
+    cover((*layer, dispatch) for layer in LAYERS for dispatch in ("all_to_all", "per_rank", "gather")),
     ids=str,
 )
-@pytest.mark.parametrize("dispatch", ["all_to_all", "per_rank", "gather"])
 def test_ranks_with_experts_keep_what_the_plan_says(
     config: GPTConfig, top_k: int, shared: int, about: dict[str, Any], dispatch: str
 ):

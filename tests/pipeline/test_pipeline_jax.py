@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax import lax
 
+from tests.pairwise import pairs
 from tplab import Mesh, P
 from tplab.errors import ScheduleError, ShapeError
 from tplab.jax import (
@@ -491,9 +492,7 @@ SHAPES = {
 KINDS_OF_STAGES = [attention, used_twice, looped, normed, constant]
 
 
-@pytest.mark.parametrize("function", KINDS_OF_STAGES)
-@pytest.mark.parametrize("is_first", [False, True], ids=["inner", "first"])
-@pytest.mark.parametrize("every", [None, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("function, is_first, every", pairs(KINDS_OF_STAGES, [False, True], [None, 1]))
 def test_i_and_w_are_b_in_two_parts(function, is_first, every):
     """The same gradients for the same FLOPs, though W takes only what it needs; and all of it without weights."""
     w = dict(zip(SHAPES, drawn(jax.random.key(0), *SHAPES.values())))

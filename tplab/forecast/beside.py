@@ -30,7 +30,7 @@ def beside(trace: Trace, found: Forecast) -> str:
     sent = Counter[str]()
     for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
         if event.op != "broadcast":
-            sent[_axis(event, plan.mesh)] += event.bytes
+            sent[_axis(event, plan.mesh, plan.ep)] += event.bytes
     took = time_text(found.seconds, "s")
     if found.low is not None and found.high is not None:
         took += f" ({time_text(found.low, 's')} to {time_text(found.high, 's')})"
@@ -45,10 +45,13 @@ def beside(trace: Trace, found: Forecast) -> str:
     return "\n".join(lines)
 
 
-def _axis(event: Event, mesh: Mesh) -> str:
-    """The axis along which the ranks of a message differ; "dp" is also that of gradients over cp, as in a forecast."""
+def _axis(event: Event, mesh: Mesh, expert_ranks: int) -> str:
+    """The axis along which the ranks of a message differ; "dp" is also that of gradients over cp, as in a forecast. An
+    all_to_all in a group as large as that of a plan's experts is theirs."""
     ranks = (event.rank, event.peer) if event.kind == "send" else event.group or mesh.ranks
     places = [mesh.coordinates(rank) for rank in ranks if rank is not None]
+    if event.op == "all_to_all" and len(places) == expert_ranks > 1:
+        return "ep"
     apart = [name for name in mesh.axis_names if len({place[name] for place in places}) > 1]
     if event.kind == "collective" and set(apart) <= {"dp", "cp"}:
         return "dp"

@@ -95,7 +95,7 @@ RIGHT = (
     Right("mixture_of_experts", 4, "--clip-apart", "--clip-apart"),
     Right("half_precision_messages", 2, tolerance=2e-3),
     Right("half_precision_messages", 2, "--by-hand", tolerance=2e-3),
-    *(Right("tplab_3d", 8, f"--zero {stage}", mesh="dp=2,pp=2,tp=2") for stage in range(4)),
+    *(Right("tplab_3d", 8, f"--zero {stage}", mesh="dp=2,pp=2,tp=2") for stage in (0, 2, 3)),
     Right("tplab_3d", 4, "--sequence-parallel --zero 1", mesh="dp=2,pp=1,tp=2"),
     Right("token_weighted", 2, "", "--micro 4"),
     Right("vocabulary_parallel", 2),
