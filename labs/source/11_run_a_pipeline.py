@@ -271,7 +271,7 @@ for k in (2, 3, 4):
 timeline(measured, predicted=beside)
 
 # %% [markdown]
-# On a busy machine a batch can be off by a third. Then run the cell again.
+# On a busy machine, predictions can be far off. Then run the cell again.
 #
 # ## Turn the knob: how many microbatches?
 #
