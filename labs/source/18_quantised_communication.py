@@ -64,7 +64,7 @@ for block in (32, 256):  # how many numbers share a scale
                      for name, how in SAVINGS.items()}
     scales = bytes_text(counts[block]["ZeRO++"]["scales"])
     shown[block] = Bars([Row(name, parts) for name, parts in counts[block].items()],
-                        f"Together, the three leave a quarter, plus {scales} of scales.")
+                        f"Together, they leave a quarter, plus {scales} of scales.")
 knob("What a GPU sends to the other node", "elements per scale", shown, start=256,
      about="one training step · bytes counted", unit="B")
 
@@ -231,7 +231,7 @@ for reduce in (one_level, two_levels):
 #
 # Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M$ for the first gather and $\frac14 M$ for the
 # gradients. (tplab's ZeRO-3 already adds up on two levels, so here qgZ saves by its 4 bits only.) The formula gives the
-# same bytes as the trace:
+# trace's bytes:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share

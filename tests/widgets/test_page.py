@@ -100,7 +100,8 @@ def test_a_trace_is_its_animation_over_its_timeline(tmp_path: Path):
     first, second = page.cards
     assert base64.b64decode(first["bytes"]["score"]) == animate(trace).score
     assert base64.b64decode(second["bytes"]["score"]) == timeline(trace).score
-    assert first["values"] == {"step": 0} and second["values"] == {"step": 0, "begin": 0, "end": 1}
+    assert first["values"] == {"above": "", "step": 0}
+    assert second["values"] == {"above": "", "step": 0, "begin": 0, "end": 1}
 
 
 @pytest.mark.parametrize("thing", [gpipe(2, 3).named("mine"), simulate(gpipe(2, 3).named("mine"), Costs(1, 2, 3))])
@@ -116,7 +117,7 @@ def test_a_widget_is_shown_as_it_is_now(tmp_path: Path):
     card = gantt(gpipe(2, 3))
     card.step = 2
     page = Page(to_html(card, tmp_path / "now.html"))
-    assert page.cards[0]["values"] == {"step": 2, "colour": "kind"}
+    assert page.cards[0]["values"] == {"above": "", "step": 2, "colour": "kind"}
 
 
 @pytest.mark.parametrize("name", WIDGETS)
