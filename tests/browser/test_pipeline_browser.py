@@ -97,6 +97,13 @@ def test_actions_are_moved_by_hand(open_notebook):
     book.page.keyboard.press("Shift+ArrowLeft")
     expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after F3 of stage 0")
     assert book.run("print([str(a) for a in lab.schedule.by_rank()[0][3:6]])") == "['0F3', '0F4', '0B0']\n"
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):  # faster than they are answered
+        book.page.keyboard.press(f"Shift+{key}")
+    expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after B1 of stage 0")
+    assert book.run("print([str(a) for a in lab.schedule.by_rank()[0][3:7]])") == "['0F3', '0B0', '0B1', '0F4']\n"
+    for _ in "ab":
+        book.page.keyboard.press("Shift+ArrowLeft")
+    expect(root.locator(".tpl-notice")).to_contain_text("Rank 0 now runs F4 of stage 0 after F3 of stage 0")
     book.page.mouse.move(box["x"] + 58 + 0.5 * unit, middle)  # F0 is dragged behind everything
     book.page.mouse.down()
     book.page.mouse.move(box["x"] + 58 + 30 * unit, middle, steps=4)

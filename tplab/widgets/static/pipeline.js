@@ -106,6 +106,7 @@ async function render({ model, el: host }) {
   const root = card(host, { title: board.title, about: board.about, badge: board.badge, above: model.get("above"), label: `pipeline schedule ${board.title}` });
   const tip = hint(root);
   let waiting = false, wanted = null, silence = null, failure = "", did = "", drawn = model.get("settings");
+  let drawing = Promise.resolve(), isMoving = false, more = 0; // the board's drawing; a move, and how far to go after it
 
   // One question at a time: while Python works on one, only the last of the next is kept.
   function ask(changes) {
@@ -128,18 +129,20 @@ async function render({ model, el: host }) {
     } catch { /* a closed connection is silent, too */ }
   }
   function giveUp(why) {
-    [failure, waiting, wanted] = [why, false, null];
+    [failure, waiting, wanted, isMoving, more] = [why, false, null, false, 0];
     show(drawn);
     tellNotice();
   }
   // On a page, Python may still have to come: it says how far it is, or why it does not come.
-  function onAnswer(content) {
+  async function onAnswer(content) {
     clearTimeout(silence);
+    if (isMoving) await drawing; // what is chosen is where the board has it
     [failure, did] = ["", content.did ?? ""];
     if (content.failed) return giveUp(content.failed);
     tellNotice(content.progress);
     if (content.progress) return;
-    [waiting, drawn] = [false, model.get("settings")];
+    [waiting, drawn, isMoving] = [false, model.get("settings"), false];
+    if (more) shift(more);
     if (content.file) save(content.file, content.text);
     if (wanted) ask({});
     else show(drawn);
@@ -152,7 +155,10 @@ async function render({ model, el: host }) {
 
   const shift = (by) => {
     if (chart.chosen === null) return;
+    more = isMoving ? more + by : 0;
+    if (isMoving) return;
     const index = chart.index(chart.chosen);
+    isMoving = true;
     send({ move: [chart.runs[0].rank[chart.chosen], index, index + by] });
   };
   const earlier = tool("◂ earlier", "move the chosen action one place earlier", () => shift(-1), { hidden: "" });
@@ -261,9 +267,11 @@ async function render({ model, el: host }) {
     say: (position) => [`t = ${timeText(timeAt(board, position), board.unit, chart.end)}`, chart.say(timeAt(board, position)), ""],
   });
   if (isLab) root.append(tasks.box);
-  const onBoard = async () => {
-    board = await unpack(model.get("board"));
-    draw();
+  const onBoard = () => {
+    drawing = unpack(model.get("board")).then((found) => {
+      board = found;
+      draw();
+    });
   };
   const onColour = () => colourBy(model.get("colour"));
   onColour();
