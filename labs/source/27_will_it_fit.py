@@ -247,9 +247,9 @@ knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB
 #
 # Only two plans fit: ZeRO 1 with full recomputation (63.6 GB), and ZeRO 3 (57.3 GB). Recomputation alone is not enough, because
 # most of the memory is not activations. ZeRO 1 divides the largest part by 16, and is not enough alone either. More stages leave
-# each rank with fewer parameters, gradients and optimizer states, but even with eight stages a rank needs 89.1 GB. The activations of
-# stage 0 stay at 45.0 GB: it has fewer layers, and more microbatches in flight. ZeRO 3 depends on the software. A step has four
-# microbatches here, and with KempnerForge each rank would have 71 GB of whole gradients, so the plan would not fit.
+# each rank with fewer parameters, but with eight of them it still needs 89.1 GB: the activations of stage 0 stay at 45.0 GB, because
+# it has fewer layers and more microbatches in flight. ZeRO 3 depends on the software: with KempnerForge and the four microbatches of a
+# step, each rank would have 71 GB of whole gradients, so the plan would not fit.
 #
 # </details>
 #

@@ -148,7 +148,7 @@ OTHERS = (
     Other(
         "orthogonal_by_shard", 2, ("parameters",), "optimizer.step()", "depends on the whole tensor",
         (("up.chunk(world)[rank].clone()", "up.clone()"), ("down.chunk(world, 1)[rank].clone()", "down.clone()"),
-         ("Sum.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)", "(x @ self.up.T).tanh() @ self.down.T"),
+         ("Reduce.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)", "(x @ self.up.T).tanh() @ self.down.T"),
          ("F.cross_entropy(model(x), y).backward()",
           "(F.cross_entropy(model(x.chunk(world)[rank]), y.chunk(world)[rank]) / world).backward()\n"
           "    for p in model.parameters():\n        dist.all_reduce(p.grad)")),

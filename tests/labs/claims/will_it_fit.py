@@ -89,11 +89,11 @@ CLAIMS = (
         lambda: [LIMIT / GB, LIMIT / 2**30, 80],
     ),
     Claim(
-        "The activations of stage 0 stay at 45.0 GB",
+        "the activations of stage 0 stay at 45.0 GB",
         lambda: all(round(big(replace(BIG, pp=pp, dp=32 // pp))[0].activations / GB, 1) == 45 for pp in (2, 4, 8)),
     ),
     Claim(
-        "even with eight stages a rank needs 89.1 GB",
+        "with eight of them it still needs 89.1 GB",
         lambda: [max(held.total for held in big(replace(BIG, pp=8, dp=4))) / GB],
     ),
     Claim(
@@ -101,7 +101,7 @@ CLAIMS = (
         lambda: [1, big(replace(BIG, zero=1, recompute="full"))[0].total / GB, 3, big(PARTED)[0].total / GB],
     ),
     Claim(
-        "with KempnerForge each rank would have 71 GB of whole gradients",
+        "each rank would have 71 GB of whole gradients",
         lambda: [big(PARTED, "fsdp-compiled")[0].gradients / GB],
     ),
     Claim(

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from tests.checking.doctor.regions import Copy, Reduce
+
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -20,32 +22,6 @@ def part_of(rank):
 
 
 groups = [dist.new_group([other for other in range(world) if part_of(other) == part]) for part in range(parts)]
-
-
-class Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient every rank has already."""
-
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_reduce(total := x.clone())
-        return total
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-class Copy(torch.autograd.Function):
-    """The same; its gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dist.all_reduce(total := dy.clone())
-        return total
 
 
 def cut(heads, parts, part):
@@ -66,7 +42,7 @@ class Net(nn.Module):
         q, k, v = ((y @ w.T).unflatten(-1, (-1, SIZE)).transpose(1, 2) for w in (self.q, self.k, self.v))
         k, v = (z.repeat_interleave(q.shape[1] // z.shape[1], 1) for z in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + Sum.apply(y.transpose(1, 2).flatten(2) @ self.out))
+        return self.head(x + Reduce.apply(y.transpose(1, 2).flatten(2) @ self.out))
 
 
 model = Net()

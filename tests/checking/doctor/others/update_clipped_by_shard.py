@@ -8,35 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from tests.checking.doctor.regions import Copy, Reduce
+
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-
-
-class Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient every rank has already."""
-
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_reduce(total := x.clone())
-        return total
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-class Copy(torch.autograd.Function):
-    """The same; its gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dist.all_reduce(total := dy.clone())
-        return total
 
 
 class Net(nn.Module):
@@ -47,7 +23,7 @@ class Net(nn.Module):
         self.down = nn.Parameter(down.chunk(world, 1)[rank].clone())
 
     def forward(self, x):
-        return Sum.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)
+        return Reduce.apply((Copy.apply(x) @ self.up.T).tanh() @ self.down.T)
 
 
 class Clipped(torch.optim.Optimizer):
