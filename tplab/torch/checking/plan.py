@@ -11,7 +11,7 @@ from torch import Tensor
 from tplab.checking.recording import Arrays
 from tplab.checking.repairs import Repair
 from tplab.torch.checking.handed import Handed
-from tplab.torch.checking.mending import Board
+from tplab.torch.checking.mended_steps import Board
 from tplab.torch.checking.pieces import array_of
 
 

@@ -1,0 +1,256 @@
+"""Repairs of the steps of one rank's run: of its samples, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from tplab.checking.recording import Seen
+from tplab.checking.repairs import Kind, Repair
+from tplab.torch.checking.names import Names, parameters_of
+from tplab.torch.comm.collectives import barrier
+from tplab.torch.private import local_of
+from tplab.torch.ranks.rank import this_rank
+
+
+class Watching(Protocol):
+    """The rank whose run is repaired: see `Watched`."""
+
+    names: Names
+    seen: Seen
+    is_looking: bool
+    is_measured: bool
+
+    def line(self) -> str: ...
+
+    def looks(self) -> AbstractContextManager[None]: ...
+
+
+class Board:
+    """What ranks tell each other for a repair: they share a process."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, dict[int, Any]] = {}
+
+    def exchanged(self, key: Any, rank: int, value: Any) -> dict[int, Any]:
+        """What every rank has put under this key, once all of them have."""
+        self._held.setdefault(key, {})[rank] = value
+        barrier()
+        return self._held[key]
+
+
+class MendedSteps:
+    """What a rank's steps are given without the fault.
+
+    watched   the rank
+    """
+
+    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Watching):
+        self._repairs, self._board, self._watched = repairs, board, watched
+        self.rank = this_rank().rank
+        self._turns: Counter[Any] = Counter()
+        self._later: list[Callable[[], Any]] = []
+        self._weights: dict[tuple[int, int], float] = {}
+        self._before: dict[str, Tensor] = {}
+        self._is_done, self._rows = -1, 1
+        self._cut: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def _of(self, *kinds: Kind, line: str | None = None) -> Iterator[Repair]:
+        for one in self._repairs:
+            if one.kind in kinds and (line is None or one.line == line):
+                yield one
+
+    def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
+        self._turns[key] += 1
+        self._watched.seen.has_sent = True
+        with self._watched.looks():
+            return self._board.exchanged((key, self._turns[key]), self.rank, value)
+
+    @property
+    def _step(self) -> int:
+        return self._watched.seen.num_steps
+
+    def _combined(self, key: Any, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
+        held = self._exchanged(key, local_of(x).detach().clone())
+        total = torch.stack([held[rank] for rank in group]).sum(0)
+        return total / len(group) if how == "mean" else total
+
+    def loss(self, batch: int) -> float:
+        """What the loss of a microbatch is multiplied by."""
+        by = self._weights.get((self._step, batch), 1.0)
+        for one in self._of("loss"):
+            by *= one.values.get((self.rank, self._step, batch), 1.0) if one.values else one.by
+        return by
+
+    def begin(self) -> None:
+        """Before the first forward pass."""
+        for one in self._of("weights"):
+            if one.values:
+                for x in self._watched.names.parameters():
+                    if (part := one.values.get((self.rank, self._watched.names.of(x)))) is not None:
+                        local_of(x).detach().copy_(torch.from_numpy(np.array(part)))
+                continue
+            self._share(one, {name: x for x in self._watched.names.parameters()
+                              if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
+
+    def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the model is called with."""
+        batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
+        for one in self._of("samples"):
+            rows, _ = one.values.get(self._step, ([], None))
+            for whole, (name, x) in zip(rows, [*asked.items()]):
+                if x.dim() and whole.shape[1:] == tuple(x.shape[1:]):
+                    asked = {**asked, name: self._part(one, whole, batch, x)}
+        return asked
+
+    def _part(self, one: Repair, whole: np.ndarray, batch: int, like: Tensor) -> Tensor:
+        """As many rows as there are in `like`."""
+        place = next(place for place, group in enumerate(one.groups) if self.rank in group)
+        start = (place * one.times + batch) * len(like)
+        return torch.from_numpy(np.array(whole[start : start + len(like)])).to(like)
+
+    def _turn(self, key: str) -> int:
+        """How often this was asked in the step."""
+        self._turns[key, self._step] += 1
+        return self._turns[key, self._step] - 1
+
+    def target(self, target: Tensor, ignored: int) -> Tensor:
+        """What a loss compares with."""
+        batch = self._turn("target")
+        for one in self._of("samples"):
+            _, whole = one.values.get(self._step, ([], None))
+            if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
+                return self._part(one, whole, batch, target)
+        for one in self._of("gather"):
+            if batch < len(wholes := one.values.get(self._step, ())):
+                return self._part(one, wholes[batch], 0, target)
+        for one in self._of("targets"):
+            return self._cut_targets(one.values[self._step][1][batch], target, batch, ignored)
+        return target
+
+    def _cut_targets(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
+        """The rank's part of the targets, and its weight in the mean over all of them."""
+        size = this_rank().mesh.size
+        part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
+        counts = self._exchanged("targets", int((part != ignored).sum()))
+        self._weights[self._step, batch] = counts[self.rank] * size / max(sum(counts.values()), 1)
+        return torch.from_numpy(np.array(part)).reshape(target.shape).to(target)
+
+    def after_forward(self) -> None:
+        for one in self._of("buffers"):
+            self._share(one, {name: x for name, x in self._watched.names.buffers() if name in one.names})
+
+    def gradients(self, parameters: Sequence[Tensor], is_last: bool = False) -> None:
+        """All gradients of a step are there, and nothing has been done with them."""
+        if self._is_done == self._step or not self._repairs or (any(self._of("late")) and not is_last):
+            return
+        self._is_done = self._step
+        for one in self._of("gradients"):
+            known = {self._watched.names.of(p): p.grad for p in parameters if p.grad is not None}
+            self._share(one, {name: x for name, x in known.items() if name in one.names}, one.by)
+        later, self._later = self._later, []
+        for act in later:
+            act()
+            self._watched.is_measured = False  # the reference clips before its average
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm: Tensor, line: str) -> Tensor | None:
+        """The norm to clip by; None if there is nothing to do now."""
+        if self._is_done != self._step and any(self._of("late", line=line)):
+            self._later.append(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+            return None
+        at = self._step, self._turn("norm")
+        return next((torch.full_like(norm, one.values[at]) for one in self._of("norm") if at in one.values), norm)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        parameters = parameters_of([optimizer])
+        self.gradients(parameters, is_last=True)
+        if any(self._of("parameters")):
+            every = {id(p): p for p in [*parameters, *self._watched.names.parameters()]}.values()
+            self._before |= {self._watched.names.of(p): local_of(p).detach().clone() for p in every}
+        for one in self._of("settings"):
+            optimizer.param_groups[:] = [
+                other for group in optimizer.param_groups for other in self._set(one, group)
+            ]  # fmt: skip
+        for one in self._of("states"):
+            if self._step == one.values["step"]:
+                self._share_states(one, optimizer)
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """All that the optimizer gets is as it should be: it updates whole tensors, in place of the rank's parts."""
+        for one in self._of("whole"):
+            at = {p: one.values[self.rank, name] for p in parameters_of([optimizer]) if p.grad is not None
+                  and local_of(p) is p and (self.rank, name := self._watched.names.of(p)) in one.values}  # fmt: skip
+            held = self._exchanged("whole", {of: (x.detach().clone(), x.grad.clone(), numbers)  # type: ignore[union-attr]
+                                             for x, (of, numbers, _) in at.items()})  # fmt: skip
+            for p, (of, numbers, shape) in at.items():
+                wholes = [p.new_zeros(shape) for _ in "pg"]
+                for parts in (mine[of] for mine in held.values() if of in mine):
+                    for whole, part in zip(wholes, parts):
+                        whole.view(-1)[torch.from_numpy(parts[2])] = part
+                self._cut.append((p, p.data, p.grad, torch.from_numpy(numbers)))  # type: ignore[arg-type]
+                p.grad, p.data = None, wholes[0]
+                p.grad = wholes[1]
+
+    def end_update(self) -> None:
+        for p, own, gradient, numbers in self._cut:
+            own.copy_(p.data.view(-1)[numbers])
+            p.grad, p.data = None, own
+            p.grad = gradient
+        self._cut.clear()
+
+    def _set(self, one: Repair, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """A group of parameters in as many groups as have the same settings."""
+        found: dict[Any, dict[str, Any]] = {}
+        for p in group["params"]:
+            name = self._watched.names.of(p)
+            values = {key: one.values[name, key, self._step] for key in group if (name, key, self._step) in one.values}
+            like = found.setdefault(tuple(values.items()), {**group, "params": []})
+            like |= {key: type(group[key])(value) for key, value in values.items()}
+            like["params"].append(p)
+        if len(found) == 1:
+            group |= {key: value for key, value in next(iter(found.values())).items() if key != "params"}
+            return [group]
+        return [*found.values()]
+
+    def _share_states(self, one: Repair, optimizer: Optimizer) -> None:
+        names, source = self._watched.names, one.values.get("from")
+        if source is None:
+            known = {names.of(p): p for p in parameters_of([optimizer])}
+            for (rank, (name, key)), x in one.values["whole"].items():
+                if rank == self.rank and (p := known.get(name)) is not None:
+                    value = torch.from_numpy(np.array(x))
+                    optimizer.state[p][key] = value.to(local_of(p)) if value.shape == local_of(p).shape else value
+            return
+        held = self._exchanged("states", {names.of(p): state for p, state in optimizer.state.items()})
+        if self.rank != source:
+            for p in parameters_of([optimizer]):
+                state = held[source].get(names.of(p), {})
+                optimizer.state[p] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in state.items()}
+
+    def after_step(self, parameters: Sequence[Tensor]) -> None:
+        """Other ranks' updates have arrived."""
+        for one in self._of("parameters"):
+            known = {self._watched.names.of(p): p for p in parameters}
+            owned = {name: x for name, x in known.items() if name in one.names or not one.names}
+            held = self._exchanged("parameters", {name: local_of(x).detach().clone() for name, x in owned.items()})
+            moved = {name: float((local_of(x) - self._before[name]).abs().max()) for name, x in owned.items()}
+            moves = self._exchanged("moved", moved)
+            for name, x in owned.items():
+                owner = one.values.get(name, max(held, key=lambda rank, name=name: moves[rank].get(name, 0.0)))
+                local_of(x).detach().copy_(held[owner][name])
+
+    def _share(self, one: Repair, mine: Mapping[str, Tensor], by: float = 1.0) -> None:
+        """Each of these becomes what the rank's group has: the first rank's, the sum or the mean."""
+        held = self._exchanged(one.kind, {name: local_of(x).detach().clone() for name, x in mine.items()})
+        for name, x in mine.items():
+            parts = [held[rank][name] for rank in one.group_of(self.rank) if name in held[rank]]
+            total = parts[0] if not one.combine else torch.stack(parts).sum(0)
+            total = total / len(parts) if one.combine == "mean" else total
+            local_of(x).detach().copy_(total * by if by != 1.0 else total)
