@@ -64,7 +64,7 @@ for block in (32, 256):  # how many numbers share a scale
                      for name, how in SAVINGS.items()}
     scales = bytes_text(counts[block]["ZeRO++"]["scales"])
     shown[block] = Bars([Row(name, parts) for name, parts in counts[block].items()],
-                        f"Together, they leave a quarter, plus {scales} of scales.")
+                        f"All three leave a quarter, plus {scales} of scales.")
 knob("What a GPU sends to the other node", "elements per scale", shown, start=256,
      about="one training step · bytes counted", unit="B")
 
