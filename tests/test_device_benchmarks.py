@@ -25,6 +25,7 @@ from website import device
 
 CPU = Place("cpu", quick=True)
 WRONG_ITEM = "tests.device_items"
+LONG_ITEM = "tests.device_item_long"
 
 
 def test_an_item_goes_on_after_what_goes_wrong(tmp_path: Path):
@@ -42,7 +43,7 @@ def test_an_item_goes_on_after_what_goes_wrong(tmp_path: Path):
 
 
 def test_an_item_whose_time_is_over_is_not_a_failure(tmp_path: Path):
-    log, written = Log(WRONG_ITEM, tmp_path / "log"), report.Report(tmp_path / "out.json", {}, [WRONG_ITEM])
+    log, written = Log(LONG_ITEM, tmp_path / "log"), report.Report(tmp_path / "out.json", {}, [LONG_ITEM])
     halt = Event()
     assert not _started(log, CPU, written, time.monotonic(), halt)
     assert [(check.passed, check.said) for check in log.checks()][-1] == (None, "not finished: the time was over")
