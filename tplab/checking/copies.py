@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.gaps import farthest, gap
+from tplab.checking.gaps import gap, shown
 from tplab.checking.recording import Piece, Seen, Step, idle
 from tplab.checking.reference import FLOOR
 from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named, of_idle
@@ -152,6 +152,5 @@ def _apart(pieces: Sequence[Mapping[str, Piece]], copies: Copies) -> dict[str, t
             slack = FLOOR.get(first.dtype, FLOOR["float32"]) * size
             for rank, other in others:
                 if other.values is not first.values and gap(other.values, first.values) > slack:
-                    a, b = farthest(other.values, first.values)
-                    found[name] = group, f"{a:.6g} on rank {rank}", f"{b:.6g}"
+                    found[name] = group, *shown(other.values, first.values, rank)
     return found

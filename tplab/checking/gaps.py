@@ -29,3 +29,9 @@ def farthest(a: Any, b: Any) -> tuple[float, float]:
     """The two values at the place where they are farthest apart."""
     place = int(gaps(a, b).argmax())
     return float(np.asarray(a).flat[place]), float(np.asarray(b).flat[place])
+
+
+def shown(got: Any, want: Any, rank: int) -> tuple[str, str]:
+    """These two as text: what a rank has there, and what it should have."""
+    a, b = farthest(got, want)
+    return f"{a:.6g} on rank {rank}", f"{b:.6g}"

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from textwrap import fill
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tplab.checking.steps import Forbidden, Frame, Step, typed
-from tplab.checking.types import DUALS, Type, V
+from tplab.checking.types import DUALS, I, Type, V
 from tplab.lines import line_text
+from tplab.sharding import dims_cut
 
 OnAxes = dict[str, Type]
 """Axis -> the type of a tensor along it."""
@@ -341,6 +342,18 @@ def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
     for frame in [*last]:
         close(frame)
     return found
+
+
+def of_spec(spec: Sequence[Any], axes: Sequence[str]) -> OnAxes:
+    """The types of a tensor that is laid out as a spec says: invariant along the axes that it does not name."""
+    dims = dims_cut(spec)
+    return {axis: Type("V", dims[axis]) if axis in dims else I for axis in axes}
+
+
+def beginning(function: Any) -> Frame | None:
+    """The file and the line at which a function begins; None if it is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
 
 
 def statement(file: str, line: int) -> tuple[int, str]:

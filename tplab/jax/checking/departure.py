@@ -13,10 +13,10 @@ from tplab.checking.gaps import gap, near
 from tplab.checking.observed import Observed, axis_sets, every_way
 from tplab.checking.trail import reached
 from tplab.checking.verdict import label
-from tplab.jax.checking.tape import Node, Source, entries
+from tplab.jax.checking.tape import Node, Source
 from tplab.lines import line_text
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import P, names_in
 
 Axes = tuple[str, ...]
 SUMS = ("psum", "psum_invariant")
@@ -75,7 +75,7 @@ class Departure:
         return [Observed("equal")] * (gap(x, whole) <= tolerance * size) if x.shape == whole.shape else None
 
     def _fits(self, one: Observed, spec: Any) -> bool:
-        cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in entries(spec)]
+        cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in map(names_in, spec)]
         while cut and not cut[-1]:
             cut.pop()
         return one.is_right and one.layout.spec == P(*cut)
