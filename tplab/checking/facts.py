@@ -213,8 +213,8 @@ class Facts:
 
     # --- what is yielded --------------------------------------------------------------------------------------------
 
-    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None, count: int = 0) -> Row:
-        return Row(what, self.number, ok, words, factor=factor, count=count)
+    def row(self, what: What, ok: bool | None, words: str, count: int = 0) -> Row:
+        return Row(what, self.number, ok, words, count=count)
 
     def fault(
         self,

@@ -20,6 +20,11 @@ def gap(a: Any, b: Any) -> float:
     return float(gaps(a, b).max(initial=0))
 
 
+def largest(x: np.ndarray) -> float:
+    """How far the farthest element is from 0."""
+    return float(np.abs(x).max(initial=0))
+
+
 def near(factor: float, other: float) -> bool:
     """Whether two factors are the same, up to the rounding of what they were measured from."""
     return abs(factor / other - 1) < 2e-3

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tplab.checking.gaps import gaps
+from tplab.checking.gaps import gaps, largest
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
 from tplab.layout import Layout, layouts_for, local_shape_of, take
@@ -104,7 +104,7 @@ def observed(
     got = {rank: fitted(piece, want[rank].shape) for rank, piece in got.items()}
     gap = max(largest(got[rank] - want[rank]) for rank in got)
     if layout.spec.axis_names:
-        places = tuple(next((r for r in want if _close(got[rank], want[r], tolerance)), -1) for rank in got)
+        places = whose(got, want, tolerance)
         if -1 not in places:
             return Observed("pieces", layout, ranks=places, gap=gap)
         other = first_fit(got, [_way(whole, one, mesh) for one in known if one != layout], tolerance)
@@ -185,12 +185,13 @@ def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) ->
     got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
     is_number = x.dtype.kind == "f"
     slack = tolerance * max([largest(one[np.isfinite(one)]) for one in (want, got)[: 1 + is_number]])
-    for layout in layouts:
-        cut, each = layout.spec.axis_names, np.stack([take(want, layout, mesh, rank) for rank in mesh.ranks])
-        for axes in ((), *(axis_sets(mesh, without=cut) if x.dtype.kind != "b" else ())):
-            groups = np.array(mesh.groups(axes) if axes else [[rank] for rank in mesh.ranks])
-            total, right = got[groups].sum(1), each[groups[:, 0]]
-            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations((*cut, *axes), n)}
+    alone = (), [[rank] for rank in mesh.ranks]
+    for way in (_way(want, layout, mesh) for layout in layouts):
+        layout, each = way.layout, np.stack([*way.want.values()])
+        for axes, ranks in (alone, *(way.groups if x.dtype.kind != "b" else ())):
+            total, right = got[ranks].sum(1), each[[first for first, *_ in ranks]]
+            names = (*layout.spec.axis_names, *axes)
+            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations(names, n)}
             for factor in sorted(counts) if is_number else [1]:
                 if (gaps(total, factor * right) <= slack * factor).all():
                     kind = "parts" if axes else "equal" if factor == 1 else "scaled"
@@ -224,6 +225,11 @@ def factor_between(
     return factor if slack < abs(factor) * size and all(_close(g, factor * w, slack) for g, w in pairs) else None
 
 
+def whose(got: Mapping[int, np.ndarray], want: Mapping[int, np.ndarray], tolerance: float) -> tuple[int, ...]:
+    """The rank that should have what each has: itself where it may be; -1 where none should."""
+    return tuple(next((r for r in (rank, *want) if _close(x, want[r], tolerance)), -1) for rank, x in got.items())
+
+
 def agree(got: Mapping[int, np.ndarray] | Sequence[np.ndarray], groups: Iterable[Sequence[int]], slack: float) -> bool:
     """Whether the ranks of each group hold the same."""
     return all(_close(got[first], got[other], slack) for first, *rest in groups for other in rest)
@@ -246,10 +252,6 @@ def fitted(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return piece
     cut = piece[tuple(slice(0, size) for size in shape)]
     return piece if np.count_nonzero(piece) != np.count_nonzero(cut) else cut
-
-
-def largest(x: np.ndarray) -> float:
-    return float(np.abs(x).max(initial=0))
 
 
 def _way(whole: np.ndarray, layout: Layout, mesh: Mesh) -> Way:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, largest
 from tplab.checking.recording import Piece, Seen, checksum
 from tplab.layout import MOST_PARTS
 
@@ -189,7 +189,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
     """The places in the reference's parameter `name` where the piece has its values."""
     if name not in whole:
         return
-    slack = _CLOSE * float(np.abs(whole[name]).max(initial=0))
+    slack = _CLOSE * largest(whole[name])
     for index in _indices(piece, name, whole):
         place = Place(name, index, True)
         if gap(place.take(whole[name]), piece.values) <= slack:

@@ -13,7 +13,8 @@ import numpy as np
 
 from tplab.checking.addend import Addend
 from tplab.checking.comparison import Answer, Comparison
-from tplab.checking.observed import axis_sets, largest, observed
+from tplab.checking.gaps import largest
+from tplab.checking.observed import axis_sets, observed
 from tplab.checking.report import ParallelReport, Row, folded, in_backward_order, where_it_begins
 from tplab.checking.same_model import named
 from tplab.checking.tried import Trial, not_known

@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.forward import of_parts
-from tplab.checking.gaps import farthest, gap, gaps, shown
+from tplab.checking.gaps import farthest, gap, gaps, largest, shown
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
@@ -89,9 +89,9 @@ def states(facts: Facts) -> Found:
     first = (0, 0.0, 0.0)
     for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
-        size = 0.0 if gradient is None else float(np.abs(gradient).max(initial=0))
+        size = 0.0 if gradient is None else largest(gradient)
         share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
-        slack = 8 * max(share, facts.reference.floor) * np.abs(want).max(initial=0)
+        slack = 8 * max(share, facts.reference.floor) * largest(want)
         if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
             if not wrong:
                 first = rank, *farthest(got, want)
@@ -235,7 +235,7 @@ def buffers(facts: Facts) -> Found:
     wrong: dict[str, tuple[tuple[str, str], list[int]]] = {}
     for name in moving:
         want = whole[name].values
-        slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
+        slack = 16 * facts.reference.floor * largest(want)
         slack = max(slack, TIMES * facts.reference.moved("buffers", name, facts.number))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
         if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:

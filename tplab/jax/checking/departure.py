@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap, near
+from tplab.checking.gaps import gap, largest, near
 from tplab.checking.observed import Observed, axis_sets, every_way
 from tplab.checking.trail import reached
 from tplab.checking.verdict import label
@@ -71,7 +71,7 @@ class Departure:
             is_whole = x.ndim == len(self.axes) + whole.ndim
             devices = x.reshape(self.mesh.size, *x.shape[len(self.axes) :])
             return every_way(devices, whole, self.mesh, tolerance) if is_whole else None
-        size = float(np.abs(whole).max(initial=0)) if whole.dtype != bool else 1.0
+        size = largest(whole) if whole.dtype != bool else 1.0
         return [Observed("equal")] * (gap(x, whole) <= tolerance * size) if x.shape == whole.shape else None
 
     def _fits(self, one: Observed, spec: Any) -> bool:
@@ -149,8 +149,8 @@ class Departure:
         """f where a value is f times the reference's, whole or in pieces; None for 1."""
         x, node = self.values[source[0]][source[1]], self.nodes[source[0]]
         for whole, tolerance in self._references(source):
-            size = float(np.abs(whole).max(initial=0)) if x.dtype.kind == "f" else 0.0
-            ratio = float(np.abs(x).max(initial=0)) / size if size else 1.0
+            size = largest(whole) if x.dtype.kind == "f" else 0.0
+            ratio = largest(x) / size if size else 1.0
             if ratio and abs(ratio - 1) > 1e-2 and np.isfinite(ratio):
                 types = self._types_of(x / ratio, whole, max(tolerance, 1e-4), node.is_inside)
                 if any(one.is_right for one in types or ()):

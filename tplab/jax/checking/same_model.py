@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.checking.causes import Sizes
 from tplab.checking.comparison import nudged
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, largest
 from tplab.checking.observed import Way, factor_between, first_fit
 from tplab.checking.same_model import NOT_FINITE, Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, NEITHER, Rounding, coarsest
@@ -151,7 +151,7 @@ class _Comparison:
             what, before = self._what(ours, theirs)
             base = self.params[before] if before else 0.0
             values = theirs.whole - base
-            size = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(initial=0)) or 1.0
+            size = largest(values[np.isfinite(values)]) or 1.0
             bases = [given[before] if before else 0.0 for given in self.others]
             own = max(gap(one.whole - at, values) for one, at in zip(moved, bases, strict=True)) / size
             tolerance = max(self.slack, 8 * own)

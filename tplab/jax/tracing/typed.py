@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from tplab.checking.source import beginning
 from tplab.checking.steps import Dims, How, Step
-from tplab.checking.typed import OnAxes, Types, Typing, beginning, lines_of, of_spec
+from tplab.checking.typed import OnAxes, Types, Typing, lines_of, of_spec
 from tplab.checking.types import I, R, Type
 from tplab.jax.private import scan_sizes, varying_axes_of
 from tplab.jax.ranks.program import Compiled

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.recording import Seen
+from tplab.checking.recording import Seen, unequal_steps
 from tplab.checking.repairs import Repair
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.errors import CrossedOrderWarning, DeadlockError, RankError, TplabError
@@ -77,15 +77,13 @@ class Runs:
         *,
         weights: Mapping[str, np.ndarray] | None = None,
         handed: Handed | None = None,
-        why: str = "",
         parts: int = 0,
         traced: int | None = None,
         repairs: Sequence[Repair] = (),
         steps: int | None = None,
     ) -> Watch:
-        """The script is run. why: samples are handed over. parts: sums are added up in so many parts, and weights and
-        samples are off in their last digit, if not 0. traced: the step of which every operation is recorded. Raises
-        NotRun."""
+        """The script is run. parts: sums are added up in so many parts, and weights and samples are off in their last
+        digit, if not 0. traced: the step of which every operation is recorded. Raises NotRun."""
         feed = None if handed is None else handed.again()
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
@@ -103,22 +101,19 @@ class Runs:
                 feed.check_end()
         except DeadlockError as error:
             if watch.stopped and not watch.has_enough:
-                counts = ", ".join(f"rank {rank}: {seen.num_steps}" for rank, seen in enumerate(watch.seen))
+                counts = unequal_steps(watch.seen)
                 raise NothingToLearn(f"the {self} make different numbers of steps ({counts})") from error
             if not watch.has_enough:
                 raise NotRun(f"on {self} the script hangs: {error}") from error
-        except NotEnough as error:
-            raise NothingToLearn(f"{why}; {error}") from error
-        except TplabError as error:
-            if isinstance(error.__cause__, NotEnough):
-                raise NothingToLearn(f"{why}; {error.__cause__}") from error
+        except (NotEnough, TplabError) as error:
+            if isinstance(cause := error.__cause__ or error, NotEnough):
+                raise NothingToLearn(f"{feed and feed.why}; {cause}") from error
             failure = NotRun(f"on {self} the script fails: {_shortened(error, self.options['device'])}")
             if self.mesh.size == 1:
                 way_out = "; the reference may need other arguments, or more ranks: --reference-args, --reference"
                 failure.way_out = way_out
             raise failure from error
-        counts = {rank: seen.num_steps for rank, seen in enumerate(watch.seen)}
-        if not any(counts.values()):
+        if not any(seen.num_steps for seen in watch.seen):
             line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise NothingToLearn(
@@ -126,9 +121,8 @@ class Runs:
                 + (f"; it ended, and the last thing it printed was {prints[-1].strip()!r}" if prints else "")
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-            raise NothingToLearn(f"ranks end after different numbers of steps ({listed})")
+        if counts := unequal_steps(watch.seen):
+            raise NothingToLearn(f"ranks end after different numbers of steps ({counts})")
         return watch
 
     def _run(self, around: Any) -> None:

@@ -211,12 +211,12 @@ class _Doctor:
 
     def _diagnosed(self, ours: list[Seen], first: list[Seen]) -> SameModel:
         """The report. The reference is given the weights or the samples of the ranks where it has to be."""
-        handed, given, why = Handed(ours), dict[str, Any](), ""
+        handed, given = Handed(ours), dict[str, Any]()
         for _ in range(3):
             theirs = first
             if given:
                 with _threads(ours):
-                    theirs = self.theirs.seen(**given, why=why)
+                    theirs = self.theirs.seen(**given)
             diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, is_fed="handed" in given)
             try:
                 diagnosis(ours, theirs).ask()
@@ -240,7 +240,11 @@ class _Doctor:
             except NeedsSamples as needs:
                 if not handed.fits:
                     return cannot_tell(str(needs), about=self.about)
-                given["handed"], why, handed.is_drawn = handed, str(needs), needs.are_drawn and handed.can_be_drawn
+                given["handed"], handed.why, handed.is_drawn = (
+                    handed,
+                    str(needs),
+                    needs.are_drawn and handed.can_be_drawn,
+                )
                 is_own = handed.is_drawn or seeds_by_rank(ours) is not None
                 how = "each of them draws its own" if is_own else "it draws in another order"
                 self.notes.append(f"the reference was given the samples that the ranks drew, because {how}")

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.source import beginning
 from tplab.checking.steps import Frame
-from tplab.checking.typed import OnAxes, Typed, Types, Typing, beginning, lines_of, of_spec
+from tplab.checking.typed import OnAxes, Typed, Types, Typing, lines_of, of_spec
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.private import pytree
