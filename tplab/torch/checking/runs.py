@@ -157,7 +157,7 @@ def _in_silence() -> Iterator[None]:
             logging.root.handlers[:] = handlers
 
 
-def _shortened(error: TplabError, device: str | None) -> str:
+def _shortened(error: Exception, device: str | None) -> str:
     """What a rank raised, with torch's first sentence; the rest repeats its arguments. On the CPU in place of GPUs, no
     advice about them."""
     text, cause = str(error), error.__cause__

@@ -240,11 +240,8 @@ class _Doctor:
             except NeedsSamples as needs:
                 if not handed.fits:
                     return cannot_tell(str(needs), about=self.about)
-                given["handed"], handed.why, handed.is_drawn = (
-                    handed,
-                    str(needs),
-                    needs.are_drawn and handed.can_be_drawn,
-                )
+                given["handed"], handed.why = handed, str(needs)
+                handed.is_drawn = needs.are_drawn and handed.can_be_drawn
                 is_own = handed.is_drawn or seeds_by_rank(ours) is not None
                 how = "each of them draws its own" if is_own else "it draws in another order"
                 self.notes.append(f"the reference was given the samples that the ranks drew, because {how}")
