@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from tplab.checking.addend import Addend, addend_of
-from tplab.checking.gaps import gap, largest
+from tplab.checking.gaps import gap, is_constant, largest
 from tplab.checking.observed import agree, observed
 from tplab.checking.report import Row
 from tplab.checking.verdict import Rounding, Verdict, judge, slack_of_step
@@ -222,6 +222,6 @@ def each_input(in_specs: Any, num_inputs: int) -> list[P]:
 def noise_for(name: str, values: np.ndarray) -> np.ndarray | None:
     """Noise for a constant parameter, as biases and norms are at the start: a bias of zeros could be added any number
     of times without any effect. None if the parameter is not constant."""
-    if values.size < 2 or not (values == values.flat[0]).all():
+    if values.size < 2 or not is_constant(values):
         return None
     return 0.1 * np.random.default_rng(crc32(name.encode())).standard_normal(values.shape)

@@ -108,12 +108,11 @@ def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | Non
         what, apart, where = "gradient", gradients, lines.get("backward", "")
         cause, link = _of_gradients(seen, steps, next(iter(gradients.values()))[0])
     elif values and np.ptp(values) > 1e-4 * max(values):
-        listed = ", ".join(f"{value:.6g}" for value in values)
         cause = "each rank clips by a norm of its own: add up the squares over ranks before the root"
-        where = next(iter(norms.values()))[1]
         return Finding(
-            "norm", "", number, "not the same on all ranks", None, where, cause, thread("norm"), listed, "one norm"
-        )
+            "norm", "", number, "not the same on all ranks", where=next(iter(norms.values()))[1], cause=cause,
+            thread=thread("norm"), got=", ".join(f"{value:.6g}" for value in values), want="one norm",
+        )  # fmt: skip
     else:
         cause = "gradients and norms are the same, and ranks step differently: look at their optimizers' states"
         where, link = lines.get("step", ""), ""

@@ -25,6 +25,11 @@ def largest(x: np.ndarray) -> float:
     return float(np.abs(x).max(initial=0))
 
 
+def is_constant(x: np.ndarray) -> bool:
+    """Whether all elements are one number."""
+    return x.size < 2 or bool((x == x.flat[0]).all())
+
+
 def near(factor: float, other: float) -> bool:
     """Whether two factors are the same, up to the rounding of what they were measured from."""
     return abs(factor / other - 1) < 2e-3

@@ -99,7 +99,8 @@ def same_model(
             tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
             return replace(finding, tried=(tried,))
 
-    rounding = Rounding.of(_sizes(args, dtype), [])
+    floats = [x for x in jax.tree.leaves(args) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    rounding = Rounding.of([(dtype, np.shape(x)) for x in floats], [])
     comparison = _Comparison(args, others, mesh, rounding, in_full)
     has_ranks = any(eqn.primitive.name == "shard_map" for eqn, _ in equations_of(jaxpr))
     return comparison.report(got, want, again, has_ranks, about)
@@ -259,12 +260,6 @@ def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
         return nudged(leaf, epsilon, draw).astype(leaf.dtype) if is_number else leaf
 
     return [jax.tree.map(other, arg) for arg in args]
-
-
-def _sizes(args: Sequence[Any], dtype: str) -> Iterator[tuple[str, Sequence[int]]]:
-    for leaf in jax.tree.leaves(list(args)):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            yield dtype, np.shape(leaf)
 
 
 def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.gaps import is_constant
 from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
@@ -137,13 +138,16 @@ class _Check(Check):
         self.same = {self.rename(name): self.rename(other) for name, other in first.same.items()}
         self.is_training = any(rank.is_training for rank in told)
         found, likely = dict[str, Layout](), set[str]()
-        for name, parameter in sorted(self.whole.items(), key=lambda item: _is_constant(item[1])):
-            pieces, values = [rank.get(name) for rank in held], to_numpy(parameter)
+        wholes = {name: to_numpy(parameter) for name, parameter in self.whole.items()}
+        for name, values in sorted(wholes.items(), key=lambda item: is_constant(item[1])):
+            pieces = [rank.get(name) for rank in held]
             if any(piece is None for piece in pieces):
                 self._add_value(name, values.shape, Layout(), _absent(pieces))
                 continue
             layout = layouts.get(name) or self.layout_of(values, pieces, likely) or Layout()
-            verdict = judge(pieces, values, layout, self.mesh, Rounding(dtype_name(parameter.dtype)), what="value")
+            verdict = judge(
+                pieces, values, layout, self.mesh, Rounding(dtype_name(self.whole[name].dtype)), what="value"
+            )
             if not verdict.ok:
                 words = f"not the reference's values to begin with: {verdict.words}"
                 self._add_value(name, values.shape, layout, verdict._replace(words=words))
@@ -324,10 +328,6 @@ class _Check(Check):
 def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any], _: Any) -> bool:
     with torch.no_grad():
         return own_loss(model(*inputs, **kwargs)) is not None
-
-
-def _is_constant(x: Tensor) -> bool:
-    return x.numel() < 2 or bool((x == x.flatten()[0]).all())
 
 
 def _absent(pieces: Sequence[Any]) -> Verdict:

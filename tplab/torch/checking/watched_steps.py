@@ -38,7 +38,7 @@ class WatchedSteps:
         mesh = this_rank().mesh
         seen.groups.update(mesh.axis_size(name) for name in mesh.axis_names)
         self.names, self.step, self.depth, self.is_looking = Names(), Step(), 0, False
-        self.origins = Origins(lambda: this_rank().lines.chain())
+        self.origins = Origins()
         self.mending = Mending(plan.repairs, plan.board, self)
         self.recorder = Recorder(self.names, self._is_traced, self.mending.put)
         self._draws = Draws(plan)
