@@ -88,7 +88,7 @@ def check_parallel(
     comparison = Check(mesh, _rounding(params, inputs), layouts, spec_of_each)
     comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
-    comparison.notes += [perturbed(changed)] * bool(changed)
+    comparison.notes += [perturbed(changed)] if changed else []
     comparison.compare(
         theirs,
         ours,
