@@ -746,3 +746,36 @@ def test_gradients_of_tied_parameters_have_memory_of_their_own():
         assert torch.equal(second, before)
 
     run(program, Mesh(pp=1))
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+@pytest.mark.parametrize("make", [gpipe, zb_h1])
+def test_gradients_that_autograd_gives_to_several_parameters_have_memory_of_their_own(make, has_hooks):
+    """One tensor is the gradient of all that is added up, and also goes on to the stage before."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList(torch.ones(2, 4) * (number + 1) for number in range(3))
+
+        def forward(self, x):
+            return (x + (self.parts[0] + self.parts[1])) * self.parts[2]
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    def program():
+        stages = [Sum()]
+        for parameter in stages[0].parameters() if has_hooks else ():
+            parameter.register_post_accumulate_grad_hook(halve)
+        train_batch(make(2, 1), stages, [(torch.ones(2, 4), torch.zeros(2, 4))], F.mse_loss)
+        grads = [parameter.grad for parameter in stages[0].parameters()]
+        for grad in () if has_hooks else grads:
+            grad.mul_(0.5)
+        return grads
+
+    whole = nn.Sequential(Sum(), Sum())
+    F.mse_loss(whole(torch.ones(2, 4)), torch.zeros(2, 4)).backward()
+    found = [grad for grads in run(program, Mesh(pp=2)).per_rank for grad in grads]
+    for parameter, grad in zip(whole.parameters(), found, strict=True):
+        torch.testing.assert_close(grad, 0.5 * parameter.grad)

@@ -20,7 +20,7 @@ from tplab.torch.comm.messages import receive, send
 from tplab.torch.layers.parameters import copies_in
 from tplab.torch.pipeline.graph import Gradients
 from tplab.torch.pipeline.stage import Stage
-from tplab.torch.private import at_end_of_backward, base_of, post_accumulate_hooks
+from tplab.torch.private import at_end_of_backward, base_of, post_accumulate_hooks, storage_id
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -113,7 +113,7 @@ class GradientSync:
     def _give(self, parameter: nn.Parameter, grad: Tensor) -> None:
         self._gone.add(parameter)
         with torch.no_grad():
-            parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
+            parameter.grad = grad.detach().clone() if parameter.grad is None else parameter.grad + grad
         _call_hooks(parameter)
 
     def reduce(self, stage: int, gradients: Mapping[int, Gradients]) -> None:
@@ -159,9 +159,10 @@ class GradientSync:
                 else:
                     gradients[stage][parameter] = total.clone() if met else total  # memory of its own
                     met.add(parameter)
+        given: set[int] = set()
         for found in gradients.values():
             for parameter, grad in found.items():
-                parameter.grad = _own(grad) if parameter.grad is None else parameter.grad + grad
+                parameter.grad = _own(grad, given) if parameter.grad is None else parameter.grad + grad
         for parameter in dict.fromkeys(parameter for found in gradients.values() for parameter in found):
             _call_hooks(parameter)
 
@@ -199,9 +200,12 @@ def _call_hooks(parameter: nn.Parameter) -> None:
         hook(parameter)
 
 
-def _own(grad: Tensor) -> Tensor:
-    """A gradient that nothing else writes to."""
-    return grad.detach() if base_of(grad) is None and grad.is_contiguous() else grad.detach().clone()
+def _own(grad: Tensor, given: set[int]) -> Tensor:
+    """A gradient that nothing else writes to. `given` are the storages of those before it: autograd gives one tensor to
+    several parameters, as where they are added up."""
+    is_free = base_of(grad) is None and grad.is_contiguous() and storage_id(grad.untyped_storage()) not in given
+    given.add(storage_id(grad.untyped_storage()))
+    return grad.detach() if is_free else grad.detach().clone()
 
 
 def _where(place: tuple[int, str]) -> str:
