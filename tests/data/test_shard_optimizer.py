@@ -118,6 +118,32 @@ def test_without_a_copy_pieces_are_memory_of_the_parameters():
         assert counted == state_bytes(1, SIZES, 4, index, StateBytes(8, 0, 16))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["loaded", "replaced"])
+def test_pieces_that_are_not_memory_of_the_parameters_follow_them(stage, how):
+    """A checkpoint is loaded after the optimizer was made: into channels_last weights, and in place of their memory."""
+    import tplab.torch as lab
+
+    shard = lab.shard_optimizer if stage == 1 else lab.shard_gradients
+
+    def program():
+        layer = nn.Conv2d(3, 4, 3, bias=False)
+        if how == "loaded":
+            layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = shard(partial(torch.optim.SGD, lr=0.5), layer.parameters(), "dp")
+        for value in (5.0, 7.0):
+            state = torch.full_like(layer.weight, value)
+            if how == "loaded":
+                layer.load_state_dict({"weight": state})
+            else:
+                layer.weight.data = state
+            layer(torch.ones(1, 3, 3, 3)).sum().backward()
+            optimizer.step()
+            assert (layer.weight == value - 0.5).all()
+
+    lab.run(program, Mesh(dp=2))
+
+
 @pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bfloat16_follows_a_float32_copy(fw, stage):

@@ -30,7 +30,7 @@ from tplab.schedules import (
     zb_v,
 )
 from tplab.schedules.measured import compare, measured_costs, measured_strip
-from tplab.torch import axis_index, evaluate_batch, run, split_batch, stages_of, train_batch
+from tplab.torch import axis_index, evaluate_batch, gradient_norm, run, split_batch, stages_of, train_batch
 from tplab.torch import dropout as shared_dropout
 from tplab.torch.pipeline.redraw import Redraw
 from tplab.torch.pipeline.stage import Pass, Stage
@@ -731,6 +731,27 @@ def test_costs_say_how_long_steps_are():
     assert [(e.op, e.start, e.end) for e in trace.events if e.kind == "compute"] == [
         ("F0", 0, 3), ("F1", 3, 6), ("B0", 6, 11), ("B1", 11, 16)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 2), interleaved_1f1b(2, 2, 2), chimera(2, 2)], ids=repr)
+@pytest.mark.parametrize("is_one", [True, False])
+def test_parameters_that_modules_in_several_stages_share_are_tied(schedule, is_one):
+    """The same module twice, or two modules with one weight: gradients, and the norm, are those of the whole."""
+    first, last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    last.weight = first.weight
+    layers = nn.Sequential(first, first, nn.Tanh(), nn.Linear(4, 4).double(), first if is_one else last)
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+    def program(layers, x, y):
+        stages = stages_of(list(layers), schedule)
+        train_batch(schedule, stages, split_batch(x, y, 2), F.mse_loss)
+        return [p.grad for p in layers.parameters() if p.grad is not None], gradient_norm(stages)
+
+    F.mse_loss(layers(x), y).backward()
+    whole = [p.grad for p in layers.parameters()]
+    for grads, norm in run(program, Mesh(pp=2), layers, x, y).per_rank:
+        torch.testing.assert_close(grads[0], whole[0])
+        torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in whole]).norm())
 
 
 def test_gradients_of_tied_parameters_have_memory_of_their_own():

@@ -99,6 +99,8 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if not self._is_reduced:
             self.reduce_gradients()
+        for bucket in self.buckets:
+            bucket.follow()
         self.inner.step()
         self.inner.zero_grad()  # model.zero_grad() does not know the pieces
         self._is_reduced = False
@@ -244,6 +246,12 @@ class Bucket:
             grad = grad.to(shard.dtype)
             shard.grad = grad if shard.grad is None else shard.grad + grad
         self.row = None
+
+    def follow(self) -> None:
+        """Take what the program has written to the parameters, where pieces in their dtype are not their memory."""
+        for piece, held in self.copies():
+            if piece.dtype == held.dtype:
+                piece.copy_(held)
 
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""

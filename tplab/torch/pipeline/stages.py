@@ -68,7 +68,8 @@ def stages_of(
 ) -> Stages:
     """Cut a model into the stages of `schedule`, and make those of this rank. Call it inside a rank's program.
 
-    layers    LayerSpecs, modules that already exist, and functions (which have no parameters)
+    layers    LayerSpecs, modules that already exist, and functions (which have no parameters). Parameters that modules
+              in several stages share are tied; modules must then be the same on every rank, as arguments of `run` are
     method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
@@ -83,7 +84,8 @@ def stages_of(
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
-    return Stages(modules, made, tied_in(layers, made, _name_of_tied), schedule.placement, axis)
+    tied = (*tied_in(layers, made, _name_of_tied), *_shared(layers, made))
+    return Stages(modules, made, tied, schedule.placement, axis)
 
 
 def cut(
@@ -142,6 +144,17 @@ class _Called(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self._function(*inputs) if self.layer is None else self._function(self.layer, *inputs)
+
+
+def _shared(layers: Sequence[Layer], made: Partition) -> Tied:
+    """The (stage, name) of every parameter that modules in several stages share."""
+    found: dict[nn.Parameter, dict[int, str]] = {}
+    for place, layer in enumerate(layers):
+        stage = made.stage_of(place)
+        for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+            if parameter.requires_grad:
+                found.setdefault(parameter, {}).setdefault(stage, f"{place - made.bounds[stage]}.{name}")
+    return tuple(tuple(places.items()) for places in found.values() if len(places) > 1)
 
 
 def _name_of_tied(layer: TiedSpec) -> str:
