@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Verdict, cause, check, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import TiedSpec, layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
@@ -195,19 +195,27 @@ def check_most_bytes(most_bytes: MostBytes) -> Verdict:
         if (found != held).any():
             rank = int(np.flatnonzero(found != held)[0])
             text = f": {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
-            refuse(f"{text}\n{_why(schedule, stage_bytes, found)}", shown)
+            otherwise = f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch."
+            refuse(f"{text}\n{cause(_tried(most_bytes), otherwise)}", shown)
         panels = panels or shown
     listed = ", ".join(f"{schedule.name} on {schedule.num_ranks}" for schedule in SCHEDULES)
     return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
 
 
-def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> str:
-    """A hint from what the wrong numbers look like."""
+def _tried(most_bytes: MostBytes) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """For each schedule, the learner's numbers, and those of known mistakes."""
+    for schedule in SCHEDULES:
+        stage_bytes, _ = _held(schedule)
+        yield [most_bytes(row, [*stage_bytes]) for row in schedule.by_rank()], _known(schedule, stage_bytes)
+
+
+def _known(schedule: Schedule, stage_bytes: Sequence[int]) -> dict[str, Any]:
+    """What wrong numbers look like."""
     rows = schedule.by_rank()
     forwards = [[action for action in row if action.kind == "F"] for row in rows]
     counts = np.array([_most(row, [1] * schedule.num_stages) for row in rows])
     stages = [sorted({action.stage for action in row}) for row in rows]
-    known = {
+    return {
         "This is the sum over all forwards. A backward lets go of what its forward has kept.":
             [sum(stage_bytes[action.stage] for action in row) for row in forwards],
         "These are microbatches. How many bytes does each of them take?": counts,
@@ -222,7 +230,6 @@ def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> s
         "Every microbatch has been counted with the bytes of the rank's first stage.":
             counts * [stage_bytes[own[0]] for own in stages],
     }  # fmt: skip
-    return hint(found, known, f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch.")
 
 
 def _most(row: Sequence[Action], stage_bytes: Sequence[int], after: str = "FB") -> int:

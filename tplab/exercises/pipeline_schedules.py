@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.exercises.drawn import Drawn
-from tplab.exercises.verdict import Refused, Verdict, check, hint, on, refuse, with_task
+from tplab.exercises.verdict import Refused, Verdict, cause, check, on, refuse, with_task
 from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, faults, one_f_one_b, simulate
 from tplab.units import counted
 
@@ -35,7 +35,7 @@ def check_one_f_one_b(row: Row) -> Verdict:
         if schedule.num_microbatches != microbatches:
             refuse(f": {where}, its rows have {_count(schedule.num_microbatches)}.")
         if wrong := faults(schedule, at_most=1):
-            raise Refused(Drawn(False, f": {where} it cannot run.\n{wrong[0]}.{_hint(schedule)}", schedule))
+            raise Refused(Drawn(False, f": {where} it cannot run.\n{wrong[0]}.{_hint(row)}", schedule))
         best = one_f_one_b(ranks, microbatches)
         if schedule != best:
             mine, theirs = simulate(schedule), simulate(best)
@@ -45,7 +45,7 @@ def check_one_f_one_b(row: Row) -> Verdict:
             if (held := mine.peak_activations[rank]) != (least := theirs.peak_activations[rank]):
                 says.append(f"rank {rank} holds {_count(held)}, where 1F1B holds {least:g}")
             found = ", and ".join(says) or f"rank {rank} runs its actions in another order"
-            text = f": {where} it runs, but it is not 1F1B.\n{found[0].upper()}{found[1:]}.{_hint(schedule)}"
+            text = f": {where} it runs, but it is not 1F1B.\n{found[0].upper()}{found[1:]}.{_hint(row)}"
             raise Refused(Drawn(False, text, schedule))
     listed = ", ".join(f"{ranks} x {microbatches}" for ranks, microbatches in SIZES)
     shown = _of_rows([row(rank, 4, 8) for rank in range(4)])
@@ -56,22 +56,26 @@ def _count(microbatches: float) -> str:
     return f"{microbatches:g} microbatch{'' if microbatches == 1 else 'es'}"
 
 
-def _hint(schedule: Schedule) -> str:
-    """A hint from the numbers of forwards before the first backward."""
-    ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
-    ahead = [next((i for i, a in enumerate(row) if a.kind != "F"), len(row)) for row in schedule.by_rank()]
-    rank = np.arange(ranks)
-    known = {
-        "Rank r runs r forwards ahead. Which rank waits longest for its first gradient, the first or the last?":
-            np.minimum(rank, microbatches - 1) + 1,
-        "One forward too many before the first backward: the last rank can run B0 right after F0.":
-            np.minimum(ranks - rank, microbatches - 1) + 1,
-        "Every rank runs the same number of forwards ahead. The last one could send a gradient back at once.":
-            min(ranks - 1, microbatches - 1) + 1,
-        "All forwards come first: that is GPipe.": microbatches,
-        "No forwards run ahead: each microbatch waits for the one before it to come back.": 1,
-    }  # fmt: skip
-    said = hint(ahead, known) if ranks > 1 else ""
+def _hint(row: Row) -> str:
+    """A hint from the numbers of forwards before the first backward, if it explains them for all sizes."""
+
+    def tried() -> Iterator[tuple[list[int], dict[str, Any]]]:
+        for ranks, microbatches in SIZES:
+            rows = _of_rows([row(rank, ranks, microbatches) for rank in range(ranks)]).by_rank()
+            ahead = [next((i for i, a in enumerate(one) if a.kind != "F"), len(one)) for one in rows]
+            rank = np.arange(ranks)
+            yield ahead, {
+                "Rank r runs r forwards ahead. Which rank waits longest for its first gradient, the first or the last?":
+                    np.minimum(rank, microbatches - 1) + 1,
+                "One forward too many before the first backward: the last rank can run B0 right after F0.":
+                    np.minimum(ranks - rank, microbatches - 1) + 1,
+                "Every rank runs the same number of forwards ahead. The last one could send a gradient back at once.":
+                    min(ranks - 1, microbatches - 1) + 1,
+                "All forwards come first: that is GPipe.": microbatches,
+                "No forwards run ahead: each microbatch waits for the one before it to come back.": 1,
+            }  # fmt: skip
+
+    said = cause(tried(), "")
     return f"\n{said}" if said else ""
 
 
