@@ -42,6 +42,7 @@ def test_averages_that_are_right(fn):
     [
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean")), "each of these ranks' losses is a mean"),
         (lambda r, e: (router(r), tt.all_reduce(e, BOTH, "mean")), "ranks that hold different experts"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") * tt.axis_size("ep")), "Divide it by them"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp")), "added up over their copies, and not divided"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size(BOTH)), "once too often"),
         (lambda r, e: (router(r), e / tt.axis_size(BOTH)), "Add up their gradients before you divide"),

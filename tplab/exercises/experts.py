@@ -80,9 +80,14 @@ AVERAGE = Exercise(
     mistakes=(
         Mistake(
             "experts",
-            "The experts' gradients are averaged over their copies, along dp. But they contain the tokens of all\n"
-            "ranks, and each of these ranks' losses is a mean. By which number must their sum be divided?",
+            "The experts' gradients are averaged over their copies, along dp. But the tokens of all ranks are in\n"
+            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?",
             _experts(lambda experts, mesh: experts.mean(0)),
+        ),
+        Mistake(
+            "experts",
+            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.",
+            _experts(lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")),
         ),
         Mistake(
             "experts",

@@ -230,6 +230,11 @@ def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> 
 # --- the exercise: the most likely token ------------------------------------------------------------------------------
 
 
+def _last(seen: Seen) -> np.ndarray:
+    """The highest of the ids with the largest logit."""
+    return seen.tensors["logits"].shape[-1] - 1 - seen.tensors["logits"][:, ::-1].argmax(-1)
+
+
 def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """The first token has two equally large logits, one on the first rank and one on the last.
 
@@ -303,7 +308,12 @@ MOST_LIKELY = Exercise(
         Mistake(
             "ids",
             "For the first token, two entries have equally large logits. Return the lower id; this is the higher one.",
-            lambda seen: seen.tensors["logits"].shape[-1] - 1 - seen.tensors["logits"][:, ::-1].argmax(-1),
+            _last,
+        ),
+        Mistake(
+            "ids",
+            "For the first token, two entries of a rank have equally large logits. Return the lower id.",
+            lambda seen: _last(seen) if seen.mesh.axis_size("tp") == 1 else seen.want,
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["logits"]), 2),
