@@ -273,18 +273,18 @@ for name, schedule in rules.items():
 #
 # | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
-# | GPipe | 1,433 ms | 3.1 | 336 |
+# | GPipe | 1,433 ms | 3 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
-# | ZB-H1 | 1,310 ms | 1.3 | 336 |
-# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | ZB-H1 | 1,310 ms | 1.2 | 336 |
+# | ZB-H2 | 1,237 ms | 2.3 | 336 |
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
-# | ZB-V | 1,189 ms | 1.3 | 672 |
+# | ZB-V | 1,189 ms | 1.2 | 672 |
 #
 # The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
-# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
-# They keep about a quarter more, and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows, unless they become too small
+# to keep a GPU busy. GPipe is hardly faster, and keeps three times as much. If the bubble is still large, ZB-V and
+# interleaving with $v = 4$ shorten the step most. They keep about a fifth more, and send at least twice as many messages.
 #
 # [Lab 13](13_pipeline_memory.ipynb) explains why ZB-H1 keeps more bytes than 1F1B.
 

@@ -294,18 +294,18 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 #
 # | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
-# | GPipe | 1,433 ms | 3.1 | 336 |
+# | GPipe | 1,433 ms | 3 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
-# | ZB-H1 | 1,310 ms | 1.3 | 336 |
-# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | ZB-H1 | 1,310 ms | 1.2 | 336 |
+# | ZB-H2 | 1,237 ms | 2.3 | 336 |
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
-# | ZB-V | 1,189 ms | 1.3 | 672 |
+# | ZB-V | 1,189 ms | 1.2 | 672 |
 #
 # The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
-# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
-# They keep about a quarter more, and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows, unless they become too small
+# to keep a GPU busy. GPipe is hardly faster, and keeps three times as much. If the bubble is still large, ZB-V and
+# interleaving with $v = 4$ shorten the step most. They keep about a fifth more, and send at least twice as many messages.
 
 # %% [markdown]
 # With one program for all ranks, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms. So here begin with GPipe, the
