@@ -27,7 +27,7 @@ CLAIMS = (
     *WHICH,
     Claim("With Adam they add 3 MB", lambda: [16 * GPT_LITE / 1e6]),
     Claim(
-        "At 16 ranks,  is nearly three times as large as a rank's blocks with Adam",
+        "At 16 ranks, $A$ is nearly three times as large as a rank's blocks with Adam",
         lambda: 2.5 < RANKS * ACTIVATIONS / BLOCKS_WITH_ADAM < 3,
     ),
     Claim(
@@ -55,7 +55,7 @@ CLAIMS = (
         lambda: [kept_bytes / (BY_DEEPSPEED[2] / 2) for kept_bytes in BY_DEEPSPEED],
     ),
     Claim(
-        "a block of Llama keeps a little more than 16 times its input",
+        "A block of Llama keeps a little more than 16 times its input",
         lambda: 16 < kept(LLAMA, Plan(pp=2), 4096).layer / (4096 * LLAMA.hidden * 2) < 19,
     ),
 )
