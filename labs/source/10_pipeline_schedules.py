@@ -195,9 +195,9 @@ print("ZB-H2:", times(h2))
 gantt(h1, h2)
 
 # %% [markdown]
-# Can the span have no bubble without twice the memory? Yes, if each rank has an early stage *and* a late one. In
-# **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again.
-# **V-Half** uses the same places to keep even fewer microbatches:
+# Can a schedule have no bubble in its span without twice the memory? Yes, if each rank has an early stage *and* a late
+# one. In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. **V-Half**
+# uses the same places to keep even fewer microbatches, but its span has a bubble:
 
 # %%
 down_and_up, half = simulate(zb_v(p, m)), simulate(v_half(p, m))
@@ -236,7 +236,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 #
 # ## What it costs
 #
-# $F$, $I$ and $W$ are a rank's share of one microbatch, $B = I + W$, messages are free, and $m$ is a multiple of $p$.
+# $F$, $I$ and $W$ are a rank's share of one microbatch, $B = I + W$, messages are free, and $m$ is a multiple of $p$, at
+# least $2p$. The bubble is that of the makespan, or of the span where the table says so.
 #
 # | schedule | bubble | microbatches kept | messages |
 # |---|---|---|---|
@@ -325,8 +326,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard, and take
-# extra time.)
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard: allow
+# another half an hour.)
 
 # %%
 def puzzle_1():

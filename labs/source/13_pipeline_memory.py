@@ -123,7 +123,8 @@ for rule in (gpipe, one_f_one_b, zb_h1):
 # %% [markdown]
 # For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
 # microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
-# output, here about a quarter more than the forward pass left. Rank $r$ has up to $r + 1$ such microbatches.
+# output, here about a quarter more than the forward pass left. Rank $r$ has up to $r + 1$ such microbatches: $r$ whose W waits
+# for the end, and the current one.
 #
 # ## A model that is never whole
 #
@@ -217,8 +218,8 @@ print(printed)
 #
 # Activations are missing: rank 0 keeps four microbatches, and rank 3 keeps one. So it is in DeepSpeed: when we trained
 # twelve smaller blocks with its version 0.19.8, its ranks had 4, 3, 2 and 1.1 times what three blocks keep for a
-# microbatch. The author published no bytes, and his
-# [question to DeepSpeed](https://github.com/microsoft/DeepSpeed/issues/4477) is still open, so there may be more to it.
+# microbatch. There may be more to it: the author published
+# no bytes, and his [question](https://github.com/microsoft/DeepSpeed/issues/4477) is open.
 #
 # The embeddings of 65 characters and 200 positions hide in a lambda, so they are neither counted nor trained. With Adam
 # they add 3 MB, so the table is also wrong about which stage is the largest.

@@ -52,12 +52,14 @@ def test_known_mistakes_in_the_row(ahead, said: str):
 
 
 def test_backwards_in_the_wrong_order_and_too_many_forwards_for_few_microbatches():
+    right = row_with(lambda rank, ranks, microbatches: ranks - 1 - rank)
+
     def last_first(rank: int, ranks: int, microbatches: int) -> str:
-        kept, cells = list[int](), list[str]()
-        for action in one_f_one_b(ranks, microbatches).by_rank()[rank]:
-            if action.kind == "F":
-                kept.append(action.microbatch)
-            cells.append(action.label if action.kind == "F" else f"B{kept.pop()}")
+        kept, cells = list[str](), list[str]()
+        for cell in right(rank, ranks, microbatches).split():
+            if cell[0] == "F":
+                kept.append(cell[1:])
+            cells.append(cell if cell[0] == "F" else f"B{kept.pop()}")
         return " ".join(cells)
 
     said = check_one_f_one_b(last_first).text
@@ -156,6 +158,9 @@ def test_the_order_alone_will_do():
     assert "No schedule can be shorter." in check_puzzle(2, lambda: TEN).text
 
 
+W_AT_ONCE = "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3\nF0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"
+
+
 def test_a_schedule_that_a_search_would_find_too():
     found = auto_schedule(4, 8, memory_limit=3)
     assert check_puzzle(5, lambda: found).passed and check_puzzle(5, lambda: str(found)).passed
@@ -181,7 +186,7 @@ def test_a_schedule_that_a_search_would_find_too():
         (1, lambda: "F0 F1 B1 B0\nF0 B0 F1 B1", "\nRank 0 waits for B1 from step 2 to step 7. What else"),
         (
             3,
-            lambda: "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3\nF0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3",
+            lambda: W_AT_ONCE,
             "Rank 1 could run F3 sooner, but runs W2 first.",
         ),
         (2, lambda: 7, "return a schedule, or its picture as text. It returned 7."),
