@@ -121,8 +121,8 @@ for rule in (gpipe, one_f_one_b, zb_h1):
     print(f"{rule.__name__:12} microbatches {ours}, in bytes {bytes_kept}")
 
 # %% [markdown]
-# For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to five
-# microbatches' worth of bytes. Between I and W it keeps the input of every layer with weights *and* the gradient of its
+# For GPipe and 1F1B the count is exact. Under ZB-H1, a rank never holds more than four microbatches, but up to the
+# bytes of five. Between I and W it keeps the input of every layer with weights *and* the gradient of its
 # output, here about a quarter more than the forward pass left. Rank $r$ has up to $r + 1$ such microbatches: $r$ whose W waits
 # for the end, and the current one.
 #
@@ -186,7 +186,7 @@ knob("What each rank holds", "schedule", shown, start="1F1B",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# V-Half does, but only just. It gives each rank an early stage and a late one, so that all ranks keep about the same.
+# V-Half, but only just. It gives each rank an early stage and a late one, so that all ranks keep about the same.
 # Under ZB-H1 it is the *last* rank that holds the most.
 #
 # </details>
@@ -226,8 +226,8 @@ print(printed)
 #
 # </details>
 #
-# Let us count, with one sequence of 200 characters per microbatch, and 16 bytes per parameter. (The author's runs used
-# ZeRO 1, which needs fewer.)
+# Let us count, with one sequence of 200 characters per microbatch, and 16 bytes per parameter. (The author used ZeRO 1,
+# which needs fewer.)
 
 # %%
 counted = partition([(65 + 200) * 768, *twelve, *norm_and_head, 0], 4)
@@ -252,7 +252,7 @@ print("a block keeps", round(unit / (32 * 64 * 4), 1), "times its input [32, 64]
 # | 1F1B, $m \ge p$ | $16 N / p$ | $(p - r) A / p$ |
 #
 # Take 32 blocks, 4,096 wide, with a vocabulary of 128,000 and one sequence of 4,096 tokens per microbatch, in bfloat16.
-# We assume a fused attention, which does not keep the scores.
+# (Attention is fused, and does not keep the scores.)
 
 # %%
 width, tokens, blocks, vocabulary = 4096, 4096, 32, 128_000
@@ -269,7 +269,7 @@ print(f"embedding, head: with Adam {head:.1f} GB each,",
 
 # %% [markdown]
 # Under 1F1B, more ranks make the parameters of each rank fewer, but rank 0 keeps $A$ as before, and the ranks next to it
-# come closer to $A$. At 16 ranks, $A$ is nearly three times as large as a rank's blocks with Adam. There are two
+# come closer to $A$. At 16 ranks, $A$ is nearly three times as large as a rank's blocks with Adam. Two
 # remedies: give the first rank fewer layers ([lab 14](14_cut_a_pipeline.ipynb)), or keep less for each microbatch
 # ([lab 15](15_recomputation.ipynb)).
 #
