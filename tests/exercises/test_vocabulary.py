@@ -167,7 +167,7 @@ def test_the_librarys_loss_is_not_an_answer():
         (every_rank_adds(lambda at, n: at % n), "They should add 0"),
         (every_rank_adds(lambda at, n: at.clamp(0, n - 1)), "They should add 0"),
         (every_rank_adds(lambda at, n: at % n, detached=True), "What cuts off the sum of exponentials"),
-        (rescaled_in_part, "from the logit of the right entry its rank's own maximum is"),
+        (rescaled_in_part, "from the logit of the right entry, its rank's own maximum"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
         (token_loss(largest="mean"), "the mean of\nthe ranks' maxima"),
         (token_loss(largest="min"), "or the smallest of them"),

@@ -176,8 +176,8 @@ def _first_wait(run: Simulation, slots: int) -> str:
     schedule, needs = run.schedule, run.schedule.needs
 
     def ready(index: int) -> float:
-        return max((run.end[need] for need in (needs.message[index], *(own[index] for own in needs.own)) if need >= 0),
-                   default=0.0)  # fmt: skip
+        wanted = np.array([needs.message[index], *(own[index] for own in needs.own)])
+        return float(run.end[wanted[wanted >= 0]].max(initial=0.0))
 
     def has_place(index: int, at: int) -> bool:
         """Whether the rank could keep what this action adds if it ran before the one at this place of its row."""
@@ -190,13 +190,13 @@ def _first_wait(run: Simulation, slots: int) -> str:
         first, last = (int(end) for end in schedule.offsets[rank : rank + 2])
         if run.waits_for[index] < 0 or index == first:
             continue
-        awaited = schedule.action(run.waits_for[index]).label
+        cause = int(run.waits_for[index])
+        awaited = schedule.action(cause).label
         begin, end = run.end[index - 1], run.start[index]
         wait = f"Rank {rank} waits for {awaited} from step {begin:g} to step {end:g}."
         for later in range(index + 1, last):
             if max(begin, ready(later)) + run.duration[later] <= end and has_place(later, index):
                 return f"{wait} What else could it run meanwhile?"
-        cause = int(run.waits_for[index])
         while cause >= 0 and (run.waits_for[cause] >= 0 or cause not in schedule.offsets):
             if run.waits_for[cause] < 0 and ready(cause) <= run.start[cause - 1] and has_place(cause, cause - 1):
                 one, other = (schedule.action(at).label for at in (cause - 1, cause))

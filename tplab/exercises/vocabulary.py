@@ -54,7 +54,8 @@ class _Parts:
         logits, self.ids = seen.tensors["logits"], seen.tensors["ids"]
         self.pieces = np.stack(np.split(logits, seen.mesh.axis_size("tp"), axis=-1))  # [R, T, n]
         self.index, self.width = seen.mesh.index(seen.rank, "tp"), self.pieces.shape[-1]
-        self.first = self.index * self.width  # the rank's first entry
+        own = self.index * self.width + np.arange(self.width)  # this rank's entries [n]
+        self.is_label = 1.0 * (self.ids[:, None] == own)  # [T, n]
         self.own_max = self.pieces.max(-1)  # [R, T]
         self.max = self.own_max.max(0)
         self.owner, self.tokens = self.ids // self.width, np.arange(len(self.ids))
@@ -85,8 +86,7 @@ def _own_label(seen: Seen) -> np.ndarray:
 
 
 def _label_of_every_rank(place: Callable[[np.ndarray, int], Any]) -> Callable[[Seen], np.ndarray]:
-    """Ranks that do not have the entry add another logit instead, at place(begin, n) of their own n, where `begin` is how
-    far behind the rank's first entry the right one is."""
+    """Ranks that do not have the entry add another of their n logits instead, at place(id - the rank's first, n)."""
 
     def wrong(seen: Seen) -> np.ndarray:
         p = _Parts(seen)
@@ -136,8 +136,7 @@ def _maximum_in_one_place(seen: Seen) -> np.ndarray:
 def _gathered_sums(seen: Seen) -> np.ndarray:
     """The gradient if the ranks' sums, or their logarithms, are gathered: its positive part is R times too large."""
     p, num_ranks = _Parts(seen), seen.mesh.axis_size("tp")
-    is_label = p.ids[:, None] == p.first + np.arange(p.width)
-    return num_ranks * seen.want + (num_ranks - 1) * is_label * weight(p.ids)[:, None]
+    return num_ranks * seen.want + (num_ranks - 1) * p.is_label * weight(p.ids)[:, None]
 
 
 TOKEN_LOSS = Exercise(
@@ -166,15 +165,15 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "The sums of exponentials are on one scale, but from the logit of the right entry its rank's own maximum is\n"
-            "subtracted. Subtract the same number there.",
+            "The sums of exponentials are on one scale, but from the logit of the right entry, its rank's own maximum\n"
+            "is subtracted. Subtract the same number there.",
             _rescaled_sums_alone,
         ),
         *(
             Mistake(
                 "loss",
-                "The ranks that do not have the right entry add some other logit to that of the right entry. They should "
-                "add 0.",
+                "The ranks that do not have the right entry add some other logit to that of the right entry. They "
+                "should add 0.",
                 _label_of_every_rank(place),
             )
             for place in (lambda at, n: 0 * at, lambda at, n: at % n, lambda at, n: np.clip(at, 0, n - 1))
@@ -233,10 +232,7 @@ TOKEN_LOSS = Exercise(
             "dlogits",
             "The loss is right, but only its logit of the right entry has a gradient. What cuts off the sum of "
             "exponentials,\nsuch as `detach()`?",
-            lambda seen: (
-                -(_Parts(seen).ids[:, None] == np.arange(seen.want.shape[-1]) + _Parts(seen).first)
-                * weight(_Parts(seen).ids)[:, None]
-            ),
+            lambda seen: -_Parts(seen).is_label * weight(seen.tensors["ids"])[:, None],
         ),
         Mistake(
             "dlogits",
