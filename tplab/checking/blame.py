@@ -51,7 +51,7 @@ def _finding(case: Case) -> Finding:
         name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
-        return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=hypotheses(case))
+        return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=hypotheses(case))
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
     factor = 1.0 if factor is None else factor
     is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
@@ -64,7 +64,7 @@ def _finding(case: Case) -> Finding:
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault(
-            "loss", "", words, factor, where, "", values=values, lines=lines,
+            "loss", words, where, factor=factor, values=values, lines=lines,
             hypotheses=[*([] if is_loss else of_forward(facts, where)), *hypotheses(case)],
         )  # fmt: skip
     if is_scaled:
@@ -79,8 +79,8 @@ def _finding(case: Case) -> Finding:
         what = "experts" if any("expert" in name for name in case.names) else "shards"
         words, where = f"mixed with the gradients of other {what}", mixing(facts, case.names)
     return facts.fault(
-        "gradient", case.names[0], words, first.factor, where, "", values=values, ranks=ranks,
-        others=case.names[1:], lines=case.lines, hypotheses=hypotheses(case),
+        "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
+        hypotheses=hypotheses(case),
     )  # fmt: skip
 
 

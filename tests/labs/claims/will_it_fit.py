@@ -84,7 +84,9 @@ CLAIMS = (
         lambda: "Llama 3 405B trained on GPUs that have 12 % less than its forecast" in KEEPS["megatron"].source,
     ),
     Claim("On the other half, the median error is 10.5%", lambda: "median error is 10.5 %" in KEEPS["nanotron"].source),
-    Quote("with dp 4 they still take 32.1 GB", ("dp 4, tp 1, microbatches: 2 of 4 sequences", "of that gradients 32.1")),
+    Quote(
+        "with dp 4 they still take 32.1 GB", ("dp 4, tp 1, microbatches: 2 of 4 sequences", "of that gradients 32.1")
+    ),
     Claim("The forecast is within 8% of what was measured", lambda: all(abs(by - 1) < 0.08 for by in fsdp())),
     Claim(
         "The 85 GB are 79.2 of an H100's 80 GiB",
