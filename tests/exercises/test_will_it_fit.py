@@ -38,7 +38,7 @@ def kept_by(stage: int, stages: int, microbatches: int) -> int:
     return min(stages - stage, microbatches)
 
 
-def stage_bytes(of_parameters: Any = None, in_flight: Callable[[int, int, int], int] = kept_by, states: int = 18):
+def stage_bytes(of_parameters: Any = None, in_flight: Callable[[int, int, int], float] = kept_by, states: int = 18):
     """The solution, or one with other parameters, other microbatches in flight, or other bytes per parameter."""
 
     def fn(cut, microbatches, layer, ends, kept):
