@@ -156,14 +156,9 @@ class Comparison:
         return addend_of(named, known, whole, *found, self.mesh)
 
     def _row(
-        self,
-        kind: str,
-        name: str,
-        whole: np.ndarray | None,
-        pieces: list[np.ndarray | None],
-        layout: Layout | None,
+        self, kind: str, name: str, whole: np.ndarray | None, pieces: list[np.ndarray | None], layout: Layout | None,
         rounding: Rounding,
-    ) -> Row:
+    ) -> Row:  # fmt: skip
         if layout is None:
             layout = (None if whole is None else self.layout_of(whole, pieces)) or Layout()
         verdict = judge(pieces, whole, layout, self.mesh, rounding, what=kind)

@@ -217,23 +217,10 @@ class Facts:
         return Row(what, self.number, ok, words, factor=factor, count=count)
 
     def fault(
-        self,
-        what: What,
-        name: str,
-        words: str,
-        factor: float | None,
-        where: str,
-        cause: str,
-        *,
-        thread: str = "",
-        values: tuple[str, str] = ("", ""),
-        ranks: Sequence[int] = (),
-        others: Sequence[str] = (),
-        lines: Sequence[str] = (),
-        seen: str = "",
-        proof: str = "",
-        hypotheses: Iterable[Hypothesis] = (),
-    ) -> Finding:
+        self, what: What, name: str, words: str, factor: float | None, where: str, cause: str, *, thread: str = "",
+        values: tuple[str, str] = ("", ""), ranks: Sequence[int] = (), others: Sequence[str] = (),
+        lines: Sequence[str] = (), seen: str = "", proof: str = "", hypotheses: Iterable[Hypothesis] = (),
+    ) -> Finding:  # fmt: skip
         """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))

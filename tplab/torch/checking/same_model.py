@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +84,6 @@ def same_model(
             fault. Copies are kept once
     Raises ValueError for arguments that make no sense. Whatever the script does is in the report.
     """
-    doctor = _Doctor(script, args, module, steps, seed, device)
     if (ranks is None) == (mesh is None):
         raise ValueError("give either ranks=4 or mesh=Mesh(dp=2, tp=2)")
     mesh = mesh or Mesh(world=ranks)  # type: ignore[arg-type]
@@ -94,9 +93,9 @@ def same_model(
             f"steps is {steps} and reference is {reference}; both are at least 1, and it has no more ranks"
         )
     alone = mesh if reference == mesh.size else _first_axis(mesh, reference)
-    if resume is not None:
-        return doctor.resumed(mesh, alone, [*args, *(reference_args or ())], [*resume])
-    return doctor.compared(mesh, alone, [*args, *(reference_args or ())])
+    theirs = _Runs(alone, [*args, *(reference_args or ())])
+    doctor = _Doctor(script, _Runs(mesh, [*args]), theirs, module, steps, seed, device)
+    return doctor.compared() if resume is None else doctor.resumed([*resume])
 
 
 class _NotRun(Exception):
@@ -119,18 +118,32 @@ class _NothingToTell(_NotRun):
         return cannot_tell(str(self), about=about)
 
 
+class _Runs(NamedTuple):
+    """The mesh on which the script runs, and its arguments."""
+
+    mesh: Mesh
+    args: list[Any]
+
+    def __str__(self) -> str:
+        return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}"
+
+
 class _Doctor:
-    def __init__(self, script: Any, args: Sequence[Any], module: bool, steps: int, seed: int, device: str | None):
-        self.script, self.args, self.module, self.steps = script, [*args], module, steps
+    """ours, theirs: how the script and its reference run."""
+
+    def __init__(
+        self, script: Any, ours: _Runs, theirs: _Runs, module: bool, steps: int, seed: int, device: str | None
+    ):
+        self.script, self.ours, self.theirs, self.module, self.steps = script, ours, theirs, module, steps
         self.options: dict[str, Any] = {"seed": seed, "device": device, "num_gpus": None}
         self.notes: list[str] = []
         self.name = "the cell" if isinstance(script, Cell) else getattr(script, "__name__", "") or Path(script).name
 
-    def compared(self, mesh: Mesh, alone: Mesh, reference_args: list[Any]) -> SameModel:
-        about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
+    def compared(self) -> SameModel:
+        about = f"{self.name} on {self.ours}, compared with {self.theirs}"
         try:
-            ours = self._on_gpus_or_cpu(mesh)
-            if mesh.size == 1:
+            ours = self._on_gpus_or_cpu()
+            if self.ours.mesh.size == 1:
                 raise _NothingToTell("one rank alone shares no work: give more ranks, for example --nproc-per-node 2")
             if any(FLAT in one.kinds for one in ours):
                 raise _NothingToTell(
@@ -147,9 +160,9 @@ class _Doctor:
                 )
             handed = Handed(ours)
             with _threads(ours):
-                alone, theirs = self._reference(mesh, alone, reference_args)
-            about = f"{self.name} on {_ranks(mesh)}, compared with {_ranks(alone)}"
-            return self._diagnosed(about, ours, theirs, mesh, alone, reference_args, handed if handed.fits else None)
+                theirs = self._reference()
+            about = f"{self.name} on {self.ours}, compared with {self.theirs}"
+            return self._diagnosed(about, ours, theirs, handed if handed.fits else None)
         except _NotRun as error:
             return error.report(about)
         except (ImportError, OSError, SyntaxError):  # there is no such script, or it is none
@@ -159,18 +172,18 @@ class _Doctor:
             where = f"{Path(at.filename).name}:{at.lineno}"
             return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=about)
 
-    def resumed(self, mesh: Mesh, alone: Mesh, args: list[Any], resume: list[Any]) -> SameModel:
+    def resumed(self, resume: list[Any]) -> SameModel:
         """The steps after a restart, compared with those of a run that goes on."""
         how = f"started again with {shlex.join(map(str, resume))!r} after {self.steps} steps"
-        about = f"{self.name} on {_ranks(mesh)}, {how}, compared with {_ranks(alone)} that go on"
+        about = f"{self.name} on {self.ours}, {how}, compared with {self.theirs} that go on"
         try:
-            if mesh.size == 1:
+            if self.ours.mesh.size == 1:
                 raise _NothingToTell("one rank alone shares no work: give more ranks, for example --nproc-per-node 2")
-            theirs = self._later(alone, args)
+            theirs = self._later()
 
             def again(repairs: Sequence[Repair] = ()) -> list[Seen]:
-                self.seen(alone, args)  # the script leaves its checkpoint
-                return self.seen(mesh, [*self.args, *resume], repairs=repairs)
+                self.seen(self.theirs)  # the script leaves its checkpoint
+                return self.seen(_Runs(self.ours.mesh, [*self.ours.args, *resume]), repairs=repairs)
 
             def diagnosed(ours: list[Seen], other: list[Seen] | None = None) -> SameModel:
                 diagnosis = Diagnosis(ours, theirs, other, about=about, notes=self.notes)
@@ -181,16 +194,16 @@ class _Doctor:
             report = diagnosed(ours := again())
             if _is_certain(report):
                 return report
-            other = self._later(alone, args, parts=mesh.size)
+            other = self._later(parts=self.ours.mesh.size)
             return _proven(diagnosed(ours, other), lambda repairs: diagnosed(again(repairs), other))
         except _NotRun as error:
             return error.report(about)
 
-    def _later(self, alone: Mesh, args: list[Any], **options: Any) -> list[Seen]:
+    def _later(self, **options: Any) -> list[Seen]:
         """What is seen of twice as many steps, but for the first half."""
-        found = self.seen(alone, args, steps=2 * self.steps, **options)
+        found = self.seen(self.theirs, steps=2 * self.steps, **options)
         if found[0].num_steps <= self.steps:
-            raise _NothingToTell(f"on {_ranks(alone)} the script ends after {self.steps} steps, but it should go on")
+            raise _NothingToTell(f"on {self.theirs} the script ends after {self.steps} steps, but it should go on")
         return [
             replace(
                 one, weights=last.parameters, buffers=last.buffers, states=last.states, steps=one.steps[self.steps :]
@@ -199,44 +212,42 @@ class _Doctor:
             for last in [one.steps[self.steps - 1]]
         ]
 
-    def _proven(
-        self, report: SameModel, mesh: Mesh, alone: Mesh, args: list[Any], diagnosed: Callable[..., SameModel],
-        weights: Any, feed: Any
-    ) -> SameModel:  # fmt: skip
+    def _proven(self, report: SameModel, diagnosed: Callable[..., SameModel], weights: Any, feed: Any) -> SameModel:
         """The causes of faults, each of which was repaired in another run."""
 
         def again(repairs: Sequence[Repair]) -> SameModel:
             ours = [one for one in repairs if not one.of_reference]
             theirs = [one for one in repairs if one.of_reference]
             traced = next((one.times for one in ours if one.kind == "put"), None)
-            seen = self.seen(mesh, self.args, repairs=ours, traced=traced)
-            whole = self.seen(alone, args, weights=weights, handed=feed, repairs=theirs) if theirs else None
+            seen = self.seen(self.ours, repairs=ours, traced=traced)
+            whole = self.seen(self.theirs, weights=weights, handed=feed, repairs=theirs) if theirs else None
             return diagnosed(seen, whole)
 
         return _proven(report, again)
 
-    def _on_gpus_or_cpu(self, mesh: Mesh) -> list[Seen]:
+    def _on_gpus_or_cpu(self) -> list[Seen]:
         """What is seen of the ranks. Where they look for GPUs and this machine has none, cuda means the CPU."""
         try:
-            return self.seen(mesh, self.args)
+            return self.seen(self.ours)
         except _NotRun as error:
             if not error.is_for_want_of_gpus or self.options["device"] is not None or torch.cuda.is_available():
                 raise
         self.options["device"] = "cpu"
         self.notes.append("this machine has no GPU, and the script looks for one, so cuda meant the CPU (--device cpu)")
-        return self.seen(mesh, self.args)
+        return self.seen(self.ours)
 
-    def _reference(self, mesh: Mesh, alone: Mesh, args: list[Any]) -> tuple[Mesh, list[Seen]]:
-        """The ranks of the reference, and what is seen of them. Where it finds too few GPUs, it finds as many as the
-        ranks; where it cannot run on one rank, it has as few as it can run on."""
+    def _reference(self) -> list[Seen]:
+        """What is seen of the reference. Where it finds too few GPUs, it finds as many as the ranks; where it cannot
+        run on one rank, it has as few as it can run on."""
+        mesh, (alone, args) = self.ours.mesh, self.theirs
         try:
-            return alone, self.seen(alone, args)
+            return self.seen(self.theirs)
         except _NotRun as error:
             first = error
         if first.is_for_want_of_gpus and self.options["device"] == "cpu":
             self.options["num_gpus"] = mesh.size
             try:
-                found = alone, self.seen(alone, args)
+                found = self.seen(self.theirs)
                 self.notes.append(
                     f"the reference found {mesh.size} GPUs, as the ranks did, because with fewer it does not train"
                 )
@@ -245,23 +256,15 @@ class _Doctor:
                 first = error
         for size in range(2, mesh.size if alone.size == 1 else 0):
             if mesh.size % size == 0:
-                more = _first_axis(mesh, size)
+                more = _Runs(_first_axis(mesh, size), args)
                 with suppress(_NotRun):
-                    found = more, self.seen(more, args)
+                    found = self.seen(more)
+                    self.theirs = more
                     self.notes.append(f"the reference has {size} ranks, because {first}")
                     return found
         raise first
 
-    def _diagnosed(
-        self,
-        about: str,
-        ours: list[Seen],
-        first: list[Seen],
-        mesh: Mesh,
-        alone: Mesh,
-        args: list[Any],
-        handed: Handed | None,
-    ) -> SameModel:
+    def _diagnosed(self, about: str, ours: list[Seen], first: list[Seen], handed: Handed | None) -> SameModel:
         weights: Mapping[str, np.ndarray] | None = None
         notes, is_fed, why = self.notes, False, ""
         for _ in range(3):
@@ -269,7 +272,7 @@ class _Doctor:
             theirs = first
             if is_fed or weights is not None:
                 with _threads(ours):
-                    theirs = self.seen(alone, args, weights=weights, handed=feed, why=why)
+                    theirs = self.seen(self.theirs, weights=weights, handed=feed, why=why)
             diagnosis = partial(Diagnosis, about=about, notes=notes, is_fed=is_fed)
             try:
                 diagnosis(ours, theirs).ask()
@@ -277,12 +280,12 @@ class _Doctor:
                 if _is_certain(report):
                     return report
                 with _threads(ours):
-                    again = self.seen(alone, args, weights=weights, handed=feed, parts=mesh.size)
+                    again = self.seen(self.theirs, weights=weights, handed=feed, parts=self.ours.mesh.size)
                 judged = diagnosis(ours, theirs, again)
                 report = judged.report()
-                if judged.facts.wants_trails and alone.size == 1:
+                if judged.facts.wants_trails and self.theirs.mesh.size == 1:
                     given = handed if handed is not None and handed.regroups else feed
-                    trails = self._trails(mesh, alone, args, judged.facts.number, weights, given)
+                    trails = self._trails(judged.facts.number, weights, given)
                     report = diagnosis(ours, theirs, again, trails=trails).report()
 
                 def diagnosed(
@@ -290,7 +293,7 @@ class _Doctor:
                 ) -> SameModel:
                     return of(seen, *(known if whole is None else (whole, whole))).report()
 
-                return self._proven(report, mesh, alone, args, diagnosed, weights, feed)
+                return self._proven(report, diagnosed, weights, feed)
             except NeedsWeights as needs:
                 weights = needs.weights
                 notes.append("the reference was given the weights that the ranks begin with, because it draws others")
@@ -303,47 +306,31 @@ class _Doctor:
                 notes.append(f"the reference was given the samples that the ranks drew, because {how}")
         return cannot_tell("the reference does not take the weights and samples of the ranks", about=about)
 
-    def _trails(
-        self,
-        mesh: Mesh,
-        alone: Mesh,
-        args: list[Any],
-        step: int,
-        weights: Mapping[str, np.ndarray] | None,
-        handed: Handed | None,
-    ) -> Trails:
+    def _trails(self, step: int, weights: Any, handed: Handed | None) -> Trails:
         """Every operation of one step, from another run of both up to there."""
-        ours = self.watched(mesh, self.args, traced=step).trails
+        ours = self.watched(self.ours, traced=step).trails
         try:
-            theirs = self.watched(alone, args, weights=weights, handed=handed, traced=step).trails
+            theirs = self.watched(self.theirs, weights=weights, handed=handed, traced=step).trails
         except _NotRun:  # it does not take them
-            theirs = self.watched(alone, args, weights=weights, traced=step).trails
-        return Trails([ours[rank] for rank in range(mesh.size)], theirs[0])
+            theirs = self.watched(self.theirs, weights=weights, traced=step).trails
+        return Trails([ours[rank] for rank in range(self.ours.mesh.size)], theirs[0])
 
     def seen(self, *args: Any, **options: Any) -> list[Seen]:
         """What `watched` has seen of each rank."""
         return self.watched(*args, **options).seen
 
     def watched(
-        self,
-        mesh: Mesh,
-        args: list[Any],
-        *,
-        weights: Mapping[str, np.ndarray] | None = None,
-        handed: Handed | None = None,
-        why: str = "",
-        parts: int = 0,
-        traced: int | None = None,
-        repairs: Sequence[Repair] = (),
+        self, runs: _Runs, *, weights: Mapping[str, np.ndarray] | None = None, handed: Handed | None = None,
+        why: str = "", parts: int = 0, traced: int | None = None, repairs: Sequence[Repair] = (),
         steps: int | None = None,
-    ) -> Watch:
-        """The script is run on these ranks. why: samples are handed over. parts: sums are added up in so many
+    ) -> Watch:  # fmt: skip
+        """The script is run so. why: samples are handed over. parts: sums are added up in so many
         parts, and weights and samples are off in their last digit, if not 0. traced: the step of which every
         operation is recorded. Raises _NotRun."""
         feed = None if handed is None else handed.again()
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
-        watch = Watch(mesh.size, plan)
+        watch = Watch(runs.mesh.size, plan)
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -352,22 +339,22 @@ class _Doctor:
 
         try:
             with watch, _in_silence():
-                self._run(mesh, args, around)
+                self._run(*runs, around)
             if feed is not None and traced is None:
                 feed.check_end()
         except DeadlockError as error:
             if watch.stopped and not watch.has_enough:
                 counts = ", ".join(f"rank {rank}: {seen.num_steps}" for rank, seen in enumerate(watch.seen))
-                raise _NothingToTell(f"the {_ranks(mesh)} make different numbers of steps ({counts})") from error
+                raise _NothingToTell(f"the {runs} make different numbers of steps ({counts})") from error
             if not watch.has_enough:
-                raise _NotRun(f"on {_ranks(mesh)} the script hangs: {error}") from error
+                raise _NotRun(f"on {runs} the script hangs: {error}") from error
         except NotEnough as error:
             raise _NothingToTell(f"{why}; {error}") from error
         except TplabError as error:
             if isinstance(error.__cause__, NotEnough):
                 raise _NothingToTell(f"{why}; {error.__cause__}") from error
-            failure = _NotRun(f"on {_ranks(mesh)} the script fails: {_shortened(error, self.options['device'])}")
-            if mesh.size == 1:
+            failure = _NotRun(f"on {runs} the script fails: {_shortened(error, self.options['device'])}")
+            if runs.mesh.size == 1:
                 failure.way_out = (
                     "; the reference may need other arguments, or more ranks: --reference-args, --reference"
                 )
@@ -377,7 +364,7 @@ class _Doctor:
             line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise _NothingToTell(
-                f"on {_ranks(mesh)} no step of an optimizer was seen: the script must call step() of a "
+                f"on {runs} no step of an optimizer was seen: the script must call step() of a "
                 "torch.optim.Optimizer"
                 + (f"; it ended, and the last thing it printed was {prints[-1].strip()!r}" if prints else "")
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
@@ -467,7 +454,3 @@ def _shortened(error: TplabError, device: str | None) -> str:
 def _first_axis(mesh: Mesh, size: int) -> Mesh:
     """The mesh with as many ranks along its first axis, and one along all others."""
     return Mesh(**{axis: size if n == 0 else 1 for n, axis in enumerate(mesh.axis_names)})
-
-
-def _ranks(mesh: Mesh) -> str:
-    return f"{mesh.size} rank{'s' * (mesh.size > 1)}"

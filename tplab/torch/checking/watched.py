@@ -165,22 +165,15 @@ class Watched:
         if is_whole:
             self.names.note(module)
         self._trains = torch.is_grad_enabled() and module.training
-        if not self._trains:
-            return args, kwargs, call
-        if not self._goes_on():
+        if not self._trains or not self._goes_on():
             return args, kwargs, call
         if is_whole:
             self._hook()
-        if is_whole and not self._has_begun:
-            self.mending.begin()
-        if is_whole and not self.seen.num_steps and not self._has_begun:
-            if "empty" in self.seen.lines:
-                unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
-                self.seen.unfilled = [self.names.of(p) for p in unfilled]
-            self._begin_with(self.plan.weights or {})
+            if not self._has_begun:
+                self._begin()
+            if not self.seen.num_steps:
+                self._see_buffers()
         self._has_begun = True
-        if is_whole and not self.seen.num_steps:
-            self._see_buffers()
         data = data_in(args, kwargs)
         if not data or is_loss(module, args, kwargs):
             return args, kwargs, call
@@ -188,15 +181,15 @@ class Watched:
         call.lines["forward"] = self.line()
         self._called = this_rank().lines.chain()
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
-        if is_whole and self.plan.feed is not None:
-            data = self.plan.feed.data(self.seen.num_steps, data)
-            args, kwargs = replaced(args, kwargs, data)
-        if is_whole and self.plan.repairs:
-            data = self.mending.samples(data)
-            args, kwargs = replaced(args, kwargs, data)
-        if is_whole and self.plan.nudges:
-            data = {name: nudged(x) for name, x in data.items()}
-            args, kwargs = replaced(args, kwargs, data)
+        if is_whole:
+            before = data
+            if self.plan.feed is not None:
+                data = self.plan.feed.data(self.seen.num_steps, data)
+            if self.plan.repairs:
+                data = self.mending.samples(data)
+            if self.plan.nudges:
+                data = {name: nudged(x) for name, x in data.items()}
+            args, kwargs = (args, kwargs) if data is before else replaced(args, kwargs, data)
         call.samples = {name: self.plan.once(x) for name, x in data.items()}
         return args, kwargs, self._pending.add(call)
 
@@ -219,10 +212,16 @@ class Watched:
                 if x.is_floating_point() and not x.is_meta:
                     local_of(x).fill_(torch.nan)
 
-    def _begin_with(self, weights: Mapping[str, np.ndarray]) -> None:
+    def _begin(self) -> None:
+        self.mending.begin()
+        if self.seen.num_steps:
+            return
+        if "empty" in self.seen.lines:
+            unfilled = (p for p in self.names.parameters() if bool(local_of(p).isnan().any()))
+            self.seen.unfilled = [self.names.of(p) for p in unfilled]
         with torch.no_grad():
             for parameter in self.names.parameters():
-                if (values := weights.get(self.names.of(parameter))) is not None:
+                if (values := (self.plan.weights or {}).get(self.names.of(parameter))) is not None:
                     put_piece(parameter, torch.from_numpy(np.array(values)))
                 if self.plan.nudges and is_there(parameter):
                     local_of(parameter).copy_(nudged(local_of(parameter)))
