@@ -13,7 +13,7 @@ from typing import Any
 
 from tplab.errors import ShapeError
 from tplab.mesh import Mesh
-from tplab.sharding import P, cut
+from tplab.sharding import P, cut, names_in
 
 MOST_PARTS = 3
 """The most fused parts that we look for: query, key and value; or gate and up."""
@@ -93,9 +93,7 @@ def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mes
     entries = [list(_entries(size, [local[dim] for local in local_shapes], mesh)) for dim, size in enumerate(shape)]
     found = []
     for spec in product(*entries):
-        names = [
-            name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)
-        ]
+        names = [name for entry in spec for name in names_in(entry)]
         if len(names) == len(set(names)):
             found.append(Layout(P(*_without_tail(spec))))
     for layout in list(found):

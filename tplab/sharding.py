@@ -35,7 +35,7 @@ class P(tuple):
             if not all(isinstance(name, str) for name in names):
                 raise SpecError(f"an entry of P is None, an axis name or a tuple of axis names, not {entry!r}")
         entries = tuple(_plain(entry) for entry in entries)
-        named = [name for entry in entries for name in _names(entry)]
+        named = [name for entry in entries for name in names_in(entry)]
         twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
             listed = ", ".join(map(repr, entries))
@@ -45,7 +45,7 @@ class P(tuple):
     @property
     def axis_names(self) -> tuple[str, ...]:
         """Every mesh axis that splits a dim."""
-        return tuple(name for entry in self for name in _names(entry))
+        return tuple(name for entry in self for name in names_in(entry))
 
     def __getnewargs__(self):
         return tuple(self)
@@ -116,7 +116,7 @@ def check_spec(shape: Sequence[int], spec: P, mesh: Mesh) -> None:
     _check_names(spec, mesh)
     _check_dims(spec, shape, "the tensor")
     for dim, entry in enumerate(spec):
-        if names := _names(entry):
+        if names := names_in(entry):
             share(shape[dim], mesh.axis_size(names), f"dim {dim} has size", axis=names)
 
 
@@ -199,6 +199,16 @@ def join(shards: Sequence[Any], spec: P, mesh: Mesh, empty: Callable[[tuple[int,
     return first.__array_namespace__().asarray(whole) if is_jax else whole
 
 
+def names_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The axes of an entry of P, or of JAX's PartitionSpec, the slowest first."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def dims_cut(spec: Sequence[Any]) -> dict[str, int]:
+    """The dim that each axis cuts, of those that a spec names."""
+    return {name: dim for dim, entry in enumerate(spec) for name in names_in(entry)}
+
+
 def owners(spec: P, mesh: Mesh) -> list[int]:
     """The lowest rank that holds each distinct piece; together these ranks hold the whole exactly once."""
     return [copies[0] for copies in replicas(spec, mesh)]
@@ -218,9 +228,5 @@ def _plain(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     return tuple(entry) if len(entry) > 1 else entry[0] if entry else None
 
 
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
-
-
 def _num_parts(entry: str | tuple[str, ...] | None, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in _names(entry))
+    return math.prod(mesh.shape[name] for name in names_in(entry))

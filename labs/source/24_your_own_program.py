@@ -34,7 +34,7 @@ from tplab.torch import run
 # ## A script
 #
 # Your own code probably uses `torch.distributed`. With `distributed=True`, it is initialised on every simulated rank,
-# and code that is built on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
+# and code that builds on it runs unchanged. Here is data-parallel training as the PyTorch tutorials teach it:
 
 # %%
 WIDTH = 512
@@ -93,8 +93,9 @@ print(summary(ddp.trace))
 # order in which you ran them. The times are modelled: tplab calculates them from the data sheets of an H100 and of
 # NVLink, and assumes that operations are launched one by one, as they are without `torch.compile`.
 #
-# You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare their numbers of
-# parameters, and rank 0 sends its parameters to all others. Before the second forward pass, it also sends its new buckets.
+# You did not write the broadcasts or the small `all_gather`. When DDP is constructed, the ranks compare the shapes of their
+# parameters, and rank 0 sends its own to all others. Before the second forward pass, it also sends which parameters are
+# in which bucket.
 #
 # ## Where the time goes
 #
@@ -124,9 +125,9 @@ print(overlap(ddp.trace))
 # %%
 def by_hand():
     net = model()
-    average = lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
     for p in net.parameters():
-        p.register_post_accumulate_grad_hook(average)
+        p.register_post_accumulate_grad_hook(
+            lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG))
     return train(net)
 
 hand = run(by_hand, Mesh(dp=4), distributed=True, cluster="h100")
@@ -140,9 +141,10 @@ for name, out in (("DDP", ddp), ("by hand", hand)):
 #
 # ## Turn the knob: larger buckets
 #
-# DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, and sends it when all of them are ready. (The default
-# is 25 MiB, and 1 MiB for the first bucket.) Each of our matrices takes 1 MiB, and with buckets of 1 MiB a third is
-# hidden. Is it more or less with larger ones?
+# DDP fills a bucket with gradients until it has `bucket_cap_mb` MiB, and sends it when all are ready. (The default
+# is 25 MiB, and 1 MiB for the first bucket.) Each of our matrices takes 1 MiB.
+#
+# **Predict.** With buckets of 1 MiB a third is hidden. Is more hidden with larger buckets, or less?
 
 # %%
 def bars(cap):
@@ -190,8 +192,8 @@ print(traffic_table(columns))
 
 # %% [markdown]
 # In each step, FSDP needs three collectives per layer: an `all_gather` of the weights before the forward pass, another
-# one before the backward pass, and a `reduce_scatter` of the gradients. In each of them a rank sends (R-1)/R of the
-# layer, half of what it sends in an `all_reduce`. So in a step FSDP sends 3/2 of DDP's `all_reduce`.
+# one before the backward pass (unless `reshard_after_forward=False`), and a `reduce_scatter` of the gradients. In each of
+# them a rank sends (R-1)/R of the layer, half of what it sends in an `all_reduce`. So a step sends 3/2 of DDP's.
 #
 # **Decide.** Is that worth it when the ranks are in different nodes? Here the four ranks are first in one node, and
 # then in two nodes of two ranks. We subtract a run of two steps from one of three, so that the start and the first step
@@ -217,16 +219,16 @@ for nodes, cluster, rows in cases:
           f"FSDP {both[1]:.0f} µs per step, {both[1] / both[0] - 1:.0%} more")
 
 # %% [markdown]
-# In this model of time, FSDP hides nothing; on GPUs it gathers the next layer while one computes, and loses less than
-# this. It takes longer than DDP, above all across two nodes, because it sends 3/2 as much over the network between
-# them. Our model fits on one GPU, so FSDP is a bad bargain here. With more rows per rank, there is more to compute for the
-# same traffic, so FSDP loses a smaller share. A model that does not fit has no choice.
+# In this model of time, FSDP hides nothing; on GPUs it gathers the next layer while one computes, and loses less. It
+# takes longer than DDP, above all across nodes, because it sends more. Our model fits on one GPU, so FSDP is a bad bargain.
+# With more rows per rank there is more to compute for the same traffic, and FSDP loses a smaller share. A model that does
+# not fit must be split somehow, and FSDP asks for the fewest changes to your code.
 #
 # ## It hangs
 #
 # Sooner or later a distributed program hangs. Under `torchrun`, nothing happens until the ranks that wait report a timeout: by
-# [default](https://docs.pytorch.org/docs/stable/distributed.html) after 10 minutes with NCCL, and 30 with gloo. Here is a common
-# way to get there: only rank 0 validates.
+# [default](https://docs.pytorch.org/docs/stable/distributed.html) after 10 minutes with NCCL, and 30 with gloo, or as soon as it
+# sees that another process has ended. A common way to get there is that only rank 0 validates:
 
 # %% tags=["nbval-ignore-output"]
 def validate(net, x):
@@ -331,8 +333,6 @@ print(tj.explain(jitted, params, x))
 # is the same:
 
 # %%
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -387,10 +387,8 @@ check_accumulate(accumulate)
 #
 # | you have | you run |
 # |---|---|
-# | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py` |
+# | a script for `torchrun` | `python -m tplab.torchrun --nproc-per-node 8 --cluster h100 train.py`. `--html run.html` makes a page that plays the run. If the script asks for GPUs: `--device cpu` |
 # | the same, on real GPUs | `torchrun --nproc-per-node 8 -m tplab.record train.py`, then `python -m tplab.merge tplab_trace --html run.html` |
-# | the first, and a page that plays the run in any browser | `... --html run.html train.py` |
-# | a script that asks for GPUs, on a laptop | `... --device cpu train.py` |
 # | a script that you start from a notebook | `tplab.torch.launch("train.py", ["--lr", "0.1"], ranks=8)` |
 # | a cell of a notebook | `%load_ext tplab`, then `%%ranks dp=4` on the first line of the cell |
 # | a function | `run(fn, Mesh(dp=2, tp=4), distributed=True)` |
@@ -400,7 +398,7 @@ check_accumulate(accumulate)
 # ## To take away
 #
 # - In DDP, each rank sends 2(R-1)/R of the gradients per step, and can hide much of that behind the backward pass. In FSDP
-#   it sends 3/2 as much and stores 1/R of the model.
+#   it sends 3/2 as much by default, and stores 1/R of the model.
 # - A program hangs where some ranks call a collective and others do not. Ask which rank waits, on which line, and for which
 #   ranks.
 # - You can look at a script before it gets expensive: eight simulated ranks on a laptop send the same bytes as eight GPUs

@@ -94,6 +94,34 @@ def rescaled(logits, ids):
     return total.log() - tt.all_reduce(torch.where(here, of_id, 0), "tp")
 
 
+def rescaled_in_part(logits, ids):
+    """The same, but the logit of the right entry is left on its rank's own scale."""
+    n = logits.shape[-1]
+    begin = tt.axis_index("tp") * n
+    own = logits.detach().amax(-1)
+    m = tt.all_reduce(own, "tp", "max")
+    z = logits - own[:, None]
+    total = tt.all_reduce(z.exp().sum(-1) * (own - m).exp(), "tp")
+    here = (ids >= begin) & (ids < begin + n)
+    of_id = z.gather(-1, torch.where(here, ids - begin, 0)[:, None])[:, 0]
+    return total.log() - tt.all_reduce(torch.where(here, of_id, 0), "tp")
+
+
+def every_rank_adds(place, detached=False):
+    """Each rank adds its logit at place(ids - begin, n)."""
+
+    def solution(logits, ids):
+        n = logits.shape[-1]
+        z = logits - tt.all_reduce(logits.detach().amax(-1), "tp", "max")[:, None]
+        total = tt.all_reduce((z.detach() if detached else z).exp().sum(-1), "tp")
+        at = ids - tt.axis_index("tp") * n
+        of_id = z.gather(-1, place(at, n)[:, None])[:, 0]
+        of_id = torch.where((at >= 0) & (at < n), of_id, 0) if detached else of_id
+        return total.log() - tt.all_reduce(of_id, "tp")
+
+    return solution
+
+
 def gathers_sums(logits, ids):
     """Each rank's sum of exponentials, as a logarithm, is gathered; the loss is right, its gradient is not."""
     begin, n = tt.axis_index("tp") * logits.shape[-1], logits.shape[-1]
@@ -136,6 +164,10 @@ def test_the_librarys_loss_is_not_an_answer():
         (token_loss(total=False), "The sum of exponentials covers only this rank's entries"),
         (token_loss(label=False), "Only the rank that has the right entry"),
         (token_loss(masks=False), "They should add 0"),
+        (every_rank_adds(lambda at, n: at % n), "They should add 0"),
+        (every_rank_adds(lambda at, n: at.clamp(0, n - 1)), "They should add 0"),
+        (every_rank_adds(lambda at, n: at % n, detached=True), "What cuts off the sum of exponentials"),
+        (rescaled_in_part, "from the logit of the right entry, its rank's own maximum"),
         (token_loss(largest="none"), "exp of a large logit overflows"),
         (token_loss(largest="mean"), "the mean of\nthe ranks' maxima"),
         (token_loss(largest="min"), "or the smallest of them"),
@@ -220,6 +252,12 @@ def most_likely(ops: Any, np_like: Any, where: str = "lowest") -> Callable[..., 
     return solution
 
 
+def most_probable(logits):
+    best, ids = logits.softmax(-1).max(-1)
+    is_best = best == tt.all_reduce(best, "tp", "max")
+    return tt.all_reduce(torch.where(is_best, ids + tt.axis_index("tp") * logits.shape[-1], 10**9), "tp", "min")
+
+
 def by_pairs(logits):
     """One gather of two numbers a token and rank, in place of two all_reduces."""
     n = logits.shape[-1]
@@ -284,7 +322,8 @@ def test_most_likely():
         (most_likely(tt, torch, "sum"), "their ids were added"),
         (most_likely(tt, torch, "highest"), "this is the higher one"),
         (lambda z: z.amax(-1), "entries are off"),
-        (lambda z: tt.all_gather(z, "tp", dim=1).argmax(-1), "sends 768 bytes, where 128 would do"),
+        (lambda z: tt.all_gather(z, "tp", dim=1).argmax(-1), "where 128 would do.\nTwo numbers per token are enough"),
+        (most_probable, "Each rank's probabilities are divided by its own sum"),
         (lambda z: with_sentinel(z, 1000), "With 400,000 entries, in float32, token 0 gets 1,000 instead of 399,998"),
         (lambda z: with_sentinel(z, 100_000), "large enough"),
         (in_one_number, "exact enough, only for a few entries"),

@@ -223,6 +223,13 @@ def drops_one_of_four(net, loss_of, batches):
     (loss_of(net, batches[-1]) / len(batches)).backward()
 
 
+def sends_the_last_again(net, loss_of, batches):
+    with net.no_sync():
+        for batch in batches:
+            (loss_of(net, batch) / len(batches)).backward()
+    (loss_of(net, batches[-1]) / len(batches)).backward()
+
+
 def clips(net, loss_of, batches):
     solution(net, loss_of, batches)
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -267,8 +274,8 @@ def sends_no_more(net, batches):
         (divides_by(lambda batches: dist.get_world_size() * len(batches)), "what divides by their number a second"),
         (divides_by(lambda batches: {1: 2, 2: 3, 3: 4}[dist.get_world_size()]), "on 2 ranks with 2 parts each"),
         (clips, "does anything scale the gradients later?"),
-        (drops_some, "They are those of batches[1] and batches[2] alone"),
-        (drops_one_of_four, "They are those of batches[1], batches[2] and batches[3] alone"),
+        (drops_some, "Each part should count once. Instead, they count 0, 1 and 1 times"),
+        (drops_one_of_four, "Instead, they count 0, 1, 1 and 1 times"),
         (leaves(hooks_parameters), "it leaves a hook on a parameter"),
         (leaves(hooks_communication), "it leaves a hook on `net`"),
         (leaves(lambda net, batches: net.register_forward_hook(print)), "it leaves a hook on `net`"),
@@ -282,7 +289,7 @@ def sends_no_more(net, batches):
         (gathers_first, "computes the loss of 24 rows, and its own parts have 12"),
         (gathers_gradients, "sends 672 bytes on 3 ranks with 4 parts each, where 448 are enough"),
         (does_not_wait, "the ranks end with different gradients"),
-        (drops_gradients, "They are those of batches[2] alone, or a multiple of them"),
+        (drops_gradients, "Instead, they count 0, 0 and 1 times"),
         (leaves(steps), "it changes the weights"),
         (leaves(sends_no_more), "DDP would not send the gradients of the next step"),
         (leaves(lambda net, batches: batches[0].zero_()), "it changes its argument batches[0] in place"),
@@ -291,8 +298,9 @@ def sends_no_more(net, batches):
         (leaves(lambda net, batches: net.eval()), "it leaves `net` in eval mode"),
         (leaves(lambda net, batches: net.requires_grad_(False)), "it leaves weight without requires_grad"),
         (never_sends, "the ranks end with different gradients on 2 ranks"),
-        (only_the_last, "They are those of batches[2] alone"),
+        (only_the_last, "Instead, they count 0, 0 and 3 times"),
         (no_backward, "some parameters have no gradient"),
+        (sends_the_last_again, "Instead, they count 1, 1 and 2 times"),
         (fails, "IndexError"),
     ],
 )

@@ -14,6 +14,7 @@ from tplab.forecast.memory import memory
 from tplab.forecast.stages import stages_on
 from tplab.forecast.traffic import bytes_by_axis
 from tplab.models.gpt import GPTConfig, GPTExperts
+from tplab.training.recipe import batch_axes
 
 LAYER_NORM = GPTConfig(132, 24, 4, 12, 12, num_kv_heads=6, activation="gelu", hidden=36)
 GATED = GPTConfig(132, 24, 4, 12, 12, activation="swiglu", norm="rms", bias=False, hidden=36)
@@ -33,14 +34,20 @@ def check(case: Case) -> None:
 
 def check_traffic(case: Case, out: Any) -> None:
     """With experts, each message between stages also has the balance loss so far, a number; and where ranks share the
-    sequence, that of each layer is added up."""
+    sequence, that of each layer is added up. For that loss, ranks that share a context add up each expert's choices
+    and scores in each sequence."""
     balance = 4 * case.recipe.microbatches if case.config.experts else 0
-    summed = balance * case.recipe.sequence_parallel * (case.model.layers - case.model.dense_layers)
+    layers = case.model.layers - case.model.dense_layers
+    summed = balance * case.recipe.sequence_parallel * layers
+    cp = case.mesh.shape.get("cp", 1)
+    per_sequence = 2 * 4 * case.model.experts * layers * 2 * (cp - 1) // cp if case.config.experts else 0
+    sequences = case.recipe.batch_size // case.mesh.axis_size(batch_axes(case.mesh))
     expected = bytes_by_axis(case.model, case.plan, case.recipe.batch_size, case.config.context, "tplab")
     for rank in case.mesh.ranks:
         said = {axis: bytes for axis, bytes in expected[case.plan.pipeline_rank(rank)].items() if bytes}
         said |= {"pp": said["pp"] + balance} if "pp" in said else {}
         said |= {"tp": said["tp"] + said.pop("etp", 0) + summed} if "tp" in said else {}
+        said |= {"cp": said["cp"] + per_sequence * sequences} if "cp" in said else {}
         assert sent_by_axis(out, rank) == said, f"rank {rank}"
 
 
@@ -105,7 +112,8 @@ def test_ranks_do_what_the_plan_says(name: str):
 
 def with_experts(config: GPTConfig, experts: GPTExperts, num_layers: int = 2, **recipe: Any) -> Case:
     one = case(replace(config, num_layers=num_layers, experts=experts), dp=4, **recipe)
-    return one._replace(mesh=Mesh(pp=recipe.get("pp", 1), dp=2, ep=2, tp=recipe.get("tp", 1)))
+    context = {name: recipe[name] for name in ("cp",) if name in recipe}
+    return one._replace(mesh=Mesh(pp=recipe.get("pp", 1), dp=2, **context, ep=2, tp=recipe.get("tp", 1)))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,7 @@ def with_experts(config: GPTConfig, experts: GPTExperts, num_layers: int = 2, **
         ((1, 2), 12, {"tp": 1, "zero": 1}),
         ((1, 2), 12, {"tp": 2, "pp": 2}),
         ((1, 2), 12, {"tp": 2, "sequence_parallel": True}),
+        ((1, 2), 12, {"cp": 2, "zero": 1}),
     ],
     ids=str,
 )
@@ -138,6 +147,7 @@ LAYERS = [
     (GATED, 2, 12, {"tp": 2, "sequence_parallel": True}),
     (LAYER_NORM, 1, 0, {"tp": 2}),
     (LAYER_NORM, 2, 12, {"checkpoint_every": 1}),
+    (GATED, 2, 12, {"cp": 2}),
 ]
 
 

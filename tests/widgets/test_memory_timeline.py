@@ -148,6 +148,8 @@ def test_what_cannot_be_drawn_is_named():
         ({"a": memory}, {"b": {"parameters": 1}}, "a prediction of 'b', which is no run; runs are a"),
         (memory, {"weights": 1}, "predicted has 'weights'; kinds of memory are parameters, optimizer"),
         (memory, [{"parameters": 1}] * 3, "predicted is of 3 ranks, and the run has 2"),
+        (memory, {"gradients": float("nan")}, "predicted has nan of gradients; give bytes"),
+        (memory, {"gradients": -1}, "predicted has -1 of gradients; give bytes"),
     ]:
         with pytest.raises(ValueError, match=re.escape(text)):
             memory_timeline(given, predicted)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.checking.observed import largest, observed
+from tplab.checking.gaps import largest
+from tplab.checking.observed import observed
 from tplab.checking.verdict import Verdict, as_many, label, times
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh

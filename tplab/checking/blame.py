@@ -52,7 +52,7 @@ def _finding(case: Case) -> Finding:
         name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
-        return facts.fault("buffers", name, words, None, at, "", lines=lines, hypotheses=hypotheses(case))
+        return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=hypotheses(case))
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
     factor = 1.0 if factor is None else factor
     is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
@@ -65,7 +65,7 @@ def _finding(case: Case) -> Finding:
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
         tried = [*([] if is_loss else (*shared(facts), *of_forward(facts, where))), *hypotheses(case)]
         values = f"{mean:.6g}", f"{want:.6g}"
-        return facts.fault("loss", "", words, factor, where, "", values=values, lines=lines, hypotheses=tried)
+        return facts.fault("loss", words, where, factor=factor, values=values, lines=lines, hypotheses=tried)
     if is_scaled:
         words = facts.sizes.words(factor)
     elif (kind == "own" and not case.is_all) or kind == "other":
@@ -79,8 +79,8 @@ def _finding(case: Case) -> Finding:
         words, where = f"mixed with the gradients of other {what}", mixing(facts, case.names)
     tried = [*of_forward(facts, facts.line_of_value())] if kind == "other" else []
     return facts.fault(
-        "gradient", case.names[0], words, first.factor, where, "", values=values, ranks=ranks,
-        others=case.names[1:], lines=case.lines, hypotheses=[*hypotheses(case), *tried],
+        "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
+        hypotheses=[*hypotheses(case), *tried],
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ _POWERS = ((1, -1), (2, -2), (0.5, -0.5))
 class Sizes:
     """The numbers of a run that a factor may be: how many ranks, ranks of a group, microbatches."""
 
-    def __init__(self, ranks: int, groups: Iterable[int] = (), microbatches: int = 1):
+    def __init__(self, ranks: int, groups: Iterable[int], microbatches: int = 1):
         self.ranks = ranks
         self._counts: dict[int, list[str]] = {}
         self._may_be(ranks, "the number of ranks")

@@ -12,8 +12,8 @@ from zlib import crc32
 import numpy as np
 
 from tplab.checking.addend import Addend, addend_of
-from tplab.checking.gaps import gap
-from tplab.checking.observed import agree, largest, observed
+from tplab.checking.gaps import gap, is_constant, largest
+from tplab.checking.observed import agree, observed
 from tplab.checking.report import Row
 from tplab.checking.verdict import Rounding, Verdict, judge, slack_of_step
 from tplab.errors import SpecError
@@ -97,32 +97,23 @@ class Comparison:
 
     def compare_outputs(self, told: Sequence[Answer], want: Answer) -> None:
         for name, whole in want["output"].items():
-            pieces = _pieces(told, "output", name)
-            row = self._row("output", name, whole, pieces, None, self.rounding_of("output", name, want))
-            addend = None if row.ok else self.addend_of(whole, pieces, self.addends)
+            row = self._row("output", name, told, want)
+            addend = None if row.ok else self.addend_of(whole, _pieces(told, "output", name), self.addends)
             if addend is not None:
                 self.added[name] = addend
                 row = Row.of("output", name, whole.shape, row.layout, addend.verdict)
             self.rows.append(row)
-        for name, whole in want["loss"].items():
-            pieces, rounding = _pieces(told, "loss", name), self.rounding_of("loss", name, want)
-            self.rows.append(self._row("loss", name, whole, pieces, Layout(), rounding))
+        self.rows += [self._row("loss", name, told, want, Layout()) for name in want["loss"]]
 
     def gradients(self, told: Sequence[Answer], want: Answer) -> list[Row]:
         """A row for the gradient of each parameter and of each input."""
-        among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
-        wanted = [("gradient", name, want["gradient"].get(name), layout) for name, layout in self.layouts.items()]
-        wanted += [("input", name, whole, None) for name, whole in want["input"].items()]
-        return [
-            self._row(
-                "gradient", name, whole, _pieces(told, kind, name), layout, self.rounding_of(kind, name, want, among)
-            )
-            for kind, name, whole, layout in wanted
-        ]
+        among = _largest_gradient(want)
+        rows = [self._row("gradient", name, told, want, layout, among) for name, layout in self.layouts.items()]
+        return rows + [self._row("input", name, told, want, None, among) for name in want["input"]]
 
     def compare_step(self, told: Sequence[Answer], want: Answer, before: Mapping[str, np.ndarray]) -> None:
         """Compare the parameters after an optimizer step from `before`, up to what rounding of gradients explains."""
-        among = max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
+        among = _largest_gradient(want)
         for name, layout in self.layouts.items():
             whole, pieces = want["parameter"][name], _pieces(told, "parameter", name)
             size = 0.0 if (gradient := want["gradient"].get(name)) is None else largest(gradient)
@@ -134,7 +125,7 @@ class Comparison:
                 if piece is not None and piece.ndim == cut.ndim and piece[here].shape == cut.shape:
                     pieces[rank] = piece = np.array(piece, np.float64)
                     piece[here] = np.where(np.abs(piece[here] - cut) <= free, cut, piece[here])
-            self.rows.append(self._row("parameter", name, whole, pieces, layout, self.rounding))
+            self.rows.append(self._row("parameter", name, [{"parameter": {name: x}} for x in pieces], want, layout))
 
     def judge_output(
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], moved: float | None = None
@@ -156,9 +147,11 @@ class Comparison:
         return addend_of(named, known, whole, *found, self.mesh)
 
     def _row(
-        self, kind: str, name: str, whole: np.ndarray | None, pieces: list[np.ndarray | None], layout: Layout | None,
-        rounding: Rounding,
+        self, kind: str, name: str, told: Sequence[Answer], want: Answer, layout: Layout | None = None,
+        among: float = 0.0,
     ) -> Row:  # fmt: skip
+        whole, pieces = want[kind].get(name), _pieces(told, kind, name)
+        rounding, kind = self.rounding_of(kind, name, want, among), "gradient" if kind == "input" else kind
         if layout is None:
             layout = (None if whole is None else self.layout_of(whole, pieces)) or Layout()
         verdict = judge(pieces, whole, layout, self.mesh, rounding, what=kind)
@@ -196,6 +189,10 @@ def _moved(want: Answer, again: Answer, kind: str, name: str) -> float:
     return gap(one, other)
 
 
+def _largest_gradient(want: Answer) -> float:
+    return max((largest(g) for g in want["gradient"].values() if g is not None), default=0.0)
+
+
 def _pieces(told: Sequence[Answer], kind: str, name: str) -> list[np.ndarray | None]:
     return [rank[kind].get(name) for rank in told]
 
@@ -220,6 +217,6 @@ def each_input(in_specs: Any, num_inputs: int) -> list[P]:
 def noise_for(name: str, values: np.ndarray) -> np.ndarray | None:
     """Noise for a constant parameter, as biases and norms are at the start: a bias of zeros could be added any number
     of times without any effect. None if the parameter is not constant."""
-    if values.size < 2 or not (values == values.flat[0]).all():
+    if values.size < 2 or not is_constant(values):
         return None
     return 0.1 * np.random.default_rng(crc32(name.encode())).standard_normal(values.shape)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.gaps import farthest, gap
-from tplab.checking.recording import Piece, Seen, Step, idle
+from tplab.checking.gaps import gap, largest, shown
+from tplab.checking.recording import Piece, Seen, Step, idle, unequal_steps
 from tplab.checking.reference import FLOOR
 from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, named, of_idle
 from tplab.checking.samples import seeds_by_rank
@@ -25,23 +25,21 @@ WORDS = "copies stay the same", "copies do NOT stay the same"
 def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
     """Whether ranks that begin with the same parameters step with the same gradients and norms, and have the same
     parameters after each step. Buffers that differ are named, and not judged: batch norm's may."""
-    counts = {rank: one.num_steps for rank, one in enumerate(seen)}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        return cannot_tell(f"ranks make different numbers of steps ({listed})", about=about)
+    if counts := unequal_steps(seen):
+        return cannot_tell(f"ranks make different numbers of steps ({counts})", about=about)
     weights = {(rank, name): (name, *_values(x)) for rank, one in enumerate(seen) for name, x in one.weights.items()}
     out = dict.fromkeys(idle(seen, weights))
     held = [{name: x for name, x in one.weights.items() if (rank, name) not in out} for rank, one in enumerate(seen)]
     (copies, unknown), notes = _copies(held), of_idle(out)
-    if not any(counts.values()) or not copies:
-        has_steps = any(counts.values())
-        return cannot_tell(_no_copies(seen, unknown) if has_steps else "no step of an optimizer was seen", about=about)
+    num_steps = seen[0].num_steps
+    if not num_steps or not copies:
+        return cannot_tell(_no_copies(seen, unknown) if num_steps else "no step of an optimizer was seen", about=about)
     every = {name for one in seen for name, piece in one.weights.items() if piece.values.size}
     words = f"{len(copies)} of {len(every)} parameters begin as the same on several ranks: only these are compared"
     rows = [Row("weights", 0, True, words)]
     rows += [Row("weights", 0, None, f"not compared: {_constant(unknown)}")] * bool(unknown)
     buffers, _ = _copies([one.buffers for one in seen])
-    for step in range(counts[0]):
+    for step in range(num_steps):
         if finding := _of_step(seen, copies, step):
             rows.append(Row(finding.what, step, False, finding.text_of_factor, finding.name))
             return SameModel(rows, [finding], notes=notes, about=about, words=WORDS)
@@ -110,12 +108,11 @@ def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | Non
         what, apart, where = "gradient", gradients, lines.get("backward", "")
         cause, link = _of_gradients(seen, steps, next(iter(gradients.values()))[0])
     elif values and np.ptp(values) > 1e-4 * max(values):
-        listed = ", ".join(f"{value:.6g}" for value in values)
         cause = "each rank clips by a norm of its own: add up the squares over ranks before the root"
-        where = next(iter(norms.values()))[1]
         return Finding(
-            "norm", "", number, "not the same on all ranks", None, where, cause, thread("norm"), listed, "one norm"
-        )
+            "norm", "", number, "not the same on all ranks", where=next(iter(norms.values()))[1], cause=cause,
+            thread=thread("norm"), got=", ".join(f"{value:.6g}" for value in values), want="one norm",
+        )  # fmt: skip
     else:
         cause = "gradients and norms are the same, and ranks step differently: look at their optimizers' states"
         where, link = lines.get("step", ""), ""
@@ -148,10 +145,9 @@ def _apart(pieces: Sequence[Mapping[str, Piece]], copies: Copies) -> dict[str, t
             if len(held) < 2:
                 continue
             (_, first), *others = held.items()
-            size = float(np.abs(first.values).max(initial=0))
+            size = largest(first.values)
             slack = FLOOR.get(first.dtype, FLOOR["float32"]) * size
             for rank, other in others:
                 if other.values is not first.values and gap(other.values, first.values) > slack:
-                    a, b = farthest(other.values, first.values)
-                    found[name] = group, f"{a:.6g} on rank {rank}", f"{b:.6g}"
+                    found[name] = group, *shown(other.values, first.values, rank)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,22 +213,27 @@ class Facts:
 
     # --- what is yielded --------------------------------------------------------------------------------------------
 
-    def row(self, what: What, ok: bool | None, words: str, factor: float | None = None, count: int = 0) -> Row:
-        return Row(what, self.number, ok, words, factor=factor, count=count)
+    def row(self, what: What, ok: bool | None, words: str, count: int = 0) -> Row:
+        return Row(what, self.number, ok, words, count=count)
 
     def fault(
-        self, what: What, name: str, words: str, factor: float | None, where: str, cause: str, *, thread: str = "",
-        values: tuple[str, str] = ("", ""), ranks: Sequence[int] = (), others: Sequence[str] = (),
-        lines: Sequence[str] = (), seen: str = "", proof: str = "", hypotheses: Iterable[Hypothesis] = (),
+        self, what: What, words: str, where: str, *, names: Iterable[str] = (), values: tuple[str, str] = ("", ""),
+        ranks: Collection[int] = (), lines: Sequence[str] = (), hypotheses: Iterable[Hypothesis] = (), **more: Any,
     ) -> Finding:  # fmt: skip
-        """A finding in this step. Ranks are not named if they are all; `values` are what was found, and expected."""
+        """A finding in this step, with all that has the fault. Ranks are not named if they are all; `values` are what
+        was found, and expected; `more` of it as in `Finding`."""
+        name, *others = (*names,) or ("",)
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
         got, want = values
         return Finding(
-            what, name, self.number, words, factor, where, cause, thread, got, want, ranks, tuple(others), all_lines,
-            proof=proof, seen=seen, hypotheses=tuple(hypotheses),
+            what, name, self.number, words, where=where, got=got, want=want, ranks=ranks, others=tuple(others),
+            lines=all_lines, hypotheses=tuple(hypotheses), **more,
         )  # fmt: skip
+
+    def words_of(self, factor: float | None) -> str:
+        """What is wrong where something is so many times the reference's, if that is one number."""
+        return self.sizes.words(factor) if factor else "not the reference's"
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:

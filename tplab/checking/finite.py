@@ -30,10 +30,9 @@ def finite(facts: Facts) -> Found:
             )
         if mine:
             rank, found = next(iter(mine.items()))
-            _, name, _, line = found[0]
+            line = found[0][3]
             words = f"{NOT_FINITE} ({_listed(ours[rank])}); it is finite in the reference"
-            others = [other for _, other, _, _ in found[1:]]
-            yield facts.fault(what, name, words, None, line, "", ranks=list(mine), others=others,
+            yield facts.fault(what, words, line, names=[name for _, name, _, _ in found], ranks=mine,
                               lines=[facts.line("forward"), facts.line("backward"), facts.line("step")])  # fmt: skip
             return
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts
-from tplab.checking.gaps import gap
-from tplab.checking.observed import largest
+from tplab.checking.gaps import gap, largest
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
 from tplab.checking.sends import lines_of_reduction, over, partitions

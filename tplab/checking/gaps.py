@@ -20,6 +20,16 @@ def gap(a: Any, b: Any) -> float:
     return float(gaps(a, b).max(initial=0))
 
 
+def largest(x: np.ndarray) -> float:
+    """How far the farthest element is from 0."""
+    return float(np.abs(x).max(initial=0))
+
+
+def is_constant(x: np.ndarray) -> bool:
+    """Whether all elements are one number."""
+    return x.size < 2 or bool((x == x.flat[0]).all())
+
+
 def near(factor: float, other: float) -> bool:
     """Whether two factors are the same, up to the rounding of what they were measured from."""
     return abs(factor / other - 1) < 2e-3
@@ -29,3 +39,9 @@ def farthest(a: Any, b: Any) -> tuple[float, float]:
     """The two values at the place where they are farthest apart."""
     place = int(gaps(a, b).argmax())
     return float(np.asarray(a).flat[place]), float(np.asarray(b).flat[place])
+
+
+def shown(got: Any, want: Any, rank: int) -> tuple[str, str]:
+    """These two as text: what a rank has there, and what it should have."""
+    a, b = farthest(got, want)
+    return f"{a:.6g} on rank {rank}", f"{b:.6g}"

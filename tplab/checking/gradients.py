@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.checking.gaps import farthest, gap
+from tplab.checking.gaps import farthest, gap, largest
 from tplab.checking.observed import Way, first_fit
 from tplab.checking.places import Index, Place
 from tplab.checking.recording import some_of
@@ -67,10 +67,10 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
     slack   how far an element may be off because of rounding
     """
     if want is None:
-        has = [h for h in holders if h.gradient is not None and np.abs(h.gradient).max(initial=0) > slack]
+        has = [h for h in holders if h.gradient is not None and largest(h.gradient) > slack]
         return Wrong(name, "none", "there is one, but none in the reference", ranks=_ranks(has)) if has else None
     wanted = [h.place.take(want).astype(np.float64) for h in holders]
-    without = [h for h, w in zip(holders, wanted) if h.gradient is None and np.abs(w).max(initial=0) > slack]
+    without = [h for h, w in zip(holders, wanted) if h.gradient is None and largest(w) > slack]
     if without:
         return Wrong(name, "none", "missing: nothing has reached it in the backward pass", 0.0, _ranks(without))
     there = [(h, h.gradient.astype(np.float64), w) for h, w in zip(holders, wanted) if h.gradient is not None]
@@ -81,7 +81,7 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
         return None
     holder, g, w = bad[0]
     got, there_should = farthest(g, w)
-    size = float(np.abs(want).max(initial=0)) or 1.0
+    size = largest(want) or 1.0
     error = max(gap(g, w) for _, g, w in bad) / size
     facts: dict[str, Any] = {"error": error, "got": got, "want": there_should, "size": want.size}
     if not any(g.any() for _, g, _ in there):

@@ -15,6 +15,7 @@ from tplab.checking.case import Case
 from tplab.checking.causes import thread
 from tplab.checking.factors import of_a_factor
 from tplab.checking.forward import in_order
+from tplab.checking.gaps import largest
 from tplab.checking.recording import Seen
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -129,7 +130,7 @@ class _Hypotheses:
     def _is_right(self, way: Groups, combine: str) -> bool:
         """Whether gradients that are combined so are the reference's, in the step that was seen."""
         whole = self.facts.reference.gradients(self.facts.number)
-        slack = {name: 1e-3 * float(np.abs(whole[name]).max(initial=0)) for name in self.names if name in whole}
+        slack = {name: 1e-3 * largest(whole[name]) for name in self.names if name in whole}
         return all(adds_up(self.facts, name, way, combine, slack.get(name, 0.0)) for name in self.names)
 
     def _over_copies(self) -> tuple[int, ...]:

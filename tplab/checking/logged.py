@@ -41,7 +41,7 @@ def log(facts: Facts) -> Found:
         )
         where = line_of_loss(facts) or backward
         repair = Repair("mean", f"the mean in place of the sum at {where}", where)
-        yield facts.fault("loss", "", facts.sizes.words(factor), factor, where, "", values=values,
+        yield facts.fault("loss", facts.words_of(factor), where, factor=factor, values=values,
                           lines=[backward, got.where],
                           hypotheses=[Hypothesis(repair, cause, where, thread("loss"))])  # fmt: skip
         return
@@ -50,13 +50,13 @@ def log(facts: Facts) -> Found:
         cause = f"rank {rank} has logged what it computed from its own samples: average it over ranks first"
         proof = f"rank {rank} computed this number from its own samples"
     elif is_named and factor is not None and factor > 1:
-        words = facts.sizes.words(factor)
+        words = facts.words_of(factor)
         cause = (
             "training is the same, but what is logged is not: it is a sum over ranks that is divided by what one rank "
             "has, or is not divided at all. Divide it by the sum of the counts of all ranks"
         )
     else:
-        words = facts.sizes.words(factor) if factor else "not the reference's"
+        words = facts.words_of(factor)
         cause = (
             "training is the same, but what is logged is not: it is computed from one rank's own samples, or it is a "
             "mean of the means of batches or ranks that are not equally large. Add up sums and counts over ranks, then "
@@ -64,8 +64,8 @@ def log(facts: Facts) -> Found:
         )
     seen = "training is the same, but what is logged is not"
     yield facts.fault(
-        what, got.label, words, factor, got.where, cause if proof else "", thread=thread("log") if proof else "",
-        values=values, ranks=[rank], proof=proof, seen=seen,
+        what, words, got.where, names=[got.label], factor=factor, cause=cause if proof else "",
+        thread=thread("log") if proof else "", values=values, ranks=[rank], proof=proof, seen=seen,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def _scaled(facts: Facts) -> Found:
     words = f"gradients are then scaled by {listed}, but by {plain(should)} in the reference"
     cause = "gradients are clipped by another number than in the reference"
     hypotheses = [Hypothesis(repair, cause, line, thread("norm")) for repair in _repairs(facts, line)]
-    yield facts.fault("norm", "", words, None, line, "", ranks=list(wrong), hypotheses=hypotheses,
+    yield facts.fault("norm", words, line, ranks=wrong, hypotheses=hypotheses,
                       lines=[*facts.sums_of_numbers(), facts.line("scale"), facts.line("step")])  # fmt: skip
 
 
@@ -93,15 +93,15 @@ def _wrong(
     rank, got = next(iter(wrong.items()))
     cause, key = _counted(facts, wrong, names)
     factor = got / want if want else None
-    words = facts.sizes.words(factor) if factor else "not the reference's"
     values = f"{got:.6g} on rank {rank}", f"{want:.6g}"
     ranks = list(wrong) if len(wrong) < len(having) else []
     lines = [sent.where for sent in facts.sent("reduction") if sent.size == 1]
     lines += [facts.line("scale"), facts.line("scale in"), facts.line("step")]
     hypotheses = [Hypothesis(repair, cause, line, thread(key)) for repair in _repairs(facts, line)]
     yield facts.fault(
-        "norm", "", words, factor, line, "", values=values, ranks=ranks, lines=lines, hypotheses=hypotheses
-    )
+        "norm", facts.words_of(factor), line, factor=factor, values=values, ranks=ranks, lines=lines,
+        hypotheses=hypotheses,
+    )  # fmt: skip
 
 
 _ALL = (

@@ -7,19 +7,19 @@ cut along d, P where they hold parts of a sum, V where they hold something else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, islice, product
 from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tplab.checking.gaps import gaps
+from tplab.checking.gaps import gaps, largest
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
 from tplab.layout import Layout, layouts_for, local_shape_of, take
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import dims_cut
 
 COPIES = Layout()
 Kind = Literal["not finite", "equal", "scaled", "multiples", "parts", "pieces", "apart", "shape", "other"]
@@ -55,7 +55,7 @@ class Observed(NamedTuple):
 
     def types(self, mesh: Mesh) -> Mapping[str, Type]:
         """The type along each axis."""
-        cuts = {name: dim for dim in self.layout.split_dims for name in P(self.layout.spec[dim]).axis_names}
+        cuts = dims_cut(self.layout.spec)
         if self.kind in ("not finite", "shape", "other", "multiples"):
             return dict.fromkeys(mesh.axis_names, V)
         found = {name: Type("V", cuts[name]) if name in cuts else R for name in mesh.axis_names}
@@ -100,7 +100,7 @@ def observed(
     got = {rank: fitted(piece, want[rank].shape) for rank, piece in got.items()}
     gap = max(largest(got[rank] - want[rank]) for rank in got)
     if layout.spec.axis_names:
-        places = tuple(next((r for r in want if _close(got[rank], want[r], tolerance)), -1) for rank in got)
+        places = whose(got, want, tolerance)
         if -1 not in places:
             return Observed("pieces", layout, ranks=places, gap=gap)
         other = first_fit(got, [_way(whole, one, mesh) for one in known if one != layout], tolerance)
@@ -181,12 +181,13 @@ def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) ->
     got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
     is_number = x.dtype.kind == "f"
     slack = tolerance * max([largest(one[np.isfinite(one)]) for one in (want, got)[: 1 + is_number]])
-    for layout in layouts:
-        cut, each = layout.spec.axis_names, np.stack([take(want, layout, mesh, rank) for rank in mesh.ranks])
-        for axes in ((), *(axis_sets(mesh, without=cut) if x.dtype.kind != "b" else ())):
-            groups = np.array(mesh.groups(axes) if axes else [[rank] for rank in mesh.ranks])
-            total, right = got[groups].sum(1), each[groups[:, 0]]
-            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations((*cut, *axes), n)}
+    alone = (), [[rank] for rank in mesh.ranks]
+    for way in (_way(want, layout, mesh) for layout in layouts):
+        layout, each = way.layout, np.stack([*way.want.values()])
+        for axes, ranks in (alone, *(way.groups if x.dtype.kind != "b" else ())):
+            total, right = got[ranks].sum(1), each[[first for first, *_ in ranks]]
+            names = (*layout.spec.axis_names, *axes)
+            counts = {prod(map(mesh.axis_size, some)) for n in range(3) for some in combinations(names, n)}
             for factor in sorted(counts) if is_number else [1]:
                 if (gaps(total, factor * right) <= slack * factor).all():
                     kind = "parts" if axes else "equal" if factor == 1 else "scaled"
@@ -220,6 +221,11 @@ def factor_between(
     return factor if slack < abs(factor) * size and all(_close(g, factor * w, slack) for g, w in pairs) else None
 
 
+def whose(got: Mapping[int, np.ndarray], want: Mapping[int, np.ndarray], tolerance: float) -> tuple[int, ...]:
+    """The rank that should have what each has: itself where it may be; -1 where none should."""
+    return tuple(next((r for r in (rank, *want) if _close(x, want[r], tolerance)), -1) for rank, x in got.items())
+
+
 def agree(got: Mapping[int, np.ndarray] | Sequence[np.ndarray], groups: Iterable[Sequence[int]], slack: float) -> bool:
     """Whether the ranks of each group hold the same."""
     return all(_close(got[first], got[other], slack) for first, *rest in groups for other in rest)
@@ -242,10 +248,6 @@ def fitted(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return piece
     cut = piece[tuple(slice(0, size) for size in shape)]
     return piece if np.count_nonzero(piece) != np.count_nonzero(cut) else cut
-
-
-def largest(x: np.ndarray) -> float:
-    return float(np.abs(x).max(initial=0))
 
 
 def _way(whole: np.ndarray, layout: Layout, mesh: Mesh) -> Way:
@@ -280,8 +282,11 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
         return None
     if size == 0:
         return Observed("equal", factor=0.0) if all(largest(piece) == 0 for piece in got.values()) else None
-    ways = islice(_ways(next(iter(got.values())).shape, want, num_ranks, tuple(got)), MOST_WAYS)
-    return first_fit(got, list(ways), 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
+    ways = [
+        Way(dealt, [((), alike)] if len({len(group) for group in alike}) == 1 < len(alike[0]) else [])
+        for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), MOST_WAYS)
+    ]
+    return first_fit(got, ways, 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
 Dealt = dict[int, np.ndarray]
@@ -290,13 +295,9 @@ Dealt = dict[int, np.ndarray]
 
 def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[Dealt]:
     """Each way to deal a tensor to ranks in contiguous parts of this shape, so that all of it is on some rank."""
-    counts = [1 if a == b else b // a if a and b % a == 0 else 0 for a, b in zip(mine, whole.shape)]
-    strides = [_strides(count, num_ranks) if count else [] for count in counts]
-    for chosen in product(*strides) if len(mine) == whole.ndim else ():
-        places = [tuple(rank // n % count for n, count in zip(chosen, counts)) for rank in range(num_ranks)]
-        if len({*places}) == prod(counts):
-            slices = [[slice(at * a, (at + 1) * a) for at, a in zip(place, mine)] for place in places]
-            yield {rank: whole[(*each, ...)] for rank, each in enumerate(slices)}
+    for want, alike in _ways_to_cut(whole, mine, num_ranks, range(num_ranks), most_orders=1):
+        if len(alike) * prod(mine) == whole.size:
+            yield want
 
 
 def in_step(dealt: Sequence[Iterable[Dealt]]) -> Iterator[tuple[Dealt, ...]]:
@@ -307,36 +308,32 @@ def in_step(dealt: Sequence[Iterable[Dealt]]) -> Iterator[tuple[Dealt, ...]]:
             yield tuple(one[min(number, len(one) - 1)] for one in every)
 
 
-def _strides(count: int, num_ranks: int) -> list[int]:
-    """How many ranks on the next one of `count` parts may be, as along each axis of a mesh."""
-    most = num_ranks // count if count > 1 else 1
-    return [n for n in range(1, most + 1) if num_ranks % (n * count) == 0]
-
-
-def _ways(mine: tuple[int, ...], want: np.ndarray, num_ranks: int, ranks: tuple[int, ...]) -> Iterator[Way]:
-    """Each way to cut tensors of this shape out of the whole."""
-    if len(mine) != want.ndim:
+def _ways_to_cut(
+    whole: np.ndarray, mine: tuple[int, ...], num_ranks: int, ranks: Iterable[int], most_orders: int | None = None
+) -> Iterator[tuple[Dealt, list[list[int]]]]:
+    """Each way to cut tensors of this shape out of the whole: what each of `ranks` gets, and which get the same. Along
+    a dim, elements may be in each of the first `most_orders` of `_orders`."""
+    if len(mine) != whole.ndim:
         return
-    for chosen in product(*(list(_of_dim(a, b, num_ranks)) for a, b in zip(mine, want.shape))):
+    for chosen in product(*(list(_of_dim(a, b, num_ranks, most_orders)) for a, b in zip(mine, whole.shape))):
         places = {rank: [index(rank) for index in chosen] for rank in ranks}
         alike: dict[bytes, list[int]] = {}
         for rank, indices in places.items():
             alike.setdefault(b"|".join(index.tobytes() for index in indices), []).append(rank)
-        groups = list(alike.values())
-        is_even = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
-        cut = {rank: want[np.ix_(*indices)] if indices else want for rank, indices in places.items()}
-        yield Way(cut, [((), groups)] if is_even else [])
+        yield {rank: whole[np.ix_(*at)] if at else whole for rank, at in places.items()}, list(alike.values())
 
 
-def _of_dim(mine: int, whole: int, num_ranks: int) -> Iterator:
+def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> Iterator[Callable[[int], np.ndarray]]:
+    """The elements of a dim that a rank has, in each way to cut it."""
     if mine == whole:
         yield lambda rank: np.arange(whole)
         return
     if not mine or whole % mine:
         return
     count = whole // mine
-    for apart in _strides(count, num_ranks):
-        for order in _orders(whole, count):
+    most = num_ranks // count  # so many ranks on the next part may be, as along each axis of a mesh
+    for apart in (n for n in range(1, most + 1) if num_ranks % (n * count) == 0):
+        for order in islice(_orders(whole, count), most_orders):
             yield lambda rank, order=order, apart=apart: order[rank // apart % count]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, is_constant, largest
 from tplab.checking.recording import Piece, Seen, checksum
 from tplab.layout import MOST_PARTS
 
@@ -93,7 +93,7 @@ def _of_rank(
     is_named = any(not is_number(name) for name in seen.weights)
     for name, piece in seen.weights.items():
         fitting = list(_fitting(piece, name, whole))
-        if not fitting and not _is_constant(piece.values):
+        if not fitting and not is_constant(piece.values):
             names = [name] if name in whole else []  # then others of its shape: a stage's layers may be numbered anew
             # Values alone do not decide: from one seed, ranks draw parts of another parameter
             names += [other for other, x in whole.items() if other != name and x.shape == whole.get(name, x).shape]
@@ -104,7 +104,7 @@ def _of_rank(
                     twins, key=lambda other: (_siblings(name, other, seen.weights, whole), other == fitting[0].name)
                 )
                 fitting = [replace(fitting[0], name=best)]
-        if fitting and not _is_constant(piece.values):
+        if fitting and not is_constant(piece.values):
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
             yield name, fitting[0]
@@ -189,7 +189,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
     """The places in the reference's parameter `name` where the piece has its values."""
     if name not in whole:
         return
-    slack = _CLOSE * float(np.abs(whole[name]).max(initial=0))
+    slack = _CLOSE * largest(whole[name])
     for index in _indices(piece, name, whole):
         place = Place(name, index, True)
         if gap(place.take(whole[name]), piece.values) <= slack:
@@ -261,10 +261,6 @@ def _turn(rank: int, ours: Sequence[Seen], name: str) -> int:
             distinct.append(x)
     mine = ours[rank].weights[name].values
     return next(turn for turn, x in enumerate(distinct) if x is mine)
-
-
-def _is_constant(x: np.ndarray) -> bool:
-    return x.size == 0 or bool((x == x.flat[0]).all())
 
 
 def _learn(renamed: dict[str, str], name: str, other: str) -> None:

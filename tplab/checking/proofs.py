@@ -13,7 +13,8 @@ import numpy as np
 
 from tplab.checking.addend import Addend
 from tplab.checking.comparison import Answer, Comparison
-from tplab.checking.observed import axis_sets, largest, observed
+from tplab.checking.gaps import largest
+from tplab.checking.observed import axis_sets, observed
 from tplab.checking.report import ParallelReport, Row, folded, in_backward_order, where_it_begins
 from tplab.checking.same_model import named
 from tplab.checking.tried import Trial, not_known
@@ -249,11 +250,11 @@ class Check(Comparison):
             found.append(summed)
         return found
 
-    def report(self, order: Sequence[str], notes: Sequence[str] = ()) -> ParallelReport:
+    def report(self, order: Sequence[str]) -> ParallelReport:
         """All rows, with gradients in the order in which the reference's arrive, and what follows from what."""
         rows = folded(in_backward_order(self.rows, order))
         begins = where_it_begins(rows)
-        return ParallelReport(rows, mesh=str(self.mesh), notes=[*notes, *self.notes, *([begins] if begins else [])])
+        return ParallelReport(rows, mesh=str(self.mesh), notes=[*self.notes, *([begins] if begins else [])])
 
 
 def each_that_answers(sides: Iterable[Any], ask: Callable[[Any], Any]) -> Iterator[Any]:

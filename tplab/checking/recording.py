@@ -173,6 +173,12 @@ class Seen:
         return name in self.used or any(name in part for step in self.steps for part in step.parts)
 
 
+def unequal_steps(seen: Sequence[Seen]) -> str:
+    """How many steps each rank has made, where these are not equally many; "" where they are."""
+    counts = ", ".join(f"rank {rank}: {one.num_steps}" for rank, one in enumerate(seen))
+    return counts if len({one.num_steps for one in seen}) > 1 else ""
+
+
 def idle(seen: Sequence[Seen], held: Mapping[tuple[int, str], Any]) -> list[tuple[int, str]]:
     """Copies that their rank does not use while another uses its own, such as layers of other stages: nothing depends
     on these. held: by rank and name, what is equal for copies"""
@@ -201,9 +207,9 @@ def checksum(x: np.ndarray) -> int:
     return crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) if x.size else 0
 
 
-def some_of(size: int, most: int = MOST_OF_A_PART) -> np.ndarray:
+def some_of(size: int) -> np.ndarray:
     """The places of a few elements of a flat array, spread over all of it."""
-    return np.unique(np.linspace(0, max(size - 1, 0), min(size, most)).astype(np.int64)) if size else np.zeros(0, int)
+    return np.unique(np.linspace(0, max(size - 1, 0), min(size, MOST_OF_A_PART)).astype(np.int64))
 
 
 _SETTINGS = re.compile(r"(^|_)(lr|betas?|eps|\w*decay|momentum|dampening|alpha|rho|lambd|etas)(?![a-z])")

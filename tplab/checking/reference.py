@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap
+from tplab.checking.gaps import gap, largest
 from tplab.checking.places import whole_of
 from tplab.checking.recording import Seen, Step
 from tplab.checking.verdict import EPSILON, coarsest, slack_of_step
@@ -102,14 +102,14 @@ class Reference:
         gradients, and then is nothing but their rounding."""
         whole = self.gradients(number)
         if number not in self._largest:
-            self._largest[number] = max((float(np.abs(x).max(initial=0)) for x in whole.values()), default=0.0)
-        size = float(np.abs(whole[name]).max(initial=0))
+            self._largest[number] = max((largest(x) for x in whole.values()), default=0.0)
+        size = largest(whole[name])
         of_others = 2 * self.epsilon if self.epsilon < 1e-4 or not self.again else self.epsilon / 4
         return max(self.floor * size, TIMES * self.moved("gradients", name, number), of_others * self._largest[number])
 
     def noise_of_gradients(self, number: int) -> float:
         """How much of a gradient another run has changed, where it has changed the most that is not tiny."""
-        sizes = {name: float(np.abs(x).max(initial=0)) for name, x in self.gradients(number).items()}
+        sizes = {name: largest(x) for name, x in self.gradients(number).items()}
         least = 1e-3 * max(sizes.values(), default=0.0)
         shares = [self.moved("gradients", name, number) / size for name, size in sizes.items() if size > least]
         return max(shares, default=0.0)
@@ -120,13 +120,13 @@ class Reference:
         if key in self._doubt:
             return self._doubt[key]
         before, gradient = {**self.weights, **self.parameters(number - 1)}[name], self.gradients(number).get(name)
-        step = float(np.abs(after.astype(np.float64) - before).max(initial=0))
+        step = largest(after.astype(np.float64) - before)
         slack = 0.0 if gradient is None else self.slack_of_gradient(name, number)
         of_gradient = slack_of_step(before, after.astype(np.float64), gradient, slack)
         is_new = not number or name not in self.parameters(number - 1)
         earlier = np.zeros(after.shape) if is_new else self.slack_of_parameter(name, number - 1)
         moved = self.moved("parameters", name, number)
-        size = float(np.abs(after).max(initial=0))
+        size = largest(after)
         base = max(2 * self.epsilon * size, self.floor * step, TIMES * moved)
         found = self._doubt[key] = earlier + of_gradient + base
         return found

@@ -144,16 +144,14 @@ def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndar
 def _are_but_for_the_last(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether the longer of two rows has one number more, and padding: the longest row of a microbatch loses its last
     number where inputs are all numbers but the last, and shorter ones lose padding."""
-    if len(a) > len(b):
-        a, b = b, a
+    a, b = sorted((a, b), key=len)
     return len(a) < len(b) and _are_but_for_padding(b[: len(a) + 1], b) and np.array_equal(a, b[: len(a)])
 
 
 def _are_but_for_padding(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether the longer of two rows is the other and the same number again and again. A row of this number alone has
     no padding: so are masks of ones, whose parts are shorter."""
-    if len(a) > len(b):
-        a, b = b, a
+    a, b = sorted((a, b), key=len)
     rest = b[len(a) :]
     return np.array_equal(a, b[: len(a)]) and bool((rest == rest[:1]).all() and (not len(rest) or (b != rest[0]).any()))
 

@@ -57,17 +57,17 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
-        yield facts.fault("samples", "", words, found.factor, line, "", ranks=ranks, lines=[forward],
+        yield facts.fault("samples", words, line, factor=found.factor, ranks=ranks, lines=[forward],
                           hypotheses=shared(facts))  # fmt: skip
     elif shuffles := samplers_by_rank(facts.ours):
         numbers, line = shuffles
         listed = ", ".join(map(str, numbers))
         words = f"samplers shuffle by the seeds {listed}, so the ranks' samples are not parts of one order"
-        yield facts.fault("samples", "", words, None, line, "", lines=[forward],
-                          hypotheses=_dealt(facts, _ways(facts), _CAUSES["orders"], line))  # fmt: skip
+        hypotheses = _dealt(facts, _ways(facts), _CAUSES["orders"], line)
+        yield facts.fault("samples", words, line, lines=[forward], hypotheses=hypotheses)
     elif found.kind in _CAUSES:
         hypotheses = _dealt(facts, _ways(facts), _CAUSES[found.kind], line)
-        yield facts.fault("samples", "", found.words, found.factor, line, "", ranks=found.ranks, lines=[forward],
+        yield facts.fault("samples", found.words, line, factor=found.factor, ranks=found.ranks, lines=[forward],
                           hypotheses=hypotheses)  # fmt: skip
     else:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
@@ -170,7 +170,7 @@ def targets(facts: Facts) -> Found:
     repair = Repair("targets", all_of, values=whole)
     counted = replace(repair, words=f"{all_of}, and the loss divided by the number of all of them", by=got / wanted)
     yield facts.fault(
-        "samples", "targets", words, got / wanted, where, "", values=values, lines=lines,
+        "samples", words, where, names=["targets"], factor=got / wanted, values=values, lines=lines,
         hypotheses=[Hypothesis(repair, cause, where, link), Hypothesis(counted, cause, where, link)],
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def dropout(facts: Facts) -> Found:
                     f"the same on rank {rank} as on rank {first}, for other activations: where ranks share a layer, "
                     "each drops by a mask of its own"
                 )
-                yield facts.fault("dropout", "", words, None, a.where, "", ranks=(first, rank))
+                yield facts.fault("dropout", words, a.where, ranks=(first, rank))
                 return
             if how == "two":
                 cause = (
@@ -197,8 +197,7 @@ def dropout(facts: Facts) -> Found:
                 words = f"not the same on rank {rank} as on rank {first}, for the same activations"
                 hypotheses = [Hypothesis(one, cause, one.line) for one in facts.of_one_seed]
                 where = hypotheses[0].where if hypotheses else a.where
-                yield facts.fault("dropout", "", words, None, where, "", ranks=(first, rank), lines=[a.where],
-                                  hypotheses=hypotheses)  # fmt: skip
+                yield facts.fault("dropout", words, where, ranks=(first, rank), lines=[a.where], hypotheses=hypotheses)
                 return
     if facts.goes_on and len(facts.theirs) == facts.num_ranks and (row := _restored(facts)):
         yield row

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tplab.checking.gaps import largest
 from tplab.units import plain, ranks_text
 
 _SAME = 2e-3
@@ -73,11 +74,9 @@ def _distinct(parts: dict[Part, np.ndarray], tolerance: float) -> tuple[list[np.
     columns: list[np.ndarray] = []
     groups: list[list[Part]] = []
     for part, x in sorted(parts.items()):
-        size = float(np.abs(x).max(initial=0))
+        size = largest(x)
         for column, group in zip(columns, groups):
-            if np.abs(column - x).max(initial=0) <= 4 * tolerance * size and all(
-                part[0] != other for other, _ in group
-            ):
+            if largest(column - x) <= 4 * tolerance * size and all(part[0] != other for other, _ in group):
                 group.append(part)
                 break
         else:
@@ -88,8 +87,8 @@ def _distinct(parts: dict[Part, np.ndarray], tolerance: float) -> tuple[list[np.
 
 def _solve(matrix: np.ndarray, x: np.ndarray, slack: float) -> tuple[np.ndarray, bool]:
     weights, *_ = np.linalg.lstsq(matrix, x, rcond=None)
-    size = max(float(np.abs(x).max(initial=0)), float(np.abs(matrix * weights).max(initial=0)))
-    return weights, bool(np.abs(matrix @ weights - x).max(initial=0) <= slack * size)
+    size = max(largest(x), largest(matrix * weights))
+    return weights, bool(largest(matrix @ weights - x) <= slack * size)
 
 
 def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]], rank: int) -> Shares | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from tplab.lines import line_text
@@ -116,10 +116,7 @@ class _File:
     """A file, read once."""
 
     def __init__(self, filename: str):
-        try:
-            self.tree: ast.AST = ast.parse("".join(linecache.getlines(filename)))
-        except SyntaxError:  # a cell with magics
-            self.tree = ast.Module([], [])
+        self.tree = tree_of(filename)
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef]:
@@ -139,3 +136,57 @@ def _heads(node: ast.AST) -> list[ast.AST]:
 
 def _is_in(node: ast.AST, other: ast.AST) -> bool:
     return any(node is x for x in ast.walk(other))
+
+
+# --- statements of any program ----------------------------------------------------------------------------------------
+
+NOTHING = "nothing"
+"""What a statement assigns to whose value is not used at all."""
+
+
+def tree_of(filename: str) -> ast.Module:
+    """The syntax of a file; empty for a cell with magics."""
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def beginning(function: Any) -> tuple[str, int] | None:
+    """The file and the line at which a function begins; None if it is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
+
+
+def statement(file: str, line: int) -> tuple[int, str]:
+    """The first line of the statement that a line belongs to, and the name that it assigns to. "" if it is none, and
+    NOTHING."""
+    return _statements(file).get(line, (line, ""))
+
+
+@cache
+def _statements(file: str) -> dict[int, tuple[int, str]]:
+    found: dict[int, tuple[int, str]] = {}
+    for node in ast.walk(tree_of(file)):  # outer statements come first
+        if isinstance(node, ast.stmt):
+            name = ""
+            if isinstance(node, ast.Expr):
+                name = NOTHING
+            elif isinstance(node, ast.Assign):
+                name = ", ".join(map(ast.unparse, node.targets)).strip("()")
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+                name = ast.unparse(node.target)
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            for line in range(node.lineno, max(end, node.lineno) + 1):
+                found[line] = node.lineno, name
+    return found
+
+
+def function_around(file: str, line: int) -> tuple[int, int] | None:
+    """The first and the last line of the innermost function that a line is in."""
+    found = None
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node.lineno, node.end_lineno or node.lineno
+    return found

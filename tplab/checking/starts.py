@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.gaps import farthest
+from tplab.checking.gaps import farthest, shown
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -47,33 +47,29 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     if wrong:
         name, ranks = next(iter(wrong.items()))
         held = {rank: facts.ours[rank].weights[mine].values for rank, mine, _ in facts.holders(name)}
-        bad, good = held[min(ranks)], next(values for rank, values in held.items() if rank not in ranks)
-        got, want = farthest(bad, good)
-        values = f"{got:.6g} on rank {min(ranks)}", f"{want:.6g}"
-        words = "not the same on ranks that hold copies"
-        others = list(wrong)[1:]
+        good = next(values for rank, values in held.items() if rank not in ranks)
         every = (tuple(range(facts.num_ranks)),)
         repairs = [*facts.of_one_seed, Repair("weights", "rank 0's weights on every rank", groups=every)]
         yield facts.fault(
-            "weights", name, words, None, where, "", values=values, ranks=list(ranks), others=others, lines=[forward],
+            "weights", "not the same on ranks that hold copies", where, names=wrong, ranks=ranks, lines=[forward],
+            values=shown(held[min(ranks)], good, min(ranks)),
             hypotheses=[Hypothesis(one, cause, where) for one in repairs],
         )  # fmt: skip
     elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
-        words = "every rank's shard is the same"
-        yield facts.fault("weights", equal[0], words, None, where, "", others=equal[1:], lines=[forward],
-                          hypotheses=_of_equal_shards(facts, equal, where))  # fmt: skip
+        hypotheses = _of_equal_shards(facts, equal, where)
+        yield facts.fault("weights", "every rank's shard is the same", where, names=equal, lines=[forward],
+                          hypotheses=hypotheses)  # fmt: skip
     elif (lost := facts.on_no_rank) and not facts.unplaced:
         words = f"held by no rank; the reference's other {len(facts.reference.weights) - len(lost)} parameters are"
-        yield facts.fault("weights", lost[0], words, None, forward, "", others=lost[1:])
+        yield facts.fault("weights", words, forward, names=lost)
     elif sizes := {name: ratio for name, x in whole.items() if (ratio := _ratio(x, facts.reference.weights[name]))}:
-        name, *others = sizes
-        words = f"drawn {plain(sizes[name])} times as large as the reference's"
+        name, factor = next(iter(sizes.items()))
+        words = f"drawn {plain(factor)} times as large as the reference's"
         got, want = (f"{np.std(x):.4g} (the standard deviation)" for x in (whole[name], facts.reference.weights[name]))
-        yield facts.fault("weights", name, words, sizes[name], where, "", values=(got, want), others=others)
+        yield facts.fault("weights", words, where, names=sizes, factor=factor, values=(got, want))
     elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
-        name, *others = whole
         words = "not the reference's, although both load weights: the ranks load nothing, or something else"
-        yield facts.fault("weights", name, words, None, loaded, "", others=others)
+        yield facts.fault("weights", words, loaded, names=whole)
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:
@@ -152,15 +148,14 @@ def lost(facts: Facts) -> Found:
         list(weights(facts, may_ask=True))
     except NeedsWeights as needs:
         theirs = facts.reference.weights
-        name, *others = [name for name, x in needs.weights.items() if not same(x, theirs[name])]
-        values = farthest(needs.weights[name], theirs[name])
-        got, want = f"{values[0]:.6g}", f"{values[1]:.6g}"
+        names = [name for name, x in needs.weights.items() if not same(x, theirs[name])]
+        got, want = (f"{x:.6g}" for x in farthest(needs.weights[names[0]], theirs[names[0]]))
         words, where = "not those with which the run goes on", facts.ours[0].lines.get("weights", forward)
         cause = "these weights were not restored when the script was started again: save all of them, and load them"
         repair = Repair("weights", "the weights with which the run goes on", values=facts.dealt(theirs))
-        yield facts.fault("weights", name, words, None, where, "", values=(got, want), others=others, lines=[forward],
+        yield facts.fault("weights", words, where, names=names, values=(got, want), lines=[forward],
                           hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
         return
     if found.kind in ("more", "other"):
         words, where = f"{found.words}, which goes on", facts.line_of_data() or forward
-        yield facts.fault("samples", "", words, None, where, "", lines=[forward])
+        yield facts.fault("samples", words, where, lines=[forward])

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from tplab.checking.observed import Observed, deals, factor_between, find_spread, in_step
+from tplab.checking.gaps import largest
+from tplab.checking.observed import Observed, deals, factor_between, find_spread, in_step, whose
 from tplab.units import plain
 
 T = TypeVar("T")
@@ -150,15 +151,9 @@ class Trails:
 
     def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
         """The ranks that take another rank's part, and whose; [] if any takes what is nobody's."""
-        found = []
-        for rank, ops in enumerate(self._by_key):
-            has = ops[key].given[place][0].astype(np.float64)
-            slack = 1e-6 * float(np.abs(has).max(initial=0))
-            of = [other for other, piece in pieces.items() if np.abs(piece - has).max(initial=0) <= slack]
-            if not of:
-                return []
-            found += [(rank, of[0])] * (rank not in of)
-        return found
+        has = {rank: ops[key].given[place][0].astype(np.float64) for rank, ops in enumerate(self._by_key)}
+        of = whose(has, pieces, 1e-6 * max(map(largest, has.values())))
+        return [(rank, other) for rank, other in enumerate(of) if rank != other and -1 not in of]
 
     def ops_of(self, key: Key) -> tuple[dict[int, Op], Op | None]:
         """An operation on each rank that has it, and in the reference."""
@@ -346,7 +341,7 @@ class Trails:
 def difference(got: np.ndarray, want: np.ndarray) -> str:
     """How a value differs from the right one: "2 times the reference's", and otherwise the first elements; "" if it
     does not."""
-    got, want, size = got.astype(np.float64), want.astype(np.float64), float(np.abs(want).max(initial=0))
+    got, want, size = got.astype(np.float64), want.astype(np.float64), largest(want)
     factor = factor_between([(got, want)], 1e-4 * size)
     if factor is not None and abs(factor - 1) > 1e-3:
         return f"{plain(factor)} times the reference's"

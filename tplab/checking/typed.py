@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from textwrap import fill
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tplab.checking.source import NOTHING, function_around, statement
 from tplab.checking.steps import Forbidden, Frame, Step, typed
-from tplab.checking.types import DUALS, Type, V
+from tplab.checking.types import DUALS, I, Type, V
 from tplab.lines import line_text
+from tplab.sharding import dims_cut
 
 OnAxes = dict[str, Type]
 """Axis -> the type of a tensor along it."""
@@ -296,7 +296,7 @@ class Types:
         """The lines to show of each file: those with types, and whole functions where they are short."""
         shown: dict[str, set[int]] = {}
         for file, number in [*([self.first] if self.first else []), *self.lines]:
-            around = _function_around(file, number)
+            around = function_around(file, number)
             if around is not None and around[1] - around[0] < _MOST_LINES:
                 shown.setdefault(file, set()).update(range(around[0], around[1] + 1))
             else:
@@ -305,7 +305,6 @@ class Types:
 
 
 _MOST_WIDTH, _MOST_LINES = 88, 40
-_NOTHING = "nothing"
 
 
 def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
@@ -316,7 +315,7 @@ def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
     def close(frame: Frame) -> None:
         name = statement(*frame)[1]
         one = typing.of(last.pop(frame), name)
-        if name != _NOTHING and str(one) not in map(str, found.setdefault(frame, [])):
+        if name != NOTHING and str(one) not in map(str, found.setdefault(frame, [])):
             found[frame].append(one)
 
     before: tuple[Frame, ...] = ()
@@ -336,43 +335,7 @@ def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
     return found
 
 
-def statement(file: str, line: int) -> tuple[int, str]:
-    """The first line of the statement that a line belongs to, and the name that it assigns to. "" if it is none, and
-    _NOTHING where its value is not used at all."""
-    return _statements(file).get(line, (line, ""))
-
-
-@cache
-def _statements(file: str) -> dict[int, tuple[int, str]]:
-    found: dict[int, tuple[int, str]] = {}
-    for node in ast.walk(_tree(file)):  # outer statements come first
-        if isinstance(node, ast.stmt):
-            name = ""
-            if isinstance(node, ast.Expr):
-                name = _NOTHING
-            elif isinstance(node, ast.Assign):
-                name = ", ".join(map(ast.unparse, node.targets)).strip("()")
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-                name = ast.unparse(node.target)
-            body = getattr(node, "body", None)
-            end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
-            for line in range(node.lineno, max(end, node.lineno) + 1):
-                found[line] = node.lineno, name
-    return found
-
-
-def _function_around(file: str, line: int) -> tuple[int, int] | None:
-    """The first and the last line of the innermost function that a line is in."""
-    found = None
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-            found = node.lineno, node.end_lineno or node.lineno
-    return found
-
-
-@cache
-def _tree(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # a cell with magics
-        return ast.Module([], [])
+def of_spec(spec: Sequence[Any], axes: Sequence[str]) -> OnAxes:
+    """The types of a tensor that is laid out as a spec says: invariant along the axes that it does not name."""
+    dims = dims_cut(spec)
+    return {axis: Type("V", dims[axis]) if axis in dims else I for axis in axes}

@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["R", "I", "V", "P"]
 KINDS: tuple[Kind, ...] = ("R", "I", "V", "P")
-NAMES: Mapping[Kind, str] = {"R": "replicated", "I": "invariant", "V": "varying", "P": "partial"}
 DUALS: Mapping[Kind, Kind] = {"R": "P", "I": "I", "V": "V", "P": "R"}
 """What the gradient of a tensor of each type is."""
 
@@ -50,64 +49,3 @@ class Type(NamedTuple):
 
 
 R, I, V, P = (Type(kind) for kind in KINDS)
-
-
-class Cast(NamedTuple):
-    """What makes a tensor of type `target` of one of type `source`, over R ranks. `call` is tplab's name for it, `y` is
-    what the rank at index i gets, and `sends` is what travels: a collective, or "nothing"."""
-
-    source: Kind
-    target: Kind
-    call: str
-    y: str
-    sends: str
-
-    @property
-    def backward(self) -> Cast:
-        """The cast that its backward pass is."""
-        return CASTS[DUALS[self.target], DUALS[self.source]]
-
-
-def _casts(*casts: Cast) -> dict[tuple[Kind, Kind], Cast]:
-    return {(cast.source, cast.target): cast for cast in casts}
-
-
-CASTS: Mapping[tuple[Kind, Kind], Cast] = _casts(
-    Cast("R", "R", "x", "x", "nothing"),
-    Cast("R", "I", 'all_reduce(x, axis, "mean")', "x", "all_reduce"),
-    Cast("R", "V", "piece(x)", "piece i of x", "nothing"),
-    Cast("R", "P", "x / R", "x / R", "nothing"),
-    Cast("I", "R", "copy_to(x, axis)", "x", "nothing"),
-    Cast("I", "I", "x", "x", "nothing"),
-    Cast("I", "V", "scatter_to(x, axis, dim)", "piece i of x", "nothing"),
-    Cast("I", "P", "copy_to(x, axis) / R", "x / R", "nothing"),
-    Cast("V", "R", "all_gather(x, axis, dim)", "x_0 | x_1 | ...", "all_gather"),
-    Cast("V", "I", "gather_from(x, axis, dim)", "x_0 | x_1 | ...", "all_gather"),
-    Cast("V", "V", "all_to_all(x, axis)", "piece i of x_0 | piece i of x_1 | ...", "all_to_all"),
-    Cast("V", "P", "among_zeros(x)", "zeros but for piece i, which is x", "nothing"),
-    Cast("P", "R", "copy_to(all_reduce(x, axis), axis)", "sum_j x_j", "all_reduce"),
-    Cast("P", "I", "all_reduce(x, axis)", "sum_j x_j", "all_reduce"),
-    Cast("P", "V", "reduce_scatter(x, axis, dim)", "piece i of sum_j x_j", "reduce_scatter"),
-    Cast("P", "P", "x", "x", "nothing"),
-)
-"""The cast from each type to each other. Along one axis; x / R is one of several that have this type: any shares that
-add up to one would do, such as x on one rank and zeros elsewhere."""
-
-
-def table() -> str:
-    """The casts as a table in Markdown, one row for each type that is taken."""
-    head = "| from \\ to | " + " | ".join(f"**{kind}** {NAMES[kind]}" for kind in KINDS) + " |"
-    lines = [head, "|---" * (len(KINDS) + 1) + "|"]
-    for source in KINDS:
-        cells = [_cell(CASTS[source, target]) for target in KINDS]
-        lines.append(f"| **{source}** {NAMES[source]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(cast: Cast) -> str:
-    if cast.call == "x":
-        return "as it is"
-    back = cast.backward
-    sends = "sends nothing" if cast.sends == "nothing" else f"sends one {cast.sends}"
-    backward = f"{back.source} → {back.target}" + ("" if back.sends == "nothing" else f", one {back.sends}")
-    return f"`{cast.call}`<br>{sends}<br>*backward* {backward}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.forward import of_parts
-from tplab.checking.gaps import farthest, gap, gaps
+from tplab.checking.gaps import farthest, gap, gaps, largest, shown
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
@@ -27,7 +27,7 @@ def skipped(facts: Facts) -> Found:
         rank, got = next(iter(wrong.items()))
         words = f"before this step, rank {rank} has skipped {got} updates and the reference {should}"
         line = facts.line_of_script("skipped") or facts.reference.seen[0].lines["skipped"]
-        yield facts.fault("optimizer", "skipped updates", words, None, line, "", ranks=list(wrong))
+        yield facts.fault("optimizer", words, line, names=["skipped updates"], ranks=wrong)
     elif should:
         yield facts.row("optimizer", None, f"both sides skipped {should} before this step, and these are not compared")
 
@@ -42,7 +42,7 @@ def settings(facts: Facts) -> Found:
                 wrong.setdefault(key, (a, b, set()))[2].add(rank)
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
-        words = facts.sizes.words(factor) if factor else "not the reference's"
+        words = facts.words_of(factor)
         if factor and facts.goes_on:  # that of another step, and no number of ranks
             words = f"{factor:.4g} times the reference's"
         cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
@@ -78,8 +78,8 @@ def settings(facts: Facts) -> Found:
             also = _restored(facts)
             both = replace(repair, words=f"{repair.words}, and {also.words}")
             tried.append(Hypothesis(both, f"{cause}. Its states were not restored either", line, also=(also,)))
-        yield facts.fault("optimizer", key, words, factor, line, "", values=values, ranks=list(ranks), lines=[step],
-                          hypotheses=tried)  # fmt: skip
+        yield facts.fault("optimizer", words, line, names=[key], factor=factor, values=values, ranks=ranks,
+                          lines=[step], hypotheses=tried)  # fmt: skip
     if not wrong:
         yield facts.row("optimizer", True, "its settings are the reference's")
 
@@ -89,9 +89,9 @@ def states(facts: Facts) -> Found:
     wrong: dict[tuple[str, str], dict[int, tuple[np.ndarray, np.ndarray]]] = {}
     for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
-        size = 0.0 if gradient is None else float(np.abs(gradient).max(initial=0))
+        size = 0.0 if gradient is None else largest(gradient)
         share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
-        slack = 8 * max(share, facts.reference.floor) * np.abs(want).max(initial=0)
+        slack = 8 * max(share, facts.reference.floor) * largest(want)
         if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
             wrong.setdefault((name, key), {})[rank] = got, want
     for at, held in [*wrong.items()]:  # ranks may have zeros that only the rank changes which owns the parameter
@@ -105,7 +105,6 @@ def states(facts: Facts) -> Found:
     if not all("loaded" in one.lines for one in facts.mine):  # some ranks only
         loaded = facts.source.condition(loaded) or loaded
     factor = got / want if want and facts.sizes.named(got / want) else None
-    words = facts.sizes.words(factor) if factor else "not the reference's"
     cause = (
         "settings and gradients are the reference's, but the optimizer's state is not: it was created anew, as when "
         "training is resumed on only one rank, or it was updated more than once in a step"
@@ -125,8 +124,8 @@ def states(facts: Facts) -> Found:
             cause += "save its state_dict() with the weights, and load it before training goes on"
         tried = [_restored(facts)]
     yield facts.fault(
-        "optimizer", key if key == "step" else f"{key} of {name}", words, factor, loaded or step, "",
-        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), lines=[step],
+        "optimizer", facts.words_of(factor), loaded or step, names=[key if key == "step" else f"{key} of {name}"],
+        factor=factor, values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=ranks, lines=[step],
         hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
         seen="settings and gradients are the reference's, but the optimizer's state is not",
     )  # fmt: skip
@@ -144,12 +143,12 @@ def parameters(facts: Facts) -> Found:
     whole, before = reference.parameters(number), {**reference.weights, **reference.parameters(number - 1)}
     wrong: dict[str, set[int]] = {}
     shares: list[float] = []
-    first = (0, 0.0, 0.0)
+    first, values = 0, ("", "")
     for name, rank, mine, got, want, place in facts.pieces("parameters", whole):
         far = gaps(got, want) > place.take(reference.slack_of_parameter(name, number))
         if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
             if not wrong:
-                first = rank, *farthest(got[far], want[far])
+                first, values = rank, shown(got[far], want[far], rank)
             wrong.setdefault(name, set()).add(rank)
             start = place.take(before[name])
             moved, should = got.astype(np.float64) - start, want - start
@@ -174,7 +173,6 @@ def parameters(facts: Facts) -> Found:
         words = f"the update is {facts.sizes.words(factor)}"
     elif len(ranks) < facts.num_ranks:
         cause = "ranks that hold copies have updated them differently"
-    rank, got, want = first
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, and no optimizer updates it"
         seen = "no optimizer has it: the script itself writes it, as with a moving average"
@@ -182,8 +180,8 @@ def parameters(facts: Facts) -> Found:
             "the script itself writes it, as with a moving average or a copy in another precision, and ranks write "
             "different values: write it once every rank has the new parameters, from the same ones on all ranks"
         )
-        mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == rank)
-        after = [facts.mine[rank].lines.get(f"parameter {mine}", line)]
+        mine = next(mine for at, mine, _ in facts.holders(names[0]) if at == first)
+        after = [facts.mine[first].lines.get(f"parameter {mine}", line)]
     owners = {mine: min({at for at, _, _ in facts.holders(name)} - wrong[name], default=-1)
               for name in names for _, mine, _ in facts.holders(name)}  # fmt: skip
     hypotheses = []
@@ -197,9 +195,8 @@ def parameters(facts: Facts) -> Found:
         hypotheses.append(Hypothesis(repair, cause, after[0]))
     hypotheses += _of_whole_tensors(facts, names)
     yield facts.fault(
-        "parameters", names[0], words, factor, after[0] if after else line, "",
-        values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=list(ranks), others=names[1:], lines=[line],
-        hypotheses=hypotheses, seen=seen,
+        "parameters", words, after[0] if after else line, names=names, factor=factor, values=values, ranks=ranks,
+        lines=[line], hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
 
 
@@ -242,13 +239,11 @@ def buffers(facts: Facts) -> Found:
     wrong: dict[str, tuple[tuple[str, str], list[int]]] = {}
     for name in moving:
         want = whole[name].values
-        slack = 16 * facts.reference.floor * float(np.abs(want).max(initial=0))
+        slack = 16 * facts.reference.floor * largest(want)
         slack = max(slack, TIMES * facts.reference.moved("buffers", name, facts.number))
         held = {rank: step.buffers[name].values for rank, step in enumerate(facts.mine) if name in step.buffers}
         if ranks := [rank for rank, x in held.items() if x.shape == want.shape and gap(x, want) > slack]:
-            got, wanted = farthest(held[ranks[0]], want)
-            values = f"{got:.6g} on rank {ranks[0]}", f"{wanted:.6g}"
-            wrong[name] = values, ranks
+            wrong[name] = shown(held[ranks[0]], want, ranks[0]), ranks
     if wrong:
         cause = (
             "the buffer is computed from each rank's own samples: combine over ranks what it is computed from, a sum "
@@ -256,8 +251,8 @@ def buffers(facts: Facts) -> Found:
             "rank 0's, and only if broadcast_buffers is True"
         )
         changed = {line: place for place, line in enumerate(facts.mine[0].lines)}
-        first, *others = sorted(wrong, key=lambda name: changed.get(f"buffer {name}", len(changed)))
-        values, ranks = wrong[first]
+        names = sorted(wrong, key=lambda name: changed.get(f"buffer {name}", len(changed)))
+        first, (values, ranks) = names[0], wrong[names[0]]
         flag = facts.line_of_script("no broadcast") or facts.line_of_script("wrapped")
         lines = [flag, facts.line("forward"), facts.line("step")]
         where = facts.line(f"buffer {first}") or flag or lines[1]
@@ -268,8 +263,8 @@ def buffers(facts: Facts) -> Found:
         op = facts.trails.first_wrong(held) if facts.trails else None
         hypotheses = of_parts(facts, facts.trails, op, held) if facts.trails and op else ()
         yield facts.fault(
-            "buffers", first, "not the reference's", None, where, "", values=values, ranks=ranks, others=others,
-            lines=lines, hypotheses=[Hypothesis(repair, cause, where), *hypotheses],
+            "buffers", "not the reference's", where, names=names, values=values, ranks=ranks, lines=lines,
+            hypotheses=[Hypothesis(repair, cause, where), *hypotheses],
         )  # fmt: skip
         return
     if moving:

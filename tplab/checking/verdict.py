@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tplab.checking.observed import Observed, axis_sets, fitted, largest, observed
+from tplab.checking.gaps import largest
+from tplab.checking.observed import Observed, axis_sets, fitted, observed
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.units import ranks_text

@@ -43,7 +43,7 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
     on = f"on {counted(num_ranks, 'rank')} with {num_parts} parts each"
     found = [grads for grads, _ in per_rank]
     if any(grad is None for grads in found for grad in grads):
-        refuse(": some parameters have no gradient. Call loss.backward() for each batch.")
+        refuse(": some parameters have no gradient. Call loss.backward() for each part.")
     got, best, title = found[-1][0].numpy(force=True), want[0].numpy(), f"your gradient, rank {num_ranks - 1}"
     if wrong := _wrong_gradient(found, want, (num_ranks, num_parts)):
         refuse(f": {wrong.format(on=on)}", beside(title, got, best, differs(got, best)))
@@ -85,18 +85,18 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
         known = {
             "DDP takes the mean over the ranks: what divides by their number a second time?": 1 / counts[0],
             "This is their sum over the ranks, and not their mean.": counts[0],
-            "Each backward() adds to what is there: divide each loss by the number of batches.": counts[1],
+            "Each backward() adds to what is there: divide each loss by the number of parts.": counts[1],
         }
         known = {text: by for text, by in known.items() if by != 1}
         why = hint(factor, known, "What is each loss divided by, and does anything scale the gradients later?", 1e-5)
         return f"the gradients are {factor:.4g} times as large as they should be {{on}}.\n{why}"
-    places = range(counts[1])
-    for some in (*([place] for place in places), *(places[start:] for start in places[1:-1])):
-        alone = _expected(counts[0], some)
-        if all(torch.allclose(got * one[0, 0], one * got[0, 0]) for got, one in zip(first[:1], alone)):
-            said = listed(f"batches[{place}]" for place in some)
-            return f"the gradients are not right {{on}}.\nThey are those of {said} alone, or a multiple of them."
-    return "the gradients are not those of the mean loss over all batches {on}."
+    alone = torch.stack([_expected(counts[0], [place])[0].flatten() for place in range(counts[1])], 1)
+    got = first[0].double().flatten()
+    weights = torch.linalg.lstsq(alone, got).solution
+    if not torch.allclose(alone @ weights, got, rtol=1e-5):
+        return "the gradients are not those of the mean loss over all parts {on}."
+    times = listed(f"{weight + 0:.3g}" for weight in (weights * counts[1]).round(decimals=6).tolist())
+    return f"the gradients are not right {{on}}.\nEach part should count once. Instead, they count {times} times."
 
 
 def _accumulated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import traitlets
@@ -91,8 +92,8 @@ def memory_timeline(
                mappings, one per rank. For several runs, {title: either of these}
     rank       the rank to show first
     Times are those of the run's clock. If computing takes no time on it, the axis counts operations instead.
-    Raises ValueError if the meshes differ in size, or if a prediction has an unknown run or kind, or the wrong number
-    of ranks.
+    Raises ValueError if the meshes differ in size, or if a prediction has an unknown run or kind, the wrong number of
+    ranks, or an amount that is negative or not finite.
     """
     memories = dict(memory) if isinstance(memory, Mapping) else {"": memory}
     check_shown(memories.values(), Memory)
@@ -114,6 +115,8 @@ def _per_rank(predicted: Any, num_ranks: int) -> list[layout.Predicted]:
     for kinds in listed:
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ValueError(f"predicted has {unknown[0]!r}; kinds of memory are {', '.join(KINDS)}")
+        if wrong := [f"{bytes} of {kind}" for kind, bytes in kinds.items() if not 0 <= bytes < inf]:
+            raise ValueError(f"predicted has {wrong[0]}; give bytes, a number from 0 upwards")
     return listed
 
 

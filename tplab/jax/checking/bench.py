@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.checking.gaps import largest
 from tplab.checking.same_model import Finding
 from tplab.jax.checking.repairs import Repairs
 from tplab.jax.checking.tape import Repair, Tape
@@ -83,5 +84,5 @@ class Bench:
 
 
 def _noise(x: np.ndarray, y: np.ndarray) -> float:
-    size = float(np.abs(x).max(initial=0)) if x.dtype.kind == "f" else 0.0
-    return float(np.abs(x - y).max(initial=0)) / size if size and np.isfinite(size) else 0.0
+    size = largest(x) if x.dtype.kind == "f" else 0.0
+    return largest(x - y) / size if size and np.isfinite(size) else 0.0

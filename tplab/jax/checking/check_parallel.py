@@ -88,7 +88,7 @@ def check_parallel(
     comparison = Check(mesh, _rounding(params, inputs), layouts, spec_of_each)
     comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
-    notes = [perturbed(changed)] if changed else []
+    comparison.notes += [perturbed(changed)] if changed else []
     comparison.compare(
         theirs,
         ours,
@@ -101,7 +101,7 @@ def check_parallel(
     )
     if (first := comparison.first_wrong) is not None and first.mistake not in FACTS:
         _look_for_the_cause(first, theirs, ours, comparison)
-    return comparison.report(theirs.order, notes)
+    return comparison.report(theirs.order)
 
 
 class _Side:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap, near
+from tplab.checking.gaps import gap, largest, near
 from tplab.checking.observed import Observed, axis_sets, every_way
 from tplab.checking.trail import reached
 from tplab.checking.verdict import label
-from tplab.jax.checking.tape import Node, Source, entries
+from tplab.jax.checking.tape import Node, Source
 from tplab.lines import line_text
 from tplab.mesh import Mesh
-from tplab.sharding import P
+from tplab.sharding import P, names_in
 
 Axes = tuple[str, ...]
 SUMS = ("psum", "psum_invariant")
@@ -71,11 +71,11 @@ class Departure:
             is_whole = x.ndim == len(self.axes) + whole.ndim
             devices = x.reshape(self.mesh.size, *x.shape[len(self.axes) :])
             return every_way(devices, whole, self.mesh, tolerance) if is_whole else None
-        size = float(np.abs(whole).max(initial=0)) if whole.dtype != bool else 1.0
+        size = largest(whole) if whole.dtype != bool else 1.0
         return [Observed("equal")] * (gap(x, whole) <= tolerance * size) if x.shape == whole.shape else None
 
     def _fits(self, one: Observed, spec: Any) -> bool:
-        cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in entries(spec)]
+        cut = [tuple(name for name in entry if self.axes[name] > 1) for entry in map(names_in, spec)]
         while cut and not cut[-1]:
             cut.pop()
         return one.is_right and one.layout.spec == P(*cut)
@@ -149,8 +149,8 @@ class Departure:
         """f where a value is f times the reference's, whole or in pieces; None for 1."""
         x, node = self.values[source[0]][source[1]], self.nodes[source[0]]
         for whole, tolerance in self._references(source):
-            size = float(np.abs(whole).max(initial=0)) if x.dtype.kind == "f" else 0.0
-            ratio = float(np.abs(x).max(initial=0)) / size if size else 1.0
+            size = largest(whole) if x.dtype.kind == "f" else 0.0
+            ratio = largest(x) / size if size else 1.0
             if ratio and abs(ratio - 1) > 1e-2 and np.isfinite(ratio):
                 types = self._types_of(x / ratio, whole, max(tolerance, 1e-4), node.is_inside)
                 if any(one.is_right for one in types or ()):

@@ -13,9 +13,10 @@ from tplab.checking.gaps import near
 from tplab.checking.observed import Observed, axis_sets
 from tplab.checking.verdict import label
 from tplab.jax.checking.departure import SUMS, Axes, Departure
-from tplab.jax.checking.tape import Repair, Site, Source, entries
+from tplab.jax.checking.tape import Repair, Site, Source
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.layout import layouts_for
+from tplab.sharding import names_in
 
 MOST_PLACES = 3
 
@@ -237,7 +238,7 @@ class Repairs(Departure):
             layout = next(iter(layouts_for(whole.shape, [local] * self.mesh.size, self.mesh)), None)
             if layout is None:
                 continue
-            cut = [*entries(layout.spec), *[()] * whole.ndim][: whole.ndim]
+            cut = [*map(names_in, layout.spec), *[()] * whole.ndim][: whole.ndim]
 
             def becomes(_: Any, y: Any, whole: Any = whole, cut: Any = cut) -> Any:
                 start = []

@@ -12,10 +12,10 @@ import numpy as np
 
 from tplab.checking.causes import Sizes
 from tplab.checking.comparison import nudged
-from tplab.checking.gaps import gap
-from tplab.checking.observed import factor_between
-from tplab.checking.same_model import Finding, Row, SameModel, What, cannot_tell, could_not_run, named
-from tplab.checking.verdict import EPSILON, Rounding, coarsest
+from tplab.checking.gaps import gap, largest
+from tplab.checking.observed import Way, factor_between, first_fit
+from tplab.checking.same_model import NOT_FINITE, Finding, Row, SameModel, What, cannot_tell, could_not_run, named
+from tplab.checking.verdict import EPSILON, NEITHER, Rounding, coarsest
 from tplab.jax.checking.bench import Bench
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
@@ -99,20 +99,21 @@ def same_model(
             tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
             return replace(finding, tried=(tried,))
 
-    rounding = Rounding.of(_sizes(args, dtype), [])
+    floats = [x for x in jax.tree.leaves(args) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    rounding = Rounding.of([(dtype, np.shape(x)) for x in floats], [])
     comparison = _Comparison(args, others, mesh, rounding, in_full)
     has_ranks = any(eqn.primitive.name == "shard_map" for eqn, _ in equations_of(jaxpr))
     return comparison.report(got, want, again, has_ranks, about)
 
 
 class _Result(NamedTuple):
-    """One array that a step returned: its place among all, its path, its values, and each device's copy or piece, with
+    """One array that a step returned: its place among all, its path, its values, and each device's copy or piece, after
     its index in the whole."""
 
     place: int
     path: str
     whole: np.ndarray
-    pieces: list[tuple[int, Any, np.ndarray]]
+    pieces: list[tuple[Any, np.ndarray]]
 
 
 class _Comparison:
@@ -143,20 +144,19 @@ class _Comparison:
             what, before = self._what(ours, theirs)
             base = self.params[before] if before else 0.0
             values = theirs.whole - base
-            size = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(initial=0)) or 1.0
+            size = largest(values[np.isfinite(values)]) or 1.0
             bases = [given[before] if before else 0.0 for given in self.others]
             own = max(gap(one.whole - at, values) for one, at in zip(moved, bases, strict=True)) / size
             tolerance = max(self.slack, 8 * own)
             if own > MOST_OWN:
                 noisy.append(_name(ours.path))
                 continue
-            pieces = [(piece - _at(base, index), _at(values, index)) for _, index, piece in ours.pieces]
+            pieces = [(piece - _at(base, index), _at(values, index)) for index, piece in ours.pieces]
             far = max((gap(piece, right) for piece, right in pieces), default=0.0) / size
             seen.setdefault(what, []).append((far, tolerance))
             if far > tolerance:
-                wrong[ours.place] = self._judged(what, ours, values, base, tolerance * size)
-        first = min(wrong.values(), default=None,
-                    key=lambda one: (one.text_of_factor != NOT_FINITE, ORDER.index(one.what)))  # fmt: skip
+                wrong[ours.place] = self._judged(what, ours, pieces, tolerance * size, size)
+        first = min(wrong.values(), default=None, key=lambda one: (not one.is_not_finite, ORDER.index(one.what)))
         findings = [self._finding(first, wrong)] if first else []
         rows = [Row(what, 0, None, _WHOLE) for what in ("weights", "samples")]
         for what in ORDER:
@@ -182,29 +182,27 @@ class _Comparison:
             what = "parameters" if before else "log" if theirs.whole.shape else "loss"
         return what, before if what == "parameters" else ""
 
-    def _judged(self, what: What, ours: _Result, want: np.ndarray, base: Any, slack: float) -> Finding:
-        """What a wrong result is to the right one."""
-        pieces = [(rank, piece - _at(base, index), _at(want, index)) for rank, index, piece in ours.pieces]
-        bad = tuple(rank for rank, piece, right in pieces if gap(piece, right) > slack)
-        size = float(np.abs(want).max(initial=0)) or 1.0
-        text, factor = "neither a multiple of the reference nor parts of it", None
-        copies: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}  # by their place in the whole
-        for (_, piece, right), (_, index, _) in zip(pieces, ours.pieces):
-            copies.setdefault(str(index), []).append((piece, right))
-        if not all(np.isfinite(piece).all() or not np.isfinite(right).all() for _, piece, right in pieces):
-            text = NOT_FINITE
-        elif any(gap(piece, same[0][0]) > slack for same in copies.values() for piece, _ in same):
-            text = "its own part on each device"
-            sums = [(np.sum([piece for piece, _ in same], 0), same[0][1], len(same)) for same in copies.values()]
-            if all(gap(total, right) <= slack for total, right, _ in sums):
-                text += "; their sum is the reference's"
-            elif all(gap(total / count, right) <= slack for total, right, count in sums):
-                text += "; their mean is the reference's"
-        elif times := factor_between([(piece, right) for _, piece, right in pieces], max(4 * slack, 1e-3 * size)):
-            text, factor = (self.sizes.words(times), times) if abs(times - 1) > 1e-3 else (text, None)
+    def _judged(
+        self, what: What, ours: _Result, pieces: list[tuple[np.ndarray, np.ndarray]], slack: float, size: float
+    ) -> Finding:
+        """What a wrong result is to the right one. pieces: what each device has, and what it should have"""
+        got, right = (dict(enumerate(some)) for some in zip(*pieces, strict=True))
+        bad = tuple(rank for rank in got if gap(got[rank], right[rank]) > slack)
+        copies: dict[str, list[int]] = {}  # by their place in the whole
+        for rank, (index, _) in enumerate(ours.pieces):
+            copies.setdefault(str(index), []).append(rank)
+        groups, text, factor = [*copies.values()], NEITHER, None
+        if not all(np.isfinite(x).all() or not np.isfinite(want).all() for x, want in pieces):
+            text = f"{NOT_FINITE} on the mesh, as it is on one device"
+        elif any(gap(got[rank], got[group[0]]) > slack for group in groups for rank in group):
+            found = first_fit(got, [Way(right, [((), groups)])], slack)
+            total = found.factor if found is not None and found.is_partial else 0.0
+            how = {1.0: "sum", float(len(groups[0])): "mean"}.get(total, "")
+            text = "its own part on each device" + f"; their {how} is the reference's" * bool(how)
+        elif (times := factor_between(pieces, max(4 * slack, 1e-3 * size))) and abs(times - 1) > 1e-3:
+            text, factor = self.sizes.words(times), times
         whose = () if len(bad) == len(pieces) else bad
-        _, got, expected = pieces[0]
-        return Finding(what, _name(ours.path), 0, text, factor, got=_about(got), want=_about(expected), ranks=whose)
+        return Finding(what, _name(ours.path), 0, text, factor, got=_about(got[0]), want=_about(right[0]), ranks=whose)
 
     def _finding(self, first: Finding, wrong: Mapping[int, Finding]) -> Finding:
         alike = {place: one for place, one in wrong.items() if one.what == first.what}
@@ -222,7 +220,6 @@ class _Comparison:
         return Row(what, 0, True, f"{measured}; {len(gaps)} compared")
 
 
-NOT_FINITE = "not finite on the mesh, as it is on one device"
 _WHOLE = "not tested: arguments are whole arrays, of which XLA gives each device its piece"
 
 
@@ -234,8 +231,7 @@ def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
             continue
         leaf = jnp.asarray(leaf)
         shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
-        ranks = {shard.device: rank for rank, shard in enumerate(shards)}
-        pieces = [(ranks[shard.device], shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
+        pieces = [(shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
         found.append(_Result(place, jax.tree_util.keystr(path), np.asarray(leaf, np.float64), pieces))
     return found
 
@@ -256,12 +252,6 @@ def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
         return nudged(leaf, epsilon, draw).astype(leaf.dtype) if is_number else leaf
 
     return [jax.tree.map(other, arg) for arg in args]
-
-
-def _sizes(args: Sequence[Any], dtype: str) -> Iterator[tuple[str, Sequence[int]]]:
-    for leaf in jax.tree.leaves(list(args)):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            yield dtype, np.shape(leaf)
 
 
 def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:

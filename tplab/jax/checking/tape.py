@@ -13,6 +13,7 @@ from jax import lax
 
 from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, opened, own_frames
+from tplab.sharding import names_in
 
 Source = tuple[int, int]
 """A node, and which of its results."""
@@ -214,13 +215,9 @@ def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def entries(spec: Any) -> list[tuple[str, ...]]:
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-
-
 def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
     """Each device's piece: the axes of the mesh are the first dims."""
-    x, names, shape, where = jnp.asarray(x), entries(spec), list[int](), dict[str, int]()
+    x, names, shape, where = jnp.asarray(x), [*map(names_in, spec)], list[int](), dict[str, int]()
     local = []
     for size, entry in zip(x.shape, [*names, *[()] * (x.ndim - len(names))]):
         for name in entry:
@@ -235,7 +232,7 @@ def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
 
 def _joined(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
     """The whole that out_specs make of the pieces: the first copy, where a spec says that there are copies."""
-    names = entries(spec)
+    names = [*map(names_in, spec)]
     cut = [name for entry in names for name in entry]
     x = x[tuple(slice(None) if name in cut else 0 for name in axes)]
     left = [name for name in axes if name in cut]

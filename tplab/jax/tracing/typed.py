@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from tplab.checking.source import beginning
 from tplab.checking.steps import Dims, How, Step
-from tplab.checking.typed import OnAxes, Types, Typing, lines_of, statement
+from tplab.checking.typed import OnAxes, Types, Typing, lines_of, of_spec
 from tplab.checking.types import I, R, Type
 from tplab.jax.private import scan_sizes, varying_axes_of
 from tplab.jax.ranks.program import Compiled
@@ -32,14 +33,12 @@ def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
     arguments = []
     names = decisions.names(compiled.names)
     for variable, name, (spec, is_given) in zip(jaxpr.invars, names, decisions.inputs, strict=True):
-        number = typist.given(variable.aval, _of_spec(spec, typist.axes), not is_given)
+        number = typist.given(variable.aval, of_spec(spec, typist.axes), not is_given)
         arguments.append((name, number))
     results = typist.follow(jaxpr, [], [number for _, number in arguments])
     paths = [path for path, _ in jax.tree.flatten_with_path(compiled.structure.unflatten(results))[0]]
     is_joined = program.out_specs is not None
     typing = typist.typing
-    code = getattr(fn, "__code__", None)
-    first = None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
     return Types(
         f"{program.title} on {mesh}",
         lines_of(typist.steps, typing),
@@ -49,15 +48,9 @@ def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
             for path, number in zip(paths, results, strict=True)
         ],
         typing.faults,
-        first=first,
+        first=beginning(fn),
         casts=typing.casts,
     )
-
-
-def _of_spec(spec: Any, axes: Sequence[str]) -> OnAxes:
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    dims = {name: dim for dim, entry in enumerate(entries) for name in entry}
-    return {axis: Type("V", dims[axis]) if axis in dims else I for axis in axes}
 
 
 class _Typist:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.gaps import is_constant
 from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
@@ -104,23 +105,23 @@ def check_parallel(
     check.look_for_the_cause()
     if check.is_training:
         check.rows += mask_rows(check.ours.masks(), check.theirs.masks()[0], mesh)
-    return check.comparison.report(theirs.order, check.notes)
+    return check.report(theirs.order)
 
 
-class _Check:
+class _Check(Check):
     """The two sides, and what has been found so far."""
 
     def __init__(self, ours: Side, theirs: Side, specs: Mapping[str, P | Layout]):
         whole = theirs.reference
-        self.ours, self.theirs, self.mesh, self.specs, self.rename = ours, theirs, ours.mesh, specs, ours.rename
+        self.ours, self.theirs, self.specs, self.rename = ours, theirs, specs, ours.rename
         self.whole = dict(whole.named_parameters(remove_duplicate=False))
+        self.is_wrong, self.is_training = set[str](), False
         everything = [x for x in (*ours.inputs, *ours.kwargs.values()) if isinstance(x, Tensor)]
         rounding = Rounding.of(
             [(dtype_name(p.dtype), p.shape) for p in whole.parameters()],
             [(x.shape, x.is_floating_point()) for x in everything],
         )
-        self.comparison = Check(ours.mesh, rounding, {}, ours.in_specs)
-        self.rows, self.notes, self.is_wrong, self.is_training = self.comparison.rows, list[str](), set[str](), False
+        super().__init__(ours.mesh, rounding, {}, ours.in_specs)
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -137,19 +138,22 @@ class _Check:
         self.same = {self.rename(name): self.rename(other) for name, other in first.same.items()}
         self.is_training = any(rank.is_training for rank in told)
         found, likely = dict[str, Layout](), set[str]()
-        for name, parameter in sorted(self.whole.items(), key=lambda item: _is_constant(item[1])):
-            pieces, values = [rank.get(name) for rank in held], to_numpy(parameter)
+        wholes = {name: to_numpy(parameter) for name, parameter in self.whole.items()}
+        for name, values in sorted(wholes.items(), key=lambda item: is_constant(item[1])):
+            pieces = [rank.get(name) for rank in held]
             if any(piece is None for piece in pieces):
                 self._add_value(name, values.shape, Layout(), _absent(pieces))
                 continue
-            layout = layouts.get(name) or self.comparison.layout_of(values, pieces, likely) or Layout()
-            verdict = judge(pieces, values, layout, self.mesh, Rounding(dtype_name(parameter.dtype)), what="value")
+            layout = layouts.get(name) or self.layout_of(values, pieces, likely) or Layout()
+            verdict = judge(
+                pieces, values, layout, self.mesh, Rounding(dtype_name(self.whole[name].dtype)), what="value"
+            )
             if not verdict.ok:
                 words = f"not the reference's values to begin with: {verdict.words}"
                 self._add_value(name, values.shape, layout, verdict._replace(words=words))
             found[name] = layout
             likely |= set(layout.spec.axis_names)  # zeros, which come last, do not tell two axes of one size apart
-        self.comparison.layouts = {name: found[name] for name in self.whole if name in found}
+        self.layouts = {name: found[name] for name in self.whole if name in found}
         for name in sorted(set(held[0]) - set(self.whole)):
             words = "the reference has no such parameter; names= says what it is called there"
             self._add_value(name, held[0][name].shape, Layout(), Verdict(False, np.inf, 0.0, words, "missing"))
@@ -168,7 +172,7 @@ class _Check:
             noise = noise_for(name, to_numpy(parameter))
             if noise is not None:
                 self.theirs.changes[name] = Layout(), noise
-                self.ours.changes[name] = self.comparison.layouts[name], noise
+                self.ours.changes[name] = self.layouts[name], noise
         if self.theirs.changes:
             self.notes.append(perturbed(list(self.theirs.changes)))
 
@@ -178,14 +182,14 @@ class _Check:
         """Add rows for outputs, loss, gradients, and parameters after a step."""
         values = {name: to_numpy(p) + self._noise(name) for name, p in self.whole.items()}
         inputs = {f"input {index}": x for index, x in enumerate(self.theirs.inputs) if isinstance(x, Tensor)}
-        self.comparison.addends = {name: x for name, x in values.items() if x.ndim == 1} | {
+        self.addends = {name: x for name, x in values.items() if x.ndim == 1} | {
             name: to_numpy(x) for name, x in inputs.items() if x.is_floating_point() and x.dim()
         }
-        for name in self.comparison.layouts:
-            twins = [n for n in self.comparison.layouts if n != name and self.whole[n] is self.whole[name]]
+        for name in self.layouts:
+            twins = [n for n in self.layouts if n != name and self.whole[n] is self.whole[name]]
             if apart := [n for n in twins if self.same[n] != self.same[name]]:
-                self.comparison.apart[name] = apart
-        self.comparison.compare(
+                self.apart[name] = apart
+        self.compare(
             self.theirs,
             self.ours,
             self._again(),
@@ -257,38 +261,38 @@ class _Check:
     def look_for_the_cause(self) -> None:
         """Where outputs are wrong, find the innermost module whose output is wrong, and the repair with which a new run
         is right."""
-        if self.comparison.first_wrong is None:
+        if self.first_wrong is None:
             return
         (reference,), told = self.theirs.ask(look_inside), self.ours.ask(look_inside)
         again = list(each_that_answers(self._again(), lambda side: side.ask(look_inside)))
-        search = Search(reference, told, again, self.comparison)
+        search = Search(reference, told, again, self)
         culprit = search.culprit()
         if culprit.row is not None:
             index = next(index for index, one in enumerate(self.rows) if one.kind in ("output", "loss"))
             self.rows.insert(index, culprit.row)
-        first = self.comparison.first_wrong
+        first = self.first_wrong
         row_sum = next((rank.row_sum for rank in told if rank.row_sum), 0)
         if row_sum and not reference.row_sum:
-            self.comparison.enter(first, f"rows of attention weights inside of it add up to {row_sum}", "softmax")
+            self.enter(first, f"rows of attention weights inside of it add up to {row_sum}", "softmax")
         if first.mistake in FACTS:
             return
         trials = self._forward_trials(culprit, first, reference, told)
-        unknown = self.comparison.prove(first, trials, lambda trial: self._makes_right(trial, culprit, search))
+        unknown = self.prove(first, trials, lambda trial: self._makes_right(trial, culprit, search))
         if not unknown or self._cut_again(search):
             return
         given = search.judged(told, "inputs", culprit.name)
         is_given = culprit.is_given or (culprit.row is not None and not (given and given[1].ok))
-        self.comparison.enter(first, unknown if is_given else f"what goes in is right; {unknown}")
+        self.enter(first, unknown if is_given else f"what goes in is right; {unknown}")
 
     def _forward_trials(
         self, culprit: Culprit, first: Row, reference: Inside, told: Sequence[Inside]
     ) -> Iterator[Trial]:
         """What to try where an output is wrong."""
-        addend = culprit.addend if culprit.row else self.comparison.added.get(first.name)
+        addend = culprit.addend if culprit.row else self.added.get(first.name)
         kind = "given" if culprit.is_given else "exit"
-        yield from self.comparison.additions(first, addend, culprit.name, kind)
+        yield from self.additions(first, addend, culprit.name, kind)
         yield from of_reductions(told[0].reductions.get(culprit.inside, ()), first.words)
-        yield from self.comparison.scores(reference.scores, [rank.scores for rank in told])
+        yield from self.scores(reference.scores, [rank.scores for rank in told])
 
     def _makes_right(self, trial: Trial, culprit: Culprit, search: Search) -> str:
         """What is right with a trial: all outputs, or the one that was first wrong."""
@@ -305,10 +309,10 @@ class _Check:
 
     def _cut_again(self, search: Search) -> bool:
         """Try whether outputs are right once a fused weight, cut in one piece, is cut part by part."""
-        if self.is_wrong or self.comparison.split:
+        if self.is_wrong or self.split:
             return False
-        whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.comparison.layouts}
-        for cuts, trial in recuts(whole, self.comparison.layouts, self.mesh):
+        whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.layouts}
+        for cuts, trial in recuts(whole, self.layouts, self.mesh):
             if not self._makes_right(trial, Culprit(""), search):
                 continue
             for index, one in enumerate(self.rows):
@@ -324,10 +328,6 @@ class _Check:
 def _brings_a_loss(model: nn.Module, inputs: list[Any], kwargs: dict[str, Any], _: Any) -> bool:
     with torch.no_grad():
         return own_loss(model(*inputs, **kwargs)) is not None
-
-
-def _is_constant(x: Tensor) -> bool:
-    return x.numel() < 2 or bool((x == x.flatten()[0]).all())
 
 
 def _absent(pieces: Sequence[Any]) -> Verdict:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tplab.checking.addend import Addend
 from tplab.checking.comparison import Comparison
-from tplab.checking.observed import agree, largest
+from tplab.checking.gaps import largest
+from tplab.checking.observed import agree
 from tplab.checking.report import Row
 from tplab.checking.tried import Reduction
 from tplab.checking.verdict import NEITHER, Verdict

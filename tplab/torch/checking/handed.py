@@ -21,11 +21,12 @@ class Handed:
 
     is_drawn   whether the samples are handed over where the reference draws its own, all ranks' together: it may draw
                fewer
+    why        they are handed over
     """
 
     def __init__(self, seen: Sequence[Seen]):
         count = min(one.num_steps for one in seen)
-        self.is_drawn = False
+        self.is_drawn, self.why = False, ""
         self._steps = [_Queues([one.steps[number] for one in seen]) for number in range(count)]
 
     @property

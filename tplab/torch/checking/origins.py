@@ -23,13 +23,10 @@ Setting = tuple[float, ...]
 
 
 class Origins:
-    """The lines of one rank at which things were made.
+    """The lines of one rank at which things were made."""
 
-    chain   the code and the line of each of the script's frames, the innermost first
-    """
-
-    def __init__(self, chain: Callable[[], list[tuple[CodeType, str]]]):
-        self._chain, self._loader = chain, ""
+    def __init__(self) -> None:
+        self._loader = ""
         self._drawn: tuple[str, int] = "", 0
         self._lines: dict[int, str] = {}
         self._settings: dict[int, dict[str, tuple[Setting, str]]] = {}
@@ -37,13 +34,12 @@ class Origins:
         self._kept: list[Any] = []  # so that nothing else gets their id
 
     def here(self) -> str:
-        chain = self._chain()
-        return chain[0][1] if chain else ""
+        return next((line for _, line in this_rank().lines.chain()), "")
 
     def make(self, thing: Any) -> None:
         """A thing begins to be made. Its line is the one that calls its class, not one of its own `__init__`."""
         inits = {getattr(vars(kind).get("__init__"), "__code__", None) for kind in type(thing).__mro__}
-        self._lines[id(thing)] = next((line for code, line in self._chain() if code not in inits), "")
+        self._lines[id(thing)] = next((line for code, line in this_rank().lines.chain() if code not in inits), "")
         self._kept.append(thing)
 
     def of(self, thing: Any) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tplab.checking.source import statement
 from tplab.checking.steps import Frame, Step
-from tplab.checking.typed import statement
 from tplab.torch.private import base_of, local_of, no_dispatch, phase, pytree
 from tplab.torch.ranks.meter import tensors_in, traits_of
 from tplab.torch.ranks.rank import Call, Rank, this_rank

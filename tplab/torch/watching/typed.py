@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.source import beginning
 from tplab.checking.steps import Frame
-from tplab.checking.typed import OnAxes, Typed, Types, Typing, lines_of, statement
-from tplab.checking.types import Type
+from tplab.checking.typed import OnAxes, Typed, Types, Typing, lines_of, of_spec
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
-from tplab.sharding import P
 from tplab.torch.private import pytree
 from tplab.torch.ranks.arguments import Job, entries_of, spread
 from tplab.torch.ranks.launch import run_on_simulated_ranks
@@ -98,8 +97,6 @@ def types_of(job: Job, logs: Sequence[Log], again: Sequence[Log], why_not: str =
         found.append((typing, log))
     typing, log = found[0]
     title = f"{getattr(fn, '__name__', 'program').replace('<lambda>', 'lambda')} on {mesh}"
-    code = getattr(fn, "__code__", None)
-    first = None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
     left = {one.name: one for one in log.gradients}
     return Types(
         title,
@@ -108,7 +105,7 @@ def types_of(job: Job, logs: Sequence[Log], again: Sequence[Log], why_not: str =
         [typing.of(number, name) for name, number in log.results],
         faults,
         [typing.of(one.gradient, one.name) for one in left.values()],
-        first,
+        beginning(fn),
         f"it could not be run a second time ({why_not}), so tensors may look the same by chance" if why_not else "",
         casts,
     )
@@ -121,15 +118,8 @@ def _given(args: Sequence[Any], in_specs: Any, axes: Sequence[str]) -> list[OnAx
         for leaf, spec in zip(pytree.tree_leaves(arg), spread(entry, arg, "in_specs"), strict=True):
             count = len([*leaf.named_parameters()]) if isinstance(leaf, nn.Module) else 1
             if isinstance(leaf, nn.Module | Tensor | np.ndarray):
-                found += [_of_spec(spec, axes)] * count
+                found += [of_spec(spec, axes)] * count
     return found
-
-
-def _of_spec(spec: P, axes: Sequence[str]) -> OnAxes:
-    dims = {
-        name: dim for dim, entry in enumerate(spec) for name in ([entry] if isinstance(entry, str) else entry or ())
-    }
-    return {axis: Type("V", dims[axis]) if axis in dims else Type("I") for axis in axes}
 
 
 def _looks_equal(

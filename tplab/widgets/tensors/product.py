@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tplab.errors import ShapeError, SpecError
 from tplab.mesh import Mesh
-from tplab.sharding import P, local_shape
+from tplab.sharding import P, local_shape, names_in
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Tensor:
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The mesh axes that split a dim, the slowest first."""
-        entry = self.spec[dim] if dim < len(self.spec) else None
-        return () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return names_in(self.spec[dim]) if dim < len(self.spec) else ()
 
 
 @dataclass(frozen=True)
