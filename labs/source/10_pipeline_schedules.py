@@ -195,9 +195,9 @@ print("ZB-H2:", times(h2))
 gantt(h1, h2)
 
 # %% [markdown]
-# Can the span have no bubble without twice the memory? Yes, if each rank has an early stage *and* a late one. In
-# **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again.
-# **V-Half** uses the same places to keep even fewer microbatches:
+# Can a schedule have no bubble in its span without twice the memory? Yes, if each rank has an early stage *and* a late
+# one. In **ZB-V** rank $r$ has stages $r$ and $2p - 1 - r$, so microbatches go down the ranks and up again. **V-Half**
+# uses the same places to keep even fewer microbatches, but its span has a bubble:
 
 # %%
 down_and_up, half = simulate(zb_v(p, m)), simulate(v_half(p, m))
@@ -236,7 +236,8 @@ for rule in (one_f_one_b, zb_h1, zb_h2, gpipe):
 #
 # ## What it costs
 #
-# $F$, $I$ and $W$ are a rank's share of one microbatch, $B = I + W$, messages are free, and $m$ is a multiple of $p$.
+# $F$, $I$ and $W$ are a rank's share of one microbatch, $B = I + W$, messages are free, and $m$ is a multiple of $p$, at
+# least $2p$. The bubble is that of the makespan, or of the span where the table says so.
 #
 # | schedule | bubble | microbatches kept | messages |
 # |---|---|---|---|
@@ -273,18 +274,18 @@ for name, schedule in rules.items():
 #
 # | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
-# | GPipe | 1,433 ms | 3.1 | 336 |
+# | GPipe | 1,433 ms | 3 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
-# | ZB-H1 | 1,310 ms | 1.3 | 336 |
-# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | ZB-H1 | 1,310 ms | 1.2 | 336 |
+# | ZB-H2 | 1,237 ms | 2.3 | 336 |
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
-# | ZB-V | 1,189 ms | 1.3 | 672 |
+# | ZB-V | 1,189 ms | 1.2 | 672 |
 #
 # The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
-# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
-# They keep about a quarter more, and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows, unless they become too small
+# to keep a GPU busy. GPipe is hardly faster, and keeps three times as much. If the bubble is still large, ZB-V and
+# interleaving with $v = 4$ shorten the step most. They keep about a fifth more, and send at least twice as many messages.
 #
 # [Lab 13](13_pipeline_memory.ipynb) explains why ZB-H1 keeps more bytes than 1F1B.
 
@@ -325,8 +326,8 @@ for number, puzzle in PUZZLES.items():
     print(f"{number}. {puzzle}.")
 
 # %% [markdown]
-# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard, and take
-# extra time.)
+# The answer to puzzle 1 is too slow. Correct it, then solve the others in cells like these. (5 and 6 are hard: allow
+# another half an hour.)
 
 # %%
 def puzzle_1():

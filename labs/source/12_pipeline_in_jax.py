@@ -110,7 +110,7 @@ def pipeline(w, xs):  # w [1, D, D], this rank's own   xs [m, b, D]   ->   [m, b
         y = stage(w[0], x)
         return tj.ppermute(y, "pp", [(i, i + 1) for i in range(last)]), y
 
-    nothing = 0 * stage(w[0], xs[0])  # no message has come yet
+    nothing = 0 * stage(w[0], xs[0])  # zeros that may differ between ranks
     _, ys = jax.lax.scan(tick, nothing, jnp.arange(m + last))
     return tj.all_reduce(jnp.where(r == last, ys[last:], 0), "pp")  # for every rank
 
@@ -131,10 +131,14 @@ print("loss equal:", np.allclose(out.value[0], want_loss, rtol=1e-5))
 print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 
 # %% [markdown]
-# We never wrote a backward pass. The gradient of a message is a message in the other direction, and the same is true of
-# a loop. So `jax.grad` made the backward half of the pipeline. But it runs *after* the scan: all forwards, then all
-# backwards. This cannot be 1F1B. And until then every rank keeps what all $m + p - 1$ ticks left, even those in which it
-# had no microbatch.
+# Why not begin with `jnp.zeros_like(xs[0])`? JAX's types say which values may differ between ranks. Zeros do not, but a
+# message does, and a scan must return the type that it began with. So its zeros come from the stage, or from
+# `jax.lax.pcast(zeros, "pp", to="varying")`.
+#
+# We never wrote a backward pass. The gradient of a message is a message in the other direction, and the gradient of a
+# loop is a loop that runs backwards. So `jax.grad` made the backward half of the pipeline. But it runs *after* the scan:
+# all forwards, then all backwards. This cannot be 1F1B. And until then every rank keeps what all $m + p - 1$ ticks saved
+# for the backward pass, even those in which it had no microbatch.
 
 # %% [markdown]
 # ## Any schedule: a table of actions
@@ -155,7 +159,8 @@ print(np.array(table[:6]))
 # - **F** runs the stage with `jax.vjp` and puts what the backward pass needs into a buffer.
 # - **B** takes it out and computes both gradients. **I** and **W** compute one each.
 #
-# Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them.
+# Two `ppermute`s come *after* the switch, one for each direction, because every rank has to take part in them. Another
+# `lax.switch` leaves them out where no rank has a message.
 
 # %%
 results = {name: train(rule, costs=Costs()) for name, rule in rules.items()}
@@ -167,15 +172,15 @@ for name, result in results.items():
 # %% [markdown]
 # ## See it run
 #
-# In this trace, as in the simulation, each exchange counts as one step. So their agreement only shows that the compiled
-# loop does what the table says.
+# In this trace, as in the simulation, each exchange counts as one step, in both directions at once. Their agreement only
+# shows that the compiled loop does what the table says.
 #
 # **Predict.** Which of the three is best now that an exchange takes as long as a forward?
 #
 # <details><summary>Answer</summary>
 #
-# ZB-H1 takes 52, GPipe 53, and 1F1B 61. ZB-H1 gains because its actions take equal time. It loses because it has more
-# ticks, 27 instead of 22, and an exchange after most of them.
+# ZB-H1 takes 52, GPipe 53, and 1F1B 61. Equal actions save ZB-H1 time, but it has more ticks, 27 instead of 22, and an
+# exchange after most of them.
 #
 # </details>
 
@@ -220,7 +225,7 @@ for cut in ([0, 3, 6, 9, 12], [0, 2, 5, 8, 12]):
 # %% [markdown]
 # ## Turn the knob: activations
 #
-# The same is true of activations. Each bar shows how much a rank keeps at its peak. Every rank must reserve at least as
+# Activations are padded too. Each bar shows how much a rank keeps at its peak. Every rank must reserve at least as
 # much as the fullest one keeps. Which schedule leaves the largest part of that empty?
 
 # %%
@@ -280,7 +285,7 @@ for ranks, num in [(4, 8), (8, 32), (16, 64)]:
 # $B = 2F$ and messages are free, 1F1B takes about a quarter longer than with one program per rank, and GPipe loses
 # nothing. So lock-step is worth it where GPipe's activations fit, or where all actions take equal time.
 #
-# With one program per rank, a schedule can hide messages as long as a forward. Your task is to beat GPipe, in less
+# With one program per rank, a schedule can hide messages that take as long as a forward. Your task is to beat GPipe, in less
 # memory.
 
 # %%
@@ -294,18 +299,18 @@ pipeline_lab("gpipe", transfer=1, task="exchange")
 #
 # | | a step, simulated | bytes kept by the fullest rank | messages |
 # |---|---|---|---|
-# | GPipe | 1,433 ms | 3.1 | 336 |
+# | GPipe | 1,433 ms | 3 | 336 |
 # | 1F1B | 1,457 ms | 1 | 336 |
-# | ZB-H1 | 1,310 ms | 1.3 | 336 |
-# | ZB-H2 | 1,237 ms | 2.4 | 336 |
+# | ZB-H1 | 1,310 ms | 1.2 | 336 |
+# | ZB-H2 | 1,237 ms | 2.3 | 336 |
 # | interleaved, $v = 4$ | 1,220 ms | 1.2 | 1,488 |
-# | ZB-V | 1,189 ms | 1.3 | 672 |
+# | ZB-V | 1,189 ms | 1.2 | 672 |
 #
 # The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 #
-# With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
-# keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
-# They keep about a quarter more, and send at least twice as many messages.
+# With one program per rank, begin with 1F1B and as many microbatches as the batch allows, unless they become too small
+# to keep a GPU busy. GPipe is hardly faster, and keeps three times as much. If the bubble is still large, ZB-V and
+# interleaving with $v = 4$ shorten the step most. They keep about a fifth more, and send at least twice as many messages.
 
 # %% [markdown]
 # With one program for all ranks, 1F1B takes 1,666 ms, GPipe 1,460 ms, and ZB-H1 1,496 ms. So here begin with GPipe, the
@@ -339,8 +344,8 @@ check_pipeline(my_pipeline)
 # %% [markdown]
 # <details><summary>Why is there no error?</summary>
 #
-# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. A compiled program cannot raise an error, so JAX leaves out an
-# update whose index is out of range.
+# The loop has $m + p - 1$ ticks, and `ys` has $m$ rows. JAX does not raise for an index that is out of range:
+# `.at[].set` leaves the update out, and reading takes the nearest row.
 #
 # </details>
 #

@@ -36,7 +36,7 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 
 # %% [markdown]
 # In ZeRO-3, each GPU keeps one piece of the parameters. A step gathers all pieces twice and reduce-scatters the
-# gradients. With $M$ parameters, that is $3M$ numbers of 2 bytes. Each of ZeRO++'s three savings has a bar below.
+# gradients. With $M$ parameters, a GPU receives nearly $3M$ numbers of 2 bytes. Each of ZeRO++'s three savings has a bar below.
 
 # %% tags=["opening-picture"]
 NODES = Mesh(node=2, gpu=4)
@@ -141,15 +141,15 @@ weights = 0.02 * torch.randn(4096, generator=generator)
 weights[700] = 1.0  # the outlier
 
 def errors(block):
-    off = (and_back(weights, 8, block) - weights).abs().reshape(8, -1).amax(1) * 1e6
-    rows = [Row(f"weights {512 * i} to {512 * i + 511}", {"largest error": float(e)},
+    off = (and_back(weights, 8, block) - weights).abs().reshape(8, -1).amax(1) / 0.02
+    rows = [Row(f"weights {512 * i} to {512 * i + 511}", {"largest error": 100 * float(e)},
                 "") for i, e in enumerate(off)]
     scales = tt.quantize(weights, 8, block).num_bytes.scales
     return Bars(rows, f"The scales add {scales:,} bytes to 4,096 bytes of codes.")
 
 by_block = {block: errors(block) for block in (4096, 512, 128, 32)}
 knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=4096,
-     about="in units of 0.000001; a typical weight is 0.02", unit="")
+     about="in percent of a typical weight, 0.02", unit="%")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
@@ -171,7 +171,9 @@ knob("Error of 4,096 weights in 8 bits", "weights per scale", by_block, start=40
 #
 # <details><summary>Answer</summary>
 #
-# Four times. Each hop adds an error in proportion to the sum so far, and the errors of fifteen hops add up.
+# Nearly four times. A hop's error is in proportion to the sum so far. Errors are random, so their squares add up: to
+# $1 + 2 + \dots + 15 = 120$ of those of one rank's numbers, while the square of the sum is that of 16. That is 120/16
+# instead of 1/2, and $\sqrt{15} \approx 4$.
 #
 # </details>
 
@@ -229,9 +231,9 @@ for reduce in (one_level, two_levels):
 #   the second gather stays inside.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
-# Between nodes, counted in 2-byte numbers, $3M$ becomes $\frac12 M$ for the first gather and $\frac14 M$ for the
-# gradients. (tplab's ZeRO-3 already adds up on two levels, so here qgZ saves by its 4 bits only.) The formula gives the
-# trace's bytes:
+# With $N$ nodes, each *node* sends $3M(N-1)/N$ numbers of 2 bytes to others. Now $3M$ becomes $\frac12 M$ for the first
+# gather and $\frac14 M$ for the gradients. (tplab's ZeRO-3 already adds up on two levels, so here qgZ saves by its 4
+# bits only.) The formula gives the trace's bytes, those of one GPU:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share
@@ -352,13 +354,6 @@ by_tokens = {tokens: times(tokens) for tokens in TOKENS}
 knob("A step of 13 billion parameters", "tokens per GPU", by_tokens, start=1024,
      about="64 H100s, modelled; data sheets, and two forecasts", unit="s")
 
-# %%
-print(f"{'tokens per rank that hide all messages':38} ZeRO-3 ZeRO++")
-for where, cluster in CLUSTERS.items():
-    few, most = (round(tokens_to_hide(scheme, cluster, 64), -2)
-                 for scheme in ("ZeRO++", "ZeRO 3"))
-    print(f"{where:38} {most:6,} {few:6,}")
-
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
@@ -370,11 +365,20 @@ for where, cluster in CLUSTERS.items():
 # every GPU, which is 3.25 GB for 13 billion parameters.
 #
 # </details>
-#
+
+# %%
+print(f"{'tokens per rank that hide all messages':38} ZeRO-3 ZeRO++")
+for where, cluster in CLUSTERS.items():
+    few, most = (round(tokens_to_hide(scheme, cluster, 64), -2)
+                 for scheme in ("ZeRO++", "ZeRO 3"))
+    print(f"{where:38} {most:6,} {few:6,}")
+
+# %% [markdown]
 # ## A bug to repair
 #
 # A code means nothing without its scale. [A pull request to vLLM](https://github.com/vllm-project/vllm/pull/54683)
-# reports this bug: ranks quantise to 8-bit floats with a scale each, gather them, and read all with one.
+# reports this bug: ranks quantise to 8-bit floats with a scale each, gather them, and dequantise all of them
+# with one.
 # Here it is with codes:
 
 # %%
@@ -412,8 +416,8 @@ check_add_up(add_up)
 # %% [markdown]
 # <details><summary>Why not one common scale?</summary>
 #
-# With the largest scale on all ranks, a `reduce_scatter` may add codes. But a rank with small gradients loses most of
-# its bits.
+# With the largest scale on all ranks, a `reduce_scatter` may add codes, as wider integers: from 19 ranks on, the sum of
+# codes up to 7 can be above 127. And a rank with small gradients loses most of its bits.
 #
 # </details>
 
@@ -452,9 +456,10 @@ check_reduce_twice(reduce_twice)
 #
 # ## To take away
 #
-# - The numbers of a block share a scale. None is off by more than half of it, and an outlier spoils only its own block.
-# - Codes can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
-# - Between nodes, $3M$ becomes $0.75M$. This pays where links between nodes are slow, or the batch per GPU is small.
+# - The numbers of a block share a scale. None is off by more than half of the scale, and an outlier spoils only its own
+#   block.
+# - Codes with different scales can be gathered, but not added. Send them straight to the piece's owner, which adds in full precision.
+# - What a node sends shrinks from $3M$ to $0.75M$, times $(N-1)/N$. This pays where links between nodes are slow, or the batch per GPU is small.
 #
 # **Sources.** Wang et al. 2023, [ZeRO++](https://arxiv.org/abs/2306.10209). DeepSpeed's
 # [ZeRO++ tutorial](https://www.deepspeed.ai/tutorials/zeropp/). Bruno Magalhães,

@@ -11,7 +11,8 @@
 # ![Two ranks. Each sends rows of its tokens to the other rank, which holds the experts that they have chosen, and gets the results back.](images/22_experts_on_ranks.png)
 #
 # *Four tokens, two on each rank. Every token goes through two of the four experts. First the ranks tell each other how many rows
-# will come (`a` in the picture), then rows, the vectors of tokens, travel to their experts (`b`), and then the results travel back (`c`).
+# will come (`a` in the picture), then rows, the vectors of tokens, travel to their experts (`b`), and then the results travel
+# back (`c`).
 # We take the program apart below.*
 
 # %%
@@ -64,14 +65,15 @@ animate(out.trace)
 # A **mixture of experts** replaces the MLP of a block with many MLPs, the **experts**. For each token, a small matrix called
 # the **router** scores all experts, and the token goes through the $k$ with the highest scores. Their results are added up, each
 # multiplied by a weight that comes from its score. So each token uses only a few of the parameters: 37 of 671 billion in DeepSeek-V3.
+# (All its tokens also go through a **shared expert**, of which each rank has a copy.)
 #
 # **Expert parallelism** gives each rank some of the experts, each in one piece. The ranks have different tokens, as in data
 # parallelism. So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
 #
 # ## By hand: four tokens
 #
-# Ranks 0 and 1 have two tokens each. Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. Here are the experts that
-# each token of the picture has chosen:
+# Ranks 0 and 1 have two tokens each. Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. The tokens of the picture
+# have chosen:
 
 # %%
 for t in range(4):
@@ -83,9 +85,8 @@ for t in range(4):
 #
 # <details><summary>Answer</summary>
 #
-# For every choice, rank 0 sends two rows (token 1, for experts 2 and 3), and rank 1 sends one (token 2, for expert 0). If it
-# is sent only once, token 1 needs one row instead of two. Rank 1 then computes both experts that the token chose, and returns
-# their weighted sum.
+# For every choice, rank 0 sends two rows (token 1, for experts 2 and 3), and rank 1 sends one (token 2, for expert 0). Sent only
+# once, token 1 needs one row. Rank 1 then computes both of its experts, and returns their weighted sum.
 #
 # </details>
 #
@@ -121,8 +122,8 @@ print(rows_between(chosen, placement))
 print(rows_between(chosen, placement, once=True))
 
 # %% [markdown]
-# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same rows travel again. The only
-# difference: the counts are already known, so they are not sent again.
+# The backward pass needs no new code. The gradient of a row goes back the way the row came, so the same rows travel again. Only the
+# counts do not: they are already known.
 #
 # `tt.MixtureOfExperts` has the router, experts with two matrices (three if they are gated, as in Llama), and four ways to send. Here
 # two nodes of two ranks share eight experts:
@@ -154,12 +155,12 @@ print("all equal" if all(same) else "off")
 # %% [markdown]
 # - `"all_to_all"` sends a row for each choice, as the program above did.
 # - `"per_rank"` sends a token once to each rank that has any of its experts.
-# - `"gather"` sends every token to every rank, and adds up what comes back. It pays off if a token goes to
-#   nearly every rank anyway.
+# - `"gather"` sends every token to every rank, and adds up what comes back. Above, a row for two ranks of the other node counts
+#   twice, but a ring sends it across once. It pays off if a token goes to nearly every *node* anyway.
 # - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. (A row that makes
 #   two hops counts twice above.)
 #
-# The bytes are those of all ranks, forward and backward, with counts, numbers of experts and weights.
+# The bytes are those of all ranks, forward and backward, with counts, weights, and the index of each row's expert.
 #
 # `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same index in the other node,
 # and from there to the rank of its expert. Hover over a block to see how many rows it is.
@@ -230,8 +231,8 @@ knob("Rows sent per token", "ranks", options, start=16, about=about, unit="")
 #
 # On 64 ranks, sending a token once to each rank saves hardly anything: its 8 experts are on 7.7 different ranks, and 7.6 rows leave
 # its own. But they are in 5.3 nodes, so 4.6 rows leave its node if it is sent once to each. A row that has crossed the network
-# once can be copied inside the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks each node
-# has one group, so a token goes to four nodes at most, and 3.2 rows leave its own.
+# once can be copied inside the node over NVLink. DeepSeek-V3 also restricts each token to 4 of 8 groups of experts. On 64 ranks
+# each node has one group, so a token goes to four nodes at most, and 3.2 rows leave its own.
 #
 # </details>
 #
@@ -257,8 +258,8 @@ for dispatch in results:
     print(f"{dispatch:<10} {run.trace.makespan * 1e3:.1f} ms forward (modelled)")
 
 # %% [markdown]
-# Here a token has experts in 3.7 of the four nodes. `two_levels` sends it once to each of these, and an all-gather once to all four. So
-# both beat a row per choice.
+# Here a token has experts in 3.7 of the four nodes. `two_levels` sends it once to each of these, and the all-gather, a ring
+# through all ranks, once to all four. Both beat a row per choice.
 #
 # DeepSeek's own kernels, DeepEP, send 8-bit numbers in dispatch and 16-bit numbers in combine. These are the bytes of one layer for 128
 # tokens of one rank, with $D = 7168$ and a row for each choice. A dispatched row also carries a 4-byte scale for every 128 numbers:
@@ -271,18 +272,18 @@ for name, total, microseconds in (("dispatch", there, 118), ("combine", back, 19
     print(f"{name}: {total:>10,} B in {microseconds} µs (measured): {rate:.0f} GB/s")
 
 # %% [markdown]
-# These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md), made for
-# inference, on 16 H800s in two nodes. The times are theirs and the bytes ours. Our rates are within 2% of the 63 and 74 GB/s that
-# they report. Both exceed the 50 GB/s of a network card (ConnectX-7); about half of the rows need none. In
-# training, DeepSeek-V3 (DualPipe) computes one microbatch while the tokens of another travel. In tplab,
-# `tt.train_batch(..., overlap=True)` does this.
+# These are the low-latency kernels of [DeepEP](https://github.com/deepseek-ai/DeepEP) (MIT licence, docs/legacy.md) on 16 H800s, made
+# for inference. (Those for training work in two levels.) The times are theirs. Our rates are within 2% of the 63 and 74 GB/s
+# that they report. Both exceed the 50 GB/s of a network card (ConnectX-7), probably
+# because 16 GPUs are two nodes, and about half of the rows stay inside one. In training, DeepSeek-V3 (DualPipe)
+# computes one microbatch while the tokens of another travel, as `tt.train_batch(..., overlap=True)` does.
 
 # %% [markdown]
 # ## A bug to repair
 #
 # Here the mesh is $dp \times ep$: ranks along `ep` share the experts, and ranks along `dp` have copies of them. The gradients of
-# the router are averaged over all ranks, and those of the experts over their copies. But the experts' gradients are `ep` times too
-# large. Adam hides that factor, but SGD, the gradient norm and clipping do not. PyTorch users have met [gradients that are twice as
+# the router are averaged over all ranks, and those of the experts over their copies. But these are `ep` times too large. Adam
+# hides that factor, but SGD, the gradient norm and clipping do not. PyTorch users have met [gradients that are twice as
 # large](https://github.com/pytorch/pytorch/issues/160285).
 
 # %%
@@ -307,7 +308,7 @@ check_average(average)
 #
 # ## Your turn: what is sent
 #
-# Write `rows_sent` yourself, without `rows_between`: how many rows does each rank send to others, if a token is sent once to each
+# Write `rows_sent`, without `rows_between`: how many rows does each rank send to others, if a token is sent once to each
 # rank that has any of its experts? `choices` is a NumPy array with the choices of all tokens. Rank 0 has the first T/ranks
 # tokens, rank 1 the next ones, and so on. The experts are placed in the same way.
 
@@ -334,8 +335,8 @@ check_rows_sent(rows_sent)
 #
 # - Experts are spread over ranks, and tokens travel to them and back: besides the counts, two all-to-alls forward
 #   and two backward.
-# - What counts is how often a token crosses the network. With many ranks, sending it once per rank saves almost nothing. Sending it
-#   once per node does.
+# - What counts is how often a token crosses the network. With many ranks, sending it once per rank saves almost nothing, and
+#   sending it once per node saves a lot, unless it has experts in nearly every node.
 # - The gradient of an expert is a sum over the tokens of all ranks. Divide it by the number of all these ranks.
 #
 # **Sources.** Shazeer et al. 2017, [Outrageously large neural networks](https://arxiv.org/abs/1701.06538). Lepikhin et al. 2020,

@@ -25,11 +25,10 @@ if "google.colab" in sys.modules and subprocess.run(install).returncode:
 # %%
 from dataclasses import replace
 
-from tplab.cost import H100_MEASURED
 from tplab.forecast import Model, Plan, forecast
 from tplab.forecast.activations import layer_tensors
 from tplab.forecast.measured import ON_B200, runs
-from tplab.forecast.memory import memory, usable_bytes
+from tplab.forecast.memory import memory
 from tplab.widgets import Bars, Row, knob
 
 # %% [markdown]
@@ -63,7 +62,8 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 
 # %% [markdown]
 # The authors of SimuMax, a simulator, measured on real GPUs what torch had **allocated** for tensors. torch had **reserved** more
-# memory than that: 76.1 GB where the mark is at 71.5. NCCL and the CUDA context come on top. So leave a margin.
+# memory than that: 76.1 GB where the mark is at 71.5. NCCL and the CUDA context come on top. So leave a margin: here,
+# a plan fits an H100 if its forecast is at most 80 of the 85 GB that a program can use.
 #
 # ## By hand: bytes per parameter
 #
@@ -71,8 +71,7 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 # Adam has a float32 copy of the parameter and two moments (12 more). That makes 18 bytes, or 16 with gradients in 16 bits.
 # Under ZeRO 3 it is 16 as well: a rank keeps its pieces in float32 only, and gathers bfloat16 from them.
 #
-# **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that? An H100 lets a program use
-# 85 GB (79.2 of its 80 GiB).
+# **Predict.** Llama 2 7B has 6.74 billion parameters. How many GB is that? (The 85 GB are 79.2 of an H100's 80 GiB.)
 #
 # <details><summary>Answer</summary>
 #
@@ -98,9 +97,9 @@ print(f"{'in total':<12} {held.total / GB:5.1f} GB")
 
 # %%
 kept = layer_tensors(llama, Plan(), sequence=4096)
-for name, size in sorted(kept.items(), key=lambda item: -item[1])[:7]:
-    print(f"{name:<28} {size / GB:6.3f} GB")
-print(f"{'all tensors of one layer':<28} {sum(kept.values()) / GB:6.3f} GB")
+for name, size in sorted(kept.items(), key=lambda item: -item[1]):
+    print(f"{name:<31} {size / GB:6.3f} GB")
+print(f"{'all tensors of one layer':<31} {sum(kept.values()) / GB:6.3f} GB")
 
 # %% [markdown]
 # All of them grow with the number of tokens in a microbatch. ZeRO divides none of them. Tensor parallelism with sequence
@@ -181,8 +180,8 @@ for rank, formula in enumerate(planned):
 
 # %% [markdown]
 # The activations agree to the byte. This tests the formula for tplab's own layers, `stack="tplab"`. Megatron's fused layers keep
-# other tensors, and all pictures here use the formula for those. Its test is the four runs at the top: it is off by 0.1% at most,
-# and nothing was fitted. It can also be too high: Llama 3 405B was trained on GPUs that have 12% less memory than its forecast. For
+# other tensors, and all pictures here use the formula for those. Its test is the four runs at the top, of one model on one machine: it is off by 0.1% at
+# most, and nothing was fitted. Elsewhere it can be too high: the GPUs on which Llama 3 405B was trained have 12% less than its forecast. For
 # nanotron, another library, four constants were fitted to half of 803 runs. On the other half, the
 # median error is 10.5% ([all measured runs](https://github.com/tplab/tplab/blob/main/docs/forecast.md)).
 #
@@ -206,9 +205,10 @@ for run in runs():
         times = run.batch // plan.dp // plan.microbatch
         total, gradients, logits = (
             size / GB for size in (one.total, one.gradients, one.logits))
-        print(f"dp {plan.dp}, tp {plan.tp}, microbatches: {times}. "
+        print(f"dp {plan.dp}, tp {plan.tp}, "
+              f"microbatches: {times} of {plan.microbatch} sequences. "
               f"Measured {run.memory:.1f} GB, forecast {total:.1f} GB")
-        print(f"   of that gradients {gradients:.1f}, logits {logits:.1f}")  # fmt: skip
+        print(f"   of that gradients {gradients:.1f}, logits {logits:.1f}")
 
 # %% [markdown]
 # Data parallelism divides parameters and optimizer states, but not these gradients: with `dp` 4 they still take 32.1 GB. The
@@ -216,13 +216,13 @@ for run in runs():
 #
 # ## Turn the knob
 #
-# Llama 3 70B is on 128 H100s: tensor parallelism over 4, two stages, and data parallelism over 16. Try one plan after the
-# other. Before each of them, guess which parts of the bars will shrink.
+# Llama 3 70B is on 128 H100s, with 128 sequences in a batch: tensor parallelism over 4, two stages, and data parallelism over 16. Before you choose
+# a plan, guess which parts of the bars will shrink.
 
 # %%
 BIG = Model.find("llama3-70b")
 BASE = Plan(tp=4, pp=2, dp=16, sequence_parallel=True)
-LIMIT = usable_bytes(H100_MEASURED.chip)
+LIMIT = 80 * GB
 PLANS = {
     "nothing more": BASE,
     "full recomputation": replace(BASE, recompute="full"),
@@ -240,7 +240,7 @@ for name, plan in PLANS.items():
     verdict = "fits" if worst <= LIMIT else "does not fit"
     options[name] = Bars(rows, f"It {verdict} in {LIMIT / GB:.0f} GB.")
 knob("Llama 3 70B on 128 H100s", "plan", options, start="nothing more", unit="GB",
-     about="forecast for Megatron; tp 4, sequences of 8,192 tokens")  # fmt: skip
+     about="forecast for Megatron; tp 4, sequences of 8,192 tokens")
 
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
@@ -290,8 +290,8 @@ check_stage_bytes(stage_bytes)
 # %% [markdown]
 # ## Your turn: make it fit
 #
-# None of these four jobs fits into the 85 GB of an H100. The remedies are in order: the first changes a job least. For each job,
-# choose the first remedy that makes it fit, and work out how many GB its fullest rank then holds, to within a tenth. What fills the
+# None of these four jobs fits into 80 GB. The remedies are in the order in which we would try them. For each job,
+# choose the first one that makes it fit, and work out how many GB its fullest rank then holds, to within 10%. What fills the
 # memory, which remedy divides just that, and by what?
 
 # %%
@@ -308,7 +308,7 @@ check_remedies(my_remedies)
 
 # %% [markdown]
 # Would you like to choose among all plans? Run `from tplab.widgets import layout_lab` and `layout_lab()`, and choose the task *As few
-# GPUs as possible*: on how many GPUs does Llama 3 70B still fit? The widget judges your plan and has hints.
+# GPUs as possible*: on how many GPUs does Llama 3 70B still fit?
 
 # %% [markdown]
 # ## On Monday
@@ -323,7 +323,7 @@ check_remedies(my_remedies)
 #
 # ## To take away
 #
-# - A parameter costs 16 to 18 bytes in training. ZeRO spreads those bytes over `dp`. Tensor and pipeline parallelism give each
+# - With Adam in float32, a parameter costs 16 to 18 bytes in training. ZeRO spreads those bytes over `dp`. Tensor and pipeline parallelism give each
 #   rank fewer parameters.
 # - Ask what your software keeps between microbatches. With FSDP, each rank adds up its piece of the gradients by default, and
 #   whole gradients if you switch their synchronisation off.

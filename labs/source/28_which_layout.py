@@ -10,7 +10,7 @@
 #
 # ![Ten layouts: bars of forecasts, and marks for what was measured.](images/28_which_layout.png)
 #
-# *Ten layouts of a model with eight billion parameters on 128 H100s. Bars are forecasts of a training step, and marks
+# *Ten layouts of the playbook's 8B model on 128 H100s. Bars are forecasts of a training step, and marks
 # are what Hugging Face measured. The slowest took 1.9 times as long as the fastest, and the forecast did not foresee
 # it.*
 
@@ -28,7 +28,7 @@ from collections import defaultdict
 from statistics import median
 
 from tplab.cost import find
-from tplab.exercises.which_layout import CLUSTER, forecast_of, measured_runs
+from tplab.exercises.which_layout import forecast_of, measured_runs
 from tplab.forecast import Model, Plan, plans
 from tplab.forecast.measured import foundry, playbook, runs
 from tplab.widgets import Bars, Dot, Row, knob, layout_lab, scatter
@@ -49,7 +49,7 @@ GPUS = 16, 32, 64, 128
 title, by = "One step of an 8B model on H100s", "Hugging Face"
 about = "forecast for nanotron on the playbook's network; 256 x 4,096 tokens"
 knob(title, "GPUs", {n: bars("playbook-8b", n) for n in GPUS}, start=128, about=about,
-     unit="s", by=by)  # fmt: skip
+     unit="s", by=by)
 
 # %% [markdown]
 # Only time that nothing hides is drawn: in `tp` and `dp`, ranks wait for messages, and in `host`, for Python.
@@ -130,10 +130,10 @@ for microbatch in (1, 4):
     print(f"microbatches of {microbatch}: how many times as long with twice the tp?")
     for tp in (2, 4, 8):
         both = [(group[tp], group[2 * tp]) for of, group in alike.items()
-                if of[2] == microbatch and {tp, 2 * tp} <= set(group)]  # fmt: skip
+                if of[2] == microbatch and {tp, 2 * tp} <= set(group)]
         measured, said = (median(b[i] / a[i] for a, b in both) for i in (0, 1))
         print(f"   tp {tp} to {2 * tp:>2}: measured {measured:.2f}, "
-              f"forecast {said:.2f} (pairs: {len(both)})")  # fmt: skip
+              f"forecast {said:.2f} (pairs: {len(both)})")
 
 # %% [markdown]
 # From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: in the few pairs that
@@ -144,17 +144,18 @@ for microbatch in (1, 4):
 #
 # Of the 803 runs that Hugging Face has published, 794 count here. A forecast is good for some **classes** of them and useless for
 # others, so each class has an interval of its own, which holds nine of ten of its runs. For each run's error, the two numbers
-# were fitted without that run, but the network was not fitted again. Errors are relative to the measured time.
+# were fitted without that run, but the network was not fitted again. Errors are parts of the measured time, and intervals are
+# multiples of the forecast.
 
 # %%
 by_class = defaultdict(list)
 for run in playbook():
     by_class[forecast_of(run).measured].append(run)
+print("half off by / nine of ten by / interval")
 for known in sorted(by_class, key=lambda known: known.median):
     _, _, tp, pipeline, *_, nodes = known.name.split(", ")
-    print(f"{tp}, {pipeline}, {nodes}: {known.rows} runs\n   half are off by up to "
-          f"{known.median:.0%}, nine of ten by up to {known.most:.0%};\n   interval: "
-          f"{known.low:.2f} to {known.high:.2f} times the forecast")  # fmt: skip
+    print(f"{known.median:4.0%} {known.most:4.0%}  {known.low:.2f} to {known.high:6.2f}",
+          f" {tp}, {pipeline}, {nodes}: {known.rows} runs")
 
 # %% [markdown]
 # In the first three classes, nine of ten runs are within about 10%. With a pipeline over several nodes, the forecast says
@@ -162,9 +163,9 @@ for known in sorted(by_class, key=lambda known: known.median):
 # FSDP and DeepSpeed.
 
 # %%
-def dots(runs):
+def dots(some):
     return [Dot(run.seconds, forecast_of(run).seconds, f"{run.model.name}, {run.plan}")
-            for run in runs]  # fmt: skip
+            for run in some]
 
 plain = [run for run in playbook() if run.plan.pp == 1]
 piped = [run for run in playbook() if run.plan.pp > 1]
@@ -176,19 +177,20 @@ panels = {
         "one node": dots(run for run in piped if run.plan.ranks <= 8),
         "more nodes": dots(run for run in piped if run.plan.ranks > 8)},
     "Megatron, FSDP, DeepSpeed": {"all": dots([*runs(), *foundry()])},
-}  # fmt: skip
+}
 scatter(panels, title="Forecast and measured", about="all published runs",
-        sentence="Below the line, a run took longer than was forecast.")  # fmt: skip
+        sentence="Below the line, a run took longer than was forecast.")
 
 # %% [markdown]
 # Almost all large errors are on one side: the run took *longer*. One layout of the 8B model took 19 s in one run and 89 s
-# in another (the last two rows of the first picture, on 16 GPUs). We do not know why nanotron's pipelines were slow;
+# in another (the last two rows of the first picture, with its knob at 16 GPUs). We do not know why nanotron's pipelines were slow;
 # Megatron's, on other networks, are near the line.
 #
 # ## Search
 #
-# `plans` forecasts every possible plan, best first, and counts why the others lost. From here on, forecasts are for Megatron
-# on nodes of eight H100s with **InfiniBand NDR** between them, the network of all Megatron's measured runs on H100s:
+# `plans` forecasts every possible plan, best first, and counts why the others lost. From here on, forecasts are for Megatron's
+# kernels and memory, but for all of tplab's schedules, on nodes of eight H100s with **InfiniBand NDR** between them, the network of
+# all Megatron's measured runs on H100s:
 
 # %%
 CLUSTER = find("h100-measured", fabric="infiniband-ndr")
@@ -206,9 +208,10 @@ for one in (found[0], plans("llama3-70b", CLUSTER, **job, schedules=["1f1b"])[0]
 
 # %% [markdown]
 # In the list, `cp` is context parallelism ([lab 20](20_long_sequence.ipynb)), `v_half` is lab 10's V-Half, and `v_min`
-# keeps even fewer microbatches. Your library may not offer V-Half, so the best plan without it is shown too. They differ by
-# less than either interval is wide. A class ignores the schedule, the ZeRO stage and `cp`: no published run had
-# V-Half, and the interval of the first plan comes from 7 runs with other schedules.
+# keeps even fewer microbatches. Megatron-LM, as far as we know, has neither. ZeRO 3 in a pipeline gathers every layer again for each microbatch, and
+# DeepSpeed [refuses it](https://github.com/deepspeedai/DeepSpeed/issues/1629). So the best plan of 1F1B is shown
+# too: it has no pipeline. They differ by less than either interval is wide. A class ignores the schedule, the ZeRO stage and `cp`:
+# no published run had V-Half, and the interval of the first plan comes from 7 runs with other schedules.
 
 # %% [markdown]
 # Here are plans for Llama 3 8B on 64 GPUs as a picture, with tasks below it. Choose *Faster than eight by eight*: how do
@@ -234,7 +237,7 @@ def best_on(gpus, cluster, batch):
     bar["other"] = 100 - sum(bar.values())
     numbers = {name: getattr(best.plan, field) for field, name in SHOWN.items()}
     plan = ", ".join(f"{name} {n}" for name, n in numbers.items()
-                     if n > (name != "ZeRO"))  # fmt: skip
+                     if n > (name != "ZeRO"))
     return Row(f"{gpus} GPUs: {plan}", bar, f"{best.seconds:.2f} s"), best.mfu
 
 options = {}
@@ -247,13 +250,14 @@ for fabric, batch in ((NDR, 64), (NDR, 256), (PLAYBOOK, 256)):
     options[f"{names[fabric]}, {batch}"] = Bars(rows, (
         f"MFU falls from {mfus[0]:.0%} to {mfus[-1]:.0%}. While GPUs compute, they "
         f"reach {100 * busy[0]:.0%} and {100 * busy[-1]:.0%} of their peak."))
-about = "Llama 3 8B on H100s, sequences of 8,192 tokens; forecast for Megatron"
+about = "Llama 3 8B on H100s, sequences of 8,192 tokens; Megatron's kernels"
 knob("The best plan's step", "network, sequences in a batch", options,
-     start="NDR, 64", about=about, unit="%")  # fmt: skip
+     start="NDR, 64", about=about, unit="%")
 
 # %% [markdown]
 # `other` is the host, the optimizer, and messages of pipeline and context parallelism. By this forecast, even a bar that
-# is all `computing` has an MFU of about 70%, because kernels do not reach the peak. On more GPUs, each kernel has less to
+# is all `computing` has an MFU of about 70%, because kernels do not reach the peak. (A tenth of it is attention that the mask
+# spares.) On more GPUs, each kernel has less to
 # do, and reaches less of it. So MFU falls by more than the other parts take.
 #
 # <details><summary>What there is to discover</summary>
@@ -316,7 +320,7 @@ check_mfu(utilisation)
 #
 # `choose` gets a model and a number of H100s, in nodes of eight, and returns the plan that you would try first. It must
 # fit, and take at most a quarter longer than the best of all plans on InfiniBand NDR, for the five jobs below and two
-# more. Use `peak_bytes` to see whether a plan fits, but no forecast of time. Which axes do you make larger first, and
+# more. (A smaller difference means nothing: see the intervals.) Use `peak_bytes` to see whether a plan fits, but no forecast of time. Which axes do you make larger first, and
 # which only if you must?
 
 # %%
@@ -327,7 +331,7 @@ def choose(model, gpus, batch, sequence):  # ->   Plan
 
 # A plan that is not possible has a reason: Plan(...).refusal(model, batch, sequence).
 # The memory of its fullest rank: peak_bytes(model, plan, batch, sequence).
-# A program can use 85.0e9 bytes of an H100.
+# A program can use 85.0e9 bytes of an H100. With lab 27's margin, that is 80e9.
 
 # %%
 from tplab.exercises.which_layout import JOBS, check_choose

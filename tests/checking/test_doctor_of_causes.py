@@ -264,12 +264,229 @@ for step in range(2):
 """
 
 
+PARTS = """
+import warnings
+
+warnings.simplefilter("ignore")
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.new_empty(len(x) * world, x.shape[1])
+        dist.all_gather_into_tensor(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty(len(grad) // world, grad.shape[1])
+        dist.reduce_scatter_tensor(out, grad.contiguous())
+        return out
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return Gather.backward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.forward(ctx, grad.contiguous())
+
+norm = nn.LayerNorm(6)
+up, down = (nn.Parameter(torch.randn(8, 6).chunk(world)[rank].clone()) for _ in range(2))
+optimizer = torch.optim.SGD([*norm.parameters(), up, down], lr=0.1)
+h = norm(x[0].chunk(world)[rank])  # here
+(Scatter.apply((Gather.apply(h) @ up.T).tanh() @ down).square().sum() / 96).backward()
+optimizer.step()
+"""
+EXCHANGED = """
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous())  # here
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = torch.empty_like(grad)
+        dist.all_to_all_single(out, grad.contiguous())
+        return out
+
+import warnings
+
+warnings.simplefilter("ignore")
+hidden = model(x[0].chunk(world)[rank])
+sent = torch.stack(hidden.split(2, 1), 1).transpose(0, 1)  # [4 parts of columns, rows, 2]
+back = Exchange.apply(Exchange.apply(sent).tanh())
+F.cross_entropy(back.transpose(0, 1).flatten(1), y[0].chunk(world)[rank]).backward()
+average()
+optimizer.step()
+"""
+DECAYED = """
+loss_of(0).div(world).backward()
+for p in model.parameters():
+    p.grad = p.grad + 0.1 * p.detach()  # here
+for p in model.parameters():
+    dist.all_reduce(p.grad)
+optimizer.step()
+"""
+HOOKED = """
+for p in model.parameters():
+    p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))  # here
+loss_of(0).backward()
+average()
+optimizer.step()
+"""
+OF_A_GROUP = """
+(loss_of(0) / world).backward()
+average()
+for p in model.parameters():
+    p.grad *= min(world, 2)  # here
+optimizer.step()
+"""
+STACKED = """
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Exchange.forward(ctx, grad.contiguous())
+
+experts = nn.Parameter(torch.randn(4, 8, 8).chunk(world)[rank].clone())
+optimizer = torch.optim.SGD([*model.parameters(), experts], lr=0.1)
+sent = model(x[0].chunk(world)[rank]).view(-1, 4, 8).transpose(0, 1).contiguous()  # [experts, tokens, 8]
+got = Exchange.apply(sent).view(world, 4 // world, -1, 8)
+back = Exchange.apply(torch.einsum("wetd,edf->wetf", got, experts).reshape(sent.shape))
+F.cross_entropy(back.transpose(0, 1).reshape(-1, 8), y[0].chunk(world)[rank]).backward()  # here
+average()
+optimizer.step()
+"""
+DIVIDES_BACK = """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        dist.all_reduce(total)
+        return total.chunk(world)[rank] / world  # here
+
+links, table = torch.rand(16, 16).chunk(world)[rank], nn.Linear(6, 8)
+optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=0.1)
+inputs = x[0].chunk(world)[rank]
+out = model(inputs) + links @ Gather.apply(table(inputs))
+(out.tanh().square().sum() / 128).backward()
+for p in [*model.parameters(), *table.parameters()]:
+    dist.all_reduce(p.grad)
+optimizer.step()
+"""
+CUT = """
+table = nn.Embedding(8, 8)
+optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+tokens = y[0].view(2, 8).chunk(world, 1)[rank]
+labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], 1)  # here
+count = (labels != -100).sum()
+dist.all_reduce(count)
+(F.cross_entropy(table(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / count).backward()
+dist.all_reduce(table.weight.grad)
+optimizer.step()
+"""
+ADVANTAGES = """
+rewards = x[0][:, 0].chunk(world)[rank]
+for step in range(2):
+    optimizer.zero_grad()
+    advantages = (rewards - rewards.mean()) / rewards.std()  # here
+    chosen = model(x[step].chunk(world)[rank]).log_softmax(1).gather(1, y[step].chunk(world)[rank][:, None])[:, 0]
+    ((chosen - chosen.detach()).exp() * -advantages).mean().backward()
+    average()
+    optimizer.step()
+"""
+GATHERED_WEIGHTS = """
+class Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard):
+        parts = [torch.empty_like(shard) for _ in range(world)]
+        dist.all_gather(parts, shard.detach())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = torch.empty(len(grad) // world)
+        dist.reduce_scatter(out, [part.contiguous() for part in grad.chunk(world)])  # here
+        return out
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shard = nn.Parameter(torch.randn(48).chunk(world)[rank].clone())
+
+    def forward(self, x):
+        return x @ Whole.apply(self.shard).view(6, 8)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_of(0).backward()
+optimizer.step()
+"""
+OTHER_PAIRS = """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+def mine(pairs):
+    groups = [(pair, dist.new_group(pair)) for pair in pairs]
+    return next(group for pair, group in groups if rank in pair)
+
+shards, parts = (2, 2) if world == 4 else (1, 1)
+layer, copies = (mine([[0, 1], [2, 3]]), mine([[0, 2], [1, 3]])) if world == 4 else (None, None)
+up, down = (nn.Parameter(torch.randn(8, 6).chunk(shards)[rank % shards].clone()) for _ in range(2))
+optimizer = torch.optim.SGD([up, down], lr=0.1)
+
+def forward(x):
+    return Sum.apply((x @ up.T).tanh() @ down, layer)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x):
+        return forward(x)
+
+net = Net()
+for step in range(2):
+    optimizer.zero_grad()
+    part, labels = (both[step].chunk(parts)[rank % parts] for both in (x, y % 6))
+    F.cross_entropy(net(part), labels).backward()  # here
+    for p in (up, down):
+        dist.all_reduce(p.grad, group=copies)
+        p.grad /= parts
+    optimizer.step()
+"""
+
+
 class Case(NamedTuple):
     """text: of the program, after the head. what: is wrong first; cause: words of the report"""
 
     text: str
     what: str
     cause: str
+    ranks: int = 2
 
 
 CASES = {
@@ -307,6 +524,23 @@ CASES = {
         TWICE, "gradient", "the script itself multiplies the gradients by this number"
     ),
     "divided by any number": Case(SMALLER, "gradient", "the script itself multiplies the gradients by this number"),
+    "a norm of each rank's part of the samples": Case(PARTS, "gradient", "its gradient must be summed over ranks"),
+    "an exchange there and back into transposed tensors": Case(
+        EXCHANGED, "loss", "given a tensor that is not contiguous"
+    ),
+    "weight decay, added to a copy of each gradient": Case(DECAYED, "gradient", "so that it counts once for each rank"),
+    "hooks that clip by value": Case(HOOKED, "gradient", "each rank's own gradients, and they are averaged only"),
+    "multiplied by the size of a group": Case(OF_A_GROUP, "gradient", "by a number of ranks", ranks=4),
+    "experts in one tensor": Case(STACKED, "gradient", "contains the parts of all ranks that sent"),
+    "a gather whose backward pass divides": Case(DIVIDES_BACK, "gradient", "in the backward pass is 0.5 times"),
+    "advantages of each rank, and a loss that is always 0": Case(
+        ADVANTAGES, "gradient", "the inputs of this line are right and its result is wrong"
+    ),
+    "weights that are gathered, and gradients that are added up": Case(
+        GATHERED_WEIGHTS, "gradient", "although each rank's loss is already a mean"
+    ),
+    "labels of a part, and their number": Case(CUT, "samples", "labels are shifted after the sequence is cut"),
+    "samples dealt to the other pairs": Case(OTHER_PAIRS, "loss", "so they must read the same samples", ranks=4),
     "inside an autograd function": Case(INSIDE, "loss", "the inputs of this line are right and its result is wrong"),
 }
 
@@ -315,7 +549,7 @@ CASES = {
 def test_the_line_and_the_cause(name: str, tmp_path: Path):
     case, path = CASES[name], tmp_path / "train.py"
     path.write_text(HEAD + case.text)
-    report = same_model(path, ranks=2)
+    report = same_model(path, ranks=case.ranks)
     assert len(report.findings) == 1, str(report)  # each of them has one fault
     first = report.findings[0]
     assert first.what == case.what, str(first)

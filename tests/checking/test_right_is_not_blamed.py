@@ -365,7 +365,29 @@ dist.all_gather(parts, model.weight.data)
 model(x).square().mean().backward()
 optimizer.step()
 """
+OWNED = """
+class Owned(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            moment = self.state[p].setdefault("moment", torch.zeros(p.numel()))
+            flat, update = p.view(-1), torch.empty(p.numel())
+            if i % world == rank:
+                moment.lerp_(p.grad.view(-1), 0.1)
+                update = moment / moment.norm()
+            dist.broadcast(update, i % world)
+            flat.copy_(flat - 0.1 * update)
+
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+optimizer = Owned(model.parameters(), {})
+for x in torch.randn(2, 8, 4):
+    optimizer.zero_grad()
+    model(x[rank::world]).square().mean().backward()
+    average(model)
+    optimizer.step()
+"""
 UNUSUAL = {
+    "moments of parameters that other ranks own stay zeros, and weights are written as views": OWNED,
     "every rank has the whole model, and an optimizer of each stage": STAGES.format(
         optimizers=OF_EACH_STAGE, step="optimizers[rank].step()"
     ),

@@ -42,6 +42,7 @@ def test_averages_that_are_right(fn):
     [
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean")), "each of these ranks' losses is a mean"),
         (lambda r, e: (router(r), tt.all_reduce(e, BOTH, "mean")), "ranks that hold different experts"),
+        (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") * tt.axis_size("ep")), "Divide it by them"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp")), "added up over their copies, and not divided"),
         (lambda r, e: (router(r), tt.all_reduce(e, "dp", "mean") / tt.axis_size(BOTH)), "once too often"),
         (lambda r, e: (router(r), e / tt.axis_size(BOTH)), "Add up their gradients before you divide"),
@@ -135,6 +136,56 @@ def in_place(choices, ranks, experts):
     return rows_sent(choices, ranks, ranks)
 
 
+def distinct_sets(choices, ranks, experts):
+    """How many different sets of destinations the tokens of each rank have."""
+    of = np.split(choices // (experts // ranks), ranks)
+    return [len({frozenset(token.tolist()) - {rank} for token in own} - {frozenset()}) for rank, own in enumerate(of)]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda c, r, e: 2 * by_arrays(c, r, e),
+        lambda c, r, e: [len(c) // r * (r - 1)] * r,
+        lambda c, r, e: by_arrays(c, r, e)[::-1],
+        distinct_sets,
+        lambda c, r, e: [len(c)] * r,
+    ],
+)
+def test_numbers_that_a_mistake_explains_in_one_case_only_get_no_cause(fn):
+    found = check_rows_sent(fn)
+    case, numbers = found.text.splitlines()
+    assert not found.passed and "is wrong for" in case and "these numbers are right: [" in numbers, found
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (lambda c, r, e: rows_sent(c[:, :1], r, e), "the first choice of each token alone"),
+        (lambda c, r, e: rows_sent(c // r * (e // r), r, e), "is wrong for"),
+        (lambda c, r, e: _by_token(c // r, r), "It divides by the number of ranks"),
+        (lambda c, r, e: np.minimum(1, _tokens(c // (e // r), r)).reshape(r, -1).sum(1), "counts tokens that leave"),
+        (lambda c, r, e: _ranks(c // (e // r), r), "It counts ranks"),
+    ],
+)
+def test_counts_whose_mistake_explains_every_case(fn, words):
+    verdict = check_rows_sent(fn)
+    assert not verdict.passed and words in verdict.text, verdict
+
+
+def _tokens(goes, ranks):
+    own = np.arange(len(goes)) // (len(goes) // ranks)
+    return np.array([len(set(token.tolist()) - {rank}) for token, rank in zip(goes, own)])
+
+
+def _by_token(goes, ranks):
+    return _tokens(goes, ranks).reshape(ranks, -1).sum(1)
+
+
+def _ranks(goes, ranks):
+    return [len(set(own.flatten().tolist()) - {rank}) for rank, own in enumerate(np.split(goes, ranks))]
+
+
 @pytest.mark.parametrize(
     "fn, words",
     [
@@ -179,7 +230,8 @@ def in_single_precision(bias, counts, rate):
 
 def test_without_pictures_a_refusal_says_no_shapes_of_them():
     data, _ = check_rows_sent(lambda choices, ranks, experts: [7] * ranks)._repr_mimebundle_()
-    assert data["text/plain"] == "<lambda> is wrong for 4 tokens, 2 ranks and 4 experts."
+    numbers = "For the choices [[0, 1], [2, 3], [2, 0], [3, 2]], these numbers are right: [1, 1]. Yours are [7, 7]."
+    assert data["text/plain"] == f"<lambda> is wrong for 4 tokens, 2 ranks and 4 experts.\n{numbers}"
 
 
 @pytest.mark.parametrize("fn", [update, by_where, in_single_precision])
@@ -203,7 +255,9 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: b + r * _gap(c), "grows with the excess"),
         (lambda b, c, r: b + r * _gap(c) / c.double().mean(), "grows with the relative excess"),
         (lambda b, c, r: r * _gap(c).sign(), "only the change"),
-        (lambda b, c, r: b + r * (c.double().median() - c).sign(), "is wrong for counts"),
+        (lambda b, c, r: b + r * (c.double().median() - c).sign(), "the lower of the two in the middle"),
+        (lambda b, c, r: b + r * (1 / len(c) - c).sign(), "1/E is a share"),
+        (lambda b, c, r: update(b, c, r) - update(b, c, r).mean(), "Its mean may change"),
         (lambda b, c, r: b + r * (np.median(c) - c).sign(), "not with the median"),
         (lambda b, c, r: b + torch.where(_gap(c) >= 0, r, -r), "needs no change"),
         (lambda b, c, r: b + torch.where(_gap(c) > 0, r, -r), "needs no change"),
@@ -221,6 +275,7 @@ def add_in_place(bias, counts, rate):
         (lambda b, c, r: b.clone(), "The bias has not changed"),
         (lambda b, c, r: b + r * (c.sum() // len(c) - c).sign(), "it has been rounded down"),
         (lambda b, c, r: b + r * (c.half().mean().double() - c).sign(), "is wrong for counts [4097, 4098, 4096, 4097]"),
+        (lambda b, c, r: b + r * (c.half().mean().double() - c).sign(), "These numbers are right"),
         (lambda b, c, r: b + r * (c == c.min()) - r * (c == c.max()), "All others need a step too"),
         (lambda b, c, r: update(b, c, r).tolist(), "it returns a list. Return a plain tensor"),
         (lambda b, c, r: update(b, c, r).numpy(), "it returns a ndarray. Return a plain tensor"),
@@ -299,6 +354,11 @@ def _chosen_by(order):
         (_weighted(lambda s, b, c: _share(s.gather(1, c).sort().values)), "weights wrongly"),
         (lambda s, b, k: choose(s, b, k)[0], "Return two tensors"),
         (lambda s, b, k: choose(s, b, 1), "have shape [9, 1], and not [9, 2]"),
+        (lambda s, b, k: ((s + b).topk(k).indices, _share(s.topk(k).values)), "the k highest scores"),
+        (_weighted(lambda s, b, c: s.gather(1, c) / s.gather(1, c).sum(0)), "over the tokens"),
+        (_weighted(lambda s, b, c: _share(s + b).gather(1, c)), "The bias is in the weights"),
+        (_weighted(lambda s, b, c: (s + b).softmax(1).gather(1, c)), "The bias is in the weights"),
+        (lambda s, b, k: choose(s, b, k)[::-1], "First the choices, then their weights"),
         (_chosen_by(lambda s, b: s.softmax(1) + b), "Add it to the scores themselves"),
         (_chosen_by(lambda s, b: s * (1 + b)), "multiplies the scores by 1 + bias"),
         (lambda s, b, k: (choose(s, b, k)[0], choose(s, b, k)[1].flip(1)), "in another order than the choices"),

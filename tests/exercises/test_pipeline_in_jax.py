@@ -256,16 +256,24 @@ def loop(mistake: str = "", compute: Any = one_matrix):
         def tick(message, t):
             takes_xs = r == 0 if mistake in ("begins again", "waits") else (r == 0) & (t < p)
             x = jnp.where(takes_xs, xs[jnp.minimum(t, p - 1) if mistake == "waits" else t % p], message)
-            number = {"first matrix": 0 * t, "same tick": t // p, "swapped": 1 - (t - r) // p}.get(
-                mistake, (t - r) // p
-            )
+            number = {
+                "first matrix": 0 * t,
+                "same tick": t // p,
+                "swapped": 1 - (t - r) // p,
+                "turns": (t - r) % 2,
+                "one late": (t - r - 1) // p,
+            }.get(mistake, (t - r) // p)
             y = compute(w[0], number, x)
             pairs = [(i, (i + 1) % p) for i in range(p - (mistake == "a line"))]
+            pairs = [(b, a) for a, b in pairs] if mistake == "backwards" else pairs
             return tj.ppermute(y, "pp", pairs), y
 
-        _, ys = jax.lax.scan(tick, 0 * jnp.tanh(xs[0] @ w[0, 0] + 0.1), jnp.arange(3 * p - 1))
-        chosen = ys[p - 1 : 2 * p - 1] if mistake == "first round" else ys[-p:]
-        return tj.all_reduce(jnp.where(r == p - 1, chosen, 0), "pp")
+        start = 0 * xs[0] if mistake == "plain zeros" else 0 * jnp.tanh(xs[0] @ w[0, 0] + 0.1)
+        _, ys = jax.lax.scan(tick, start, jnp.arange(4 * p if mistake == "long" else 3 * p - 1))
+        chosen = {"first round": ys[p - 1 : 2 * p - 1], "long": ys[2 * p - 1 : 3 * p - 1]}.get(mistake, ys[-p:])
+        if mistake in ("own", "all"):
+            return chosen if mistake == "own" else tj.all_reduce(chosen, "pp")
+        return tj.all_reduce(jnp.where(r == (0 if mistake == "first rank" else p - 1), chosen, 0), "pp")
 
     return my_loop
 
@@ -361,6 +369,17 @@ def test_all_microbatches_in_one_message_are_no_pipeline():
         ("same tick", "all ranks have changed to their second\nmatrix in the same tick."),
         ("swapped", "The first round has used a rank's second matrix"),
         ("first round", "These are the outputs of the first round."),
+        ("turns", "The two matrices take turns"),
+        ("one late", "Each rank changes to its second matrix one tick too late."),
+        ("backwards", "Messages go around the ring in the wrong direction."),
+        ("own", "Every rank returns its own outputs."),
+        ("all", "Every rank has added its own outputs."),
+        ("first rank", "These are the first rank's outputs"),
+        ("long", "15 times, where 10 would do.\nMicrobatch 0 can be back on rank 0 in tick R, and the last one leaves"),
+        (
+            "plain zeros",
+            "a loop begins with a value that is the same on every rank, and goes on with one that\nmay differ",
+        ),
     ],
 )
 def test_known_mistakes_around_the_ring(mistake: str, said: str):

@@ -87,10 +87,40 @@ def with_a_bias(bias=True):
     return [TiedSpec("words", nn.Embedding, 65, WIDTH), *BLOCKS, LayerSpec(nn.LayerNorm, WIDTH), head]
 
 
+def head_first():
+    """The head's Linear owns the matrix, and the embedding looks up its rows."""
+    first = TiedSpec("words", nn.Linear, WIDTH, 65, bias=False, forward=lambda head, ids: head.weight[ids])
+    *layers, _ = tied()
+    return [first, *layers[1:], TiedSpec("words", nn.Linear, WIDTH, 65, bias=False)]
+
+
+class BothEnds(nn.Module):
+    """Looks up rows for ids, and multiplies for floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(65, WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight.T if x.is_floating_point() else self.weight[x]
+
+
+def one_class_for_both_ends():
+    return [TiedSpec("words", BothEnds), *tied()[1:-1], TiedSpec("words", BothEnds)]
+
+
 @pytest.mark.parametrize(
-    "layers", [norm_in_the_last_block, root_mean_square, norm_in_the_head, lambda: with_a_bias(False)]
+    "layers",
+    [
+        norm_in_the_last_block,
+        root_mean_square,
+        norm_in_the_head,
+        lambda: with_a_bias(False),
+        head_first,
+        one_class_for_both_ends,
+    ],
 )
-def test_other_places_for_the_norm(layers):
+def test_other_right_lists(layers):
     verdict = check_layers(layers)
     assert verdict.passed, verdict
 
@@ -112,6 +142,21 @@ def tied_by_assignment():
 
 def without_forward():
     return [TiedSpec("words", nn.Embedding, 65, WIDTH), *BLOCKS, TiedSpec("words", nn.Embedding, 65, WIDTH)]
+
+
+def one_layer_for_both():
+    words = nn.Embedding(65, WIDTH)
+    *layers, head = tied()
+    return [TiedSpec("words", lambda: words), *layers[1:], TiedSpec("words", lambda: words, forward=head.forward)]
+
+
+def scaled():
+    head = TiedSpec("words", nn.Embedding, 65, WIDTH, forward=lambda words, x: x @ words.weight.T / 8)
+    return [*tied()[:-1], head]
+
+
+def nothing_returned():
+    tied()
 
 
 def test_a_tied_head():
@@ -140,7 +185,11 @@ def test_the_bug_is_shown():
         (without_a_norm, "nothing normalises what the head gets.\nWhere has the norm gone"),
         (norm_before_the_blocks, "nothing normalises what the head gets.\nWhere has the norm gone"),
         (with_a_bias, "its head has a bias of 65 numbers"),
-        (without_forward, "the last layer looks up rows, as the first one does. Its `forward=` says"),
+        (without_forward, "the last layer is an nn.Embedding, which looks up rows. Its `forward=` says"),
+        (one_layer_for_both, "the spec of layer 0 gives one and the same layer each time it is built"),
+        (lambda: [*tied()[:3], *tied()[-2:]], "this is another model: 2 layers between the two ends have matrices"),
+        (scaled, "this is another model: its logits are 0.125 times the product with the matrix of the embedding"),
+        (nothing_returned, "it returned None; is a `return` missing?"),
         (lambda: object(), "TypeError"),
         (lambda: tied()[4:], "in the line: return x + torch.tanh"),
     ],
@@ -163,8 +212,18 @@ def most_bytes(mistake: str = ""):
         own = [stage_bytes[action.stage] for action in row]
         for action, size in zip(row, own):
             if mistake == "first backward" and action.kind != "F":
-                return kept
-            size = {"largest": max(own), "first": own[0], "microbatches": 1}.get(mistake, size)
+                return kept  # what is kept before it
+            same = {
+                "largest": max(own),
+                "first": own[0],
+                "microbatches": 1,
+                "stage 0": stage_bytes[0],
+                "largest of all": max(stage_bytes),
+                "average": sum(set(own)) / len(set(own)),
+                "sum": sum(set(own)),
+                "place": stage_bytes[sorted({action.stage for action in row}).index(action.stage)],
+            }
+            size = same.get(mistake, size)
             frees = mistake != "never frees"
             kept += size if action.kind == "F" else -size * frees
             if mistake != "after backwards" or action.kind == "B":
@@ -217,7 +276,12 @@ def test_a_head_without_a_gradient():
         ("never frees", "A backward lets go of what its forward has kept."),
         ("after backwards", "Look after each forward as well."),
         ("end", "This is what is left at the end of the row."),
-        ("first backward", "most_bytes"),
+        ("first backward", "This is what is kept before the first backward."),
+        ("stage 0", "with the bytes of stage 0"),
+        ("largest of all", "with the bytes of the largest stage of all"),
+        ("average", "with the average of the rank's stages"),
+        ("sum", "with the bytes of all the rank's stages together"),
+        ("place", "`action.stage` counts the stages of all ranks"),
     ],
 )
 def test_wrong_bytes(mistake: str, said: str):
@@ -230,3 +294,10 @@ def test_bytes_that_are_none():
     assert "ZeroDivisionError" in check_most_bytes(lambda row, stage_bytes: 1 / 0).text
     assert "return one number of bytes per row" in check_most_bytes(lambda row, stage_bytes: [1, 2]).text
     assert "The stages keep" in check_most_bytes(lambda row, stage_bytes: 7).text
+
+
+def test_a_cause_is_named_only_if_all_cases_agree():
+    def largest_on_two_ranks(row, stage_bytes):
+        return most_bytes("largest" if len(row) == 16 else "end")(row, stage_bytes)
+
+    assert "The stages keep" in check_most_bytes(largest_on_two_ranks).text

@@ -222,6 +222,24 @@ def toward_zero(x):
     return (codes * scales[:, None]).sum(0, keepdim=True)
 
 
+def with_a_zero_point(x):
+    low = x.min()
+    scale = (x.max() - low) / 15
+    codes = tt.all_to_all(((x - low) / scale).round().to(torch.uint8), "dp")
+    scales, lows = (tt.all_gather(one.reshape(1, 1), "dp") for one in (scale, low))
+    return (codes * scales + lows).sum(0, keepdim=True)
+
+
+def test_codes_with_a_zero_point_pass():
+    expect(check_add_up(with_a_zero_point), True, "no sum is off by more than half of all ranks' scales")
+
+
+def down_to_one(x):
+    scale = x.abs().max()
+    codes, scales = tt.all_to_all(codes_of(x, scale), "dp"), tt.all_gather(scale.reshape(1, 1), "dp")
+    return (codes * scales).sum(0, keepdim=True)
+
+
 def test_a_repair_in_jax_passes():
     expect(check_add_up(in_jax, "jax"), True)
 
@@ -248,6 +266,7 @@ def only_codes(x):
         (only_codes, "These are sums of codes. A code times"),
         (half, "These are sums of numbers in half precision"),
         (toward_zero, "Which code is the nearest?"),
+        (down_to_one, "These codes are -1, 0 and 1"),
         (lambda x: tt.quantized_reduce_scatter(x, "dp", bits=4), "`quantized_reduce_scatter` does the work"),
         (common_scale, "one common scale, the largest. Such codes can be added, so this is close"),
         (rounded_to_the_largest, "These are sums of codes that have one common scale"),
@@ -294,6 +313,11 @@ def with_sizes_swapped(x):
     return tt.reduce_scatter(tt.reduce_scatter(rows, "gpu"), "node")
 
 
+def node_first(x):
+    rows = x.reshape(tt.axis_size("node"), tt.axis_size("gpu"), -1).transpose(0, 1).flatten(0, 1)
+    return tt.reduce_scatter(tt.reduce_scatter(rows, "node"), "gpu")
+
+
 def sums_for_all(x):
     """Every GPU gets its node's sums for all ranks, and drops most of them."""
     own = slice(tt.axis_index("gpu"), None, tt.axis_size("gpu"))
@@ -329,6 +353,7 @@ def test_solutions_pass():
             lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "gpu"), "node"),
             "Inside the node, the first rows go to gpu 0",
         ),
+        (node_first, 'In this order of the rows, "gpu" comes before "node".'),
         (with_sizes_swapped, "Which of the two sizes comes first in `reshape`?"),
         (lambda x: tt.reduce_scatter(tt.reduce_scatter(x, "node"), "gpu"), "Which of the two levels should come first"),
         (lambda x: tt.reduce_scatter(x, BOTH), "It begins with all ranks at once"),

@@ -38,7 +38,7 @@ def kept_by(stage: int, stages: int, microbatches: int) -> int:
     return min(stages - stage, microbatches)
 
 
-def stage_bytes(of_parameters: Any = None, in_flight: Callable[[int, int, int], int] = kept_by, states: int = 18):
+def stage_bytes(of_parameters: Any = None, in_flight: Callable[[int, int, int], float] = kept_by, states: int = 18):
     """The solution, or one with other parameters, other microbatches in flight, or other bytes per parameter."""
 
     def fn(cut, microbatches, layer, ends, kept):
@@ -118,6 +118,26 @@ def mean(cut, layer, ends):
             "In stage_bytes(cut=(1, 2, 2, 3)",
         ),
         (stage_bytes(lambda cut, layer, ends: [n * layer + ends for n in cut]), "Others have neither"),
+        (stage_bytes(lambda cut, layer, ends: [n * layer + ends * (s == 0) for s, n in enumerate(cut)]), "on the last"),
+        (
+            stage_bytes(lambda cut, layer, ends: [n * layer + ends * (s == len(cut) - 1) for s, n in enumerate(cut)]),
+            "leave out the embedding, on the first stage",
+        ),
+        (
+            stage_bytes(lambda cut, layer, ends: [n * layer + 2 * ends * (s == 0) for s, n in enumerate(cut)]),
+            "on the last",
+        ),
+        (
+            lambda cut, m, layer, ends, kept: [
+                18 * (n * layer + ends * (s == 0) + ends * (s == len(cut) - 1)) + kept_by(s, len(cut), m) * kept
+                for s, n in enumerate(cut)
+            ],
+            "activations of one layer",
+        ),
+        (
+            stage_bytes(in_flight=lambda s, n, m: sum(kept_by(one, n, m) for one in range(n)) / n),
+            "the mean of all stages",
+        ),
         (stage_bytes(first_or_last), "it has both the embedding and the output matrix"),
         (stage_bytes(in_flight=lambda s, n, m: min(n - s, m) + 1), "one microbatch too many"),
         (lambda *case: np.array(stage_bytes()(*case)) / 1e9, "yours are 0.0001372.\nThese are GB. Return bytes."),
@@ -200,8 +220,10 @@ def test_a_number_of_gib_is_accepted_and_named():
 
 
 def test_every_forecast_is_clearly_on_one_side_of_the_limit():
-    for job, remedy in product(JOBS.values(), REMEDIES.values()):
-        assert all(abs(job.peak(plan)[0] - LIMIT) >= 3e9 for plan in (job.plan, remedy(job.plan))), job
+    for job in JOBS.values():
+        tried = [*REMEDIES][: 1 + [*REMEDIES].index(first_enough(job))]  # of later ones, none is the answer
+        plans = job.plan, *(REMEDIES[name](job.plan) for name in tried)
+        assert all(abs(job.peak(plan)[0] - LIMIT) >= 1.5e9 for plan in plans), job
 
 
 def test_every_other_choice_is_refused_with_what_happens():
@@ -214,7 +236,7 @@ def test_every_other_choice_is_refused_with_what_happens():
         if plan == JOBS[name].plan:
             said = ("is on already", "cannot be halved", "tp is 1")
         else:
-            said = ("limit is 85.0 GB",) if JOBS[name].peak(plan)[0] > LIMIT else ("an earlier remedy is enough",)
+            said = ("limit is 80 GB",) if JOBS[name].peak(plan)[0] > LIMIT else ("an earlier remedy is enough",)
         assert verdict.passed is False and any(words in line for words in said), line
 
 

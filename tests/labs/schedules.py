@@ -34,12 +34,12 @@ RULES = {
     "ZB-V": zb_v(8, 24),
 }
 ROWS = {
-    "GPipe": "1,433 ms | 3.1 | 336",
+    "GPipe": "1,433 ms | 3 | 336",
     "1F1B": "1,457 ms | 1 | 336",
-    "ZB-H1": "1,310 ms | 1.3 | 336",
-    "ZB-H2": "1,237 ms | 2.4 | 336",
+    "ZB-H1": "1,310 ms | 1.2 | 336",
+    "ZB-H2": "1,237 ms | 2.3 | 336",
     "interleaved, $v = 4$": "1,220 ms | 1.2 | 1,488",
-    "ZB-V": "1,189 ms | 1.3 | 672",
+    "ZB-V": "1,189 ms | 1.2 | 672",
 }
 
 PARAGRAPH = f"""\
@@ -54,9 +54,9 @@ costs, 24 microbatches and one program per rank:
 
 The bytes, relative to 1F1B, were counted for equal transformer blocks. A split backward also keeps gradients until W.
 
-With one program per rank, begin with 1F1B and as many microbatches as the batch allows. GPipe is hardly faster, and
-keeps three times as much. If the bubble is still large, ZB-V and interleaving with $v = 4$ shorten the step most.
-They keep about a quarter more, and send at least twice as many messages.
+With one program per rank, begin with 1F1B and as many microbatches as the batch allows, unless they become too small
+to keep a GPU busy. GPipe is hardly faster, and keeps three times as much. If the bubble is still large, ZB-V and
+interleaving with $v = 4$ shorten the step most. They keep about a fifth more, and send at least twice as many messages.
 """
 
 
@@ -70,13 +70,16 @@ def messages(schedule: Schedule) -> int:
 
 @cache
 def most_kept(name: str) -> float:
-    """The activations of the fullest rank, counted, for 32 equal blocks on 8 ranks."""
-    schedule, block = RULES[name], LayerSpec(PlainBlock, tt.GPTConfig(32, 32, 32, num_heads=2, context=16))
+    """The activations of the fullest rank, counted, for 32 equal blocks on 8 ranks. What comes before and after,
+    here an embedding and a sum, keeps next to nothing."""
+    schedule = RULES[name]
+    block = LayerSpec(PlainBlock, tt.GPTConfig(32, 32, 32, num_heads=2, context=16))
+    bounds = [0, *range(1 + 32 // schedule.num_stages, 34, 32 // schedule.num_stages)]
 
     def program() -> None:
-        x = torch.zeros(1, 16, 32)
-        stages = tt.stages_of([block] * 32, schedule, "uniform")
-        tt.train_batch(schedule, stages, [(x, x)] * schedule.num_microbatches, lambda y, x: (y - x).square().mean())
+        stages = tt.stages_of([LayerSpec(torch.nn.Embedding, 32, 32), *[block] * 32], schedule, bounds=bounds)
+        ids = torch.zeros(24, 16, dtype=torch.long)
+        tt.train_batch(schedule, stages, tt.split_batch(ids, ids, 24), lambda y, _: y.sum())
 
     return float(max(tt.run(program, Mesh(pp=8), keep_values=0).trace.peak_bytes))
 
@@ -107,9 +110,9 @@ WHICH: tuple[Entry, ...] = (
         lambda: max(map(times, FAST)) < min(times(name) for name in RULES if name not in FAST),
     ),
     Claim(
-        "They keep about a quarter more, and send at least twice as many messages",
+        "They keep about a fifth more, and send at least twice as many messages",
         lambda: (
-            all(1.2 < relative(name) < 1.3 for name in FAST)
+            all(1.15 < relative(name) < 1.25 for name in FAST)
             and min(messages(RULES[name]) for name in FAST) >= 2 * messages(RULES["1F1B"])
         ),
     ),

@@ -32,13 +32,9 @@ class Addend(NamedTuple):
 
 
 def addend_of(
-    addends: Mapping[str, np.ndarray],
-    pieces: Sequence[np.ndarray],
-    whole: np.ndarray,
-    layout: Layout,
-    verdict: Verdict,
-    mesh: Mesh,
-) -> Addend | None:
+    addends: Mapping[str, np.ndarray], pieces: Sequence[np.ndarray], whole: np.ndarray, layout: Layout,
+    verdict: Verdict, mesh: Mesh,
+) -> Addend | None:  # fmt: skip
     """The one addend, or the residual and the bias together, that explains all that is wrong with an output.
 
     addends   by name in the verdict: biases [D], and tensors of the output's shape, such as inputs

@@ -14,6 +14,7 @@ from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
 from tplab.checking.hypotheses import hypotheses
 from tplab.checking.same_model import Finding, named
+from tplab.checking.seen_samples import shared
 from tplab.checking.sends import adds_up, mixing, partitions
 from tplab.units import plain
 
@@ -62,11 +63,9 @@ def _finding(case: Case) -> Finding:
         words = facts.sizes.words(factor) if is_loss else f"{times} times the reference's"
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
+        tried = [*([] if is_loss else (*shared(facts), *of_forward(facts, where))), *hypotheses(case)]
         values = f"{mean:.6g}", f"{want:.6g}"
-        return facts.fault(
-            "loss", words, where, factor=factor, values=values, lines=lines,
-            hypotheses=[*([] if is_loss else of_forward(facts, where)), *hypotheses(case)],
-        )  # fmt: skip
+        return facts.fault("loss", words, where, factor=factor, values=values, lines=lines, hypotheses=tried)
     if is_scaled:
         words = facts.sizes.words(factor)
     elif (kind == "own" and not case.is_all) or kind == "other":
@@ -78,15 +77,17 @@ def _finding(case: Case) -> Finding:
     if mixing(facts, case.names):
         what = "experts" if any("expert" in name for name in case.names) else "shards"
         words, where = f"mixed with the gradients of other {what}", mixing(facts, case.names)
+    tried = [*of_forward(facts, facts.line_of_value())] if kind == "other" else []
     return facts.fault(
         "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
-        hypotheses=hypotheses(case),
+        hypotheses=[*hypotheses(case), *tried],
     )  # fmt: skip
 
 
 def _is_loss_off(facts: Facts) -> bool:
     has, want = facts.losses(), facts.reference.loss(facts.number)
     slack = facts.reference.slack_of_loss(facts.number)
+    slack = max(slack, facts.reference.epsilon)  # a loss that is always 0 says nothing
     return bool(has and want and min(abs(np.mean(has) - want), abs(sum(has) - want)) > slack)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from tplab.checking.gaps import near
@@ -63,7 +64,9 @@ class Sizes:
             for power in powers:
                 for count, words in self._counts.items():
                     if near(factor, count**power):
-                        form, are = _FORMS[power].format(plain(count)), " or ".join(words)
+                        root, are = math.isqrt(count), " or ".join(words)
+                        is_whole = power in (0.5, -0.5) and root**2 == count
+                        form = _FORMS[2 * power].format(root) if is_whole else _FORMS[power].format(plain(count))
                         found.append(f"{form} ({are})" if power == 1 else f"{form} ({plain(count)} is {are})")
             if found:
                 return ", or ".join(found)

@@ -147,14 +147,9 @@ class Comparison:
         return addend_of(named, known, whole, *found, self.mesh)
 
     def _row(
-        self,
-        kind: str,
-        name: str,
-        told: Sequence[Answer],
-        want: Answer,
-        layout: Layout | None = None,
+        self, kind: str, name: str, told: Sequence[Answer], want: Answer, layout: Layout | None = None,
         among: float = 0.0,
-    ) -> Row:
+    ) -> Row:  # fmt: skip
         whole, pieces = want[kind].get(name), _pieces(told, kind, name)
         rounding, kind = self.rounding_of(kind, name, want, among), "gradient" if kind == "input" else kind
         if layout is None:

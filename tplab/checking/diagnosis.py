@@ -51,16 +51,9 @@ class Diagnosis:
     """
 
     def __init__(
-        self,
-        ours: Sequence[Seen],
-        theirs: Sequence[Seen],
-        again: Sequence[Seen] | None = None,
-        *,
-        about: str = "",
-        notes: Sequence[str] = (),
-        is_fed: bool = False,
-        trails: Trails | None = None,
-    ):
+        self, ours: Sequence[Seen], theirs: Sequence[Seen], again: Sequence[Seen] | None = None, *, about: str = "",
+        notes: Sequence[str] = (), is_fed: bool = False, trails: Trails | None = None,
+    ):  # fmt: skip
         self.about, self.is_fed, self.notes = about, is_fed, list(notes)
         kinds = {kind for one in ours for kind in one.kinds}
         if "torch.compile" in kinds:

@@ -43,6 +43,13 @@ class _Factors:
                 words = f"no multiplication by {plain(by)} at {line} on one rank"
                 repair = Repair("factor", words, line, was=by, of_reference=True)
                 yield Hypothesis(repair, cause, line)
+            if case.is_all and (line, by) not in theirs and self._is_of_other_ranks(by, by / factor):
+                cause = (
+                    "the script itself multiplies the gradients by a number of ranks between the backward pass and the "
+                    f"step, and not by that of the {len(facts.copies)} ranks, or groups of ranks, that saw samples of "
+                    "their own"
+                )
+                yield self._factor(line, by, by / factor, cause, "loss")
         times = facts.times_loss()
         if case.is_all and times is not None and abs(times / factor - 1) < 5e-3:
             yield from self._scaled_loss(factor)
@@ -65,6 +72,14 @@ class _Factors:
                 yield self._loss(1 / factor, cause, case.made.last, key)
         else:
             yield from self._scaled_some(factor)
+
+    def _is_of_other_ranks(self, has: float, wants: float) -> bool:
+        """Whether this multiplies, or divides, by a number of ranks, and would be right by that of all that saw
+        different samples."""
+        count = len(self.facts.copies)
+        those = (count, 1 / count) if count > 1 else ()
+        is_one = any(near(wants, x) and not near(has, x) and (has - 1) * (x - 1) > 0 for x in those)
+        return is_one and bool(self.facts.sizes.named(has))
 
     def _is_of_batches(self, factor: float) -> bool:
         return self.case.batches > 1 and near(factor * self.case.batches, 1)
@@ -124,7 +139,8 @@ class _Factors:
         others = {sent.reduction for sent in given_to(facts, case.others)}
         for sent in self.case.reductions:
             if sent.reduction == "sum" and near(factor, len(sent.ranks)):
-                cause = _ADDED_UP if sent.moment == "reduction" or sent.on else _SUMMED_TWICE
+                are_parts = case.is_all and len(case.reductions) == 1 and len(facts.copies) == facts.num_ranks
+                cause = _ADDED_UP if sent.moment == "reduction" or sent.on or are_parts else _SUMMED_TWICE
                 if not case.is_all and others == {"mean"}:
                     cause = (
                         "these gradients are added up over ranks, and others are averaged: average all of them, "
@@ -183,7 +199,10 @@ class _Factors:
             yield Hypothesis(repair, cause, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
-        are_sent = some_hold and any(sent.op == "all_to_all" for sent in facts.sent("forward"))
+        sent = [sent for sent in facts.sent("forward", "between") if sent.op == "all_to_all"]
+        are_stacked = not case.reduction and all(len(facts.groups(name)) > 1 for name in self.names)
+        are_stacked = are_stacked and bool(given_to(facts, case.others)) and len(facts.copies) == facts.num_ranks
+        are_sent = any(some_hold or (are_stacked and near(factor, len(one.ranks))) for one in sent)
         if (are_sent or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
             cause = (
                 "an expert's gradient contains the parts of all ranks that sent it tokens: divide it by the number of "

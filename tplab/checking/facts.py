@@ -217,18 +217,9 @@ class Facts:
         return Row(what, self.number, ok, words, count=count)
 
     def fault(
-        self,
-        what: What,
-        words: str,
-        where: str,
-        *,
-        names: Iterable[str] = (),
-        values: tuple[str, str] = ("", ""),
-        ranks: Collection[int] = (),
-        lines: Sequence[str] = (),
-        hypotheses: Iterable[Hypothesis] = (),
-        **more: Any,
-    ) -> Finding:
+        self, what: What, words: str, where: str, *, names: Iterable[str] = (), values: tuple[str, str] = ("", ""),
+        ranks: Collection[int] = (), lines: Sequence[str] = (), hypotheses: Iterable[Hypothesis] = (), **more: Any,
+    ) -> Finding:  # fmt: skip
         """A finding in this step, with all that has the fault. Ranks are not named if they are all; `values` are what
         was found, and expected; `more` of it as in `Finding`."""
         name, *others = (*names,) or ("",)

@@ -188,16 +188,20 @@ def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np
 
 def in_order(facts: Facts, *, forward: bool) -> list[Hypothesis]:
     """Collectives that were given tensors that are not contiguous, in the reference too. forward: of that alone"""
+    given = {(at, *about) for seen in facts.ours for at, about in seen.strided.items()}
+    strided = sorted(one for one in given if not forward or not one[2])
     found = []
-    strided = {(at, *about) for seen in facts.ours for at, about in seen.strided.items()}
-    for line, op in sorted((at, op) for at, op, is_backward in strided if not forward or not is_backward):
-        words = f"{op} at {line} takes the elements of what it is given in the program's order"
+    for some in [[one] for one in strided] + [strided] * (len(strided) > 1):
+        those, is_one = " and ".join(f"{op} at {line}" for line, op, _ in some), len(some) == 1
+        words = f"{those} {'takes' if is_one else 'take'} the elements of tensors in the program's order"
         cause = (
-            f"{op} at {line} is given a tensor that is not contiguous, and gloo takes its elements as they are in "
-            "memory, in another order than the program's (nccl refuses it): pass x.contiguous(). In a backward "
-            "pass it is a gradient that is not contiguous"
+            f"{those} {'is' if is_one else 'are'} given a tensor that is not contiguous, and gloo takes its elements "
+            "as they are in memory, in another order than the program's (nccl refuses it): pass x.contiguous(), and "
+            "receive into a contiguous tensor. In a backward pass it is a gradient that is not contiguous"
         )
-        theirs = Repair("order", words, line, of_reference=True)
-        also = (theirs,) if any(line in seen.strided for seen in facts.reference.seen) else ()
-        found.append(Hypothesis(Repair("order", words, line), cause, thread=thread("strided"), also=also))
+        theirs = {line for seen in facts.reference.seen for line in seen.strided}
+        runs = (False, True)[: 1 + any(line in theirs for line, *_ in some)]
+        repair, *also = (Repair("order", words, line, of_reference=of) for of in runs for line, *_ in some)
+        where = "" if some[0][2] else some[0][0]
+        found.append(Hypothesis(repair, cause, where, thread("strided"), also=tuple(also)))
     return found

@@ -300,27 +300,13 @@ class _Hypotheses:
             yield Hypothesis(repair, cause, self.facts.ours[0].made.get("BatchNorm") or self.facts.line("forward"))
 
     def _clipped(self) -> Iterator[Hypothesis]:
-        """Gradients are clipped before they are averaged."""
-        of_norm = (
-            "each rank clips its own gradients by their norm, and they are averaged only afterwards: average first, so "
-            "that all ranks clip the same gradients by the same norm"
-        )
-        of_elements = (
-            "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
-            "so that what is clipped is the gradient of the whole batch"
-        )
-        of_decay = (
-            "weight decay is added to each rank's gradient, and these are added up only afterwards, so that it counts "
-            "once for each rank: add it when they have been added up"
-        )
-        if line := self.facts.line("early decay"):
-            words = f"what {line} adds to gradients is added after they are added up over ranks, not before"
-            yield Hypothesis(Repair("late", words, line), of_decay, line)
-        for done, cause, key in ("early clip", of_norm, "norm"), ("early clamp", of_elements, ""):
-            is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and bool(key))
-            if is_like and (line := self.facts.line(done)):
-                words = f"clipping at {line} after the gradients are averaged, not before"
-                yield Hypothesis(Repair("late", words, line), cause, line, thread(key))
+        """What the script does to gradients, it does before they are averaged."""
+        for done, cause in _EARLY.items():
+            is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and done == "clip")
+            if (is_like or done == "decay") and (line := self.facts.line(f"early {done}")):
+                words = f"what {line} does to gradients is done after they are averaged or added up, not before"
+                link = thread("norm") * (done == "clip")
+                yield Hypothesis(Repair("late", words, line), cause, line, link)
 
     def _unsynced(self) -> Iterator[Hypothesis]:
         """The script keeps DistributedDataParallel or FSDP from adding up gradients, and does not let them again."""
@@ -375,6 +361,16 @@ def _weights(ranks: Sequence[Seen], key: Callable[[int, int], int]) -> dict[tupl
     return found
 
 
+_EARLY = {
+    "decay": "weight decay is added to each rank's gradient, and these are added up only afterwards, so that it counts "
+    "once for each rank: add it when they have been added up",
+    "clip": "each rank clips its own gradients by their norm, and they are averaged only afterwards: average first, so "
+    "that all ranks clip the same gradients by the same norm",
+    "clamp": "each rank clips the elements of its own gradients, and they are averaged only afterwards: average first, "
+    "so that what is clipped is the gradient of the whole batch",
+    "hook": "a hook changes each rank's own gradients, and they are averaged only afterwards: average first, and "
+    "change the gradient of the whole batch",
+}
 _NO_DUAL = (
     "the loss is right and this gradient is wrong: in the backward pass of this line, the parts of all ranks are not "
     "added up. Examples are a collective without its dual, a gather whose backward pass does not add up the parts of "

@@ -72,13 +72,9 @@ class Way(NamedTuple):
 
 
 def observed(
-    pieces: Sequence[np.ndarray],
-    whole: np.ndarray,
-    mesh: Mesh,
-    tolerance: float,
-    layout: Layout | None = None,
+    pieces: Sequence[np.ndarray], whole: np.ndarray, mesh: Mesh, tolerance: float, layout: Layout | None = None,
     likely: Collection[str] = (),
-) -> Observed:
+) -> Observed:  # fmt: skip
     """How the ranks of a mesh hold `whole`.
 
     pieces      one per rank; a piece may be padded: elements beyond the layout's must be zeros

@@ -59,17 +59,10 @@ class Check(Comparison):
         self.notes: list[str] = []
 
     def compare(
-        self,
-        theirs: Side,
-        ours: Side,
-        agains: Iterable[Side],
-        trials: Callable[[Row, Callable[[Mapping[str, Any]], Any]], Iterable[Trial]],
-        *,
-        has_loss: bool,
-        share_copies: bool,
-        optimizer: Any = None,
-        before: Mapping[str, np.ndarray],
-    ) -> None:
+        self, theirs: Side, ours: Side, agains: Iterable[Side],
+        trials: Callable[[Row, Callable[[Mapping[str, Any]], Any]], Iterable[Trial]], *, has_loss: bool,
+        share_copies: bool, optimizer: Any = None, before: Mapping[str, np.ndarray],
+    ) -> None:  # fmt: skip
         """Add rows for outputs, the loss, gradients, and parameters after a step, and their causes.
 
         agains   the reference where rounding is changed
@@ -189,13 +182,9 @@ class Check(Comparison):
         return found
 
     def prove_gradients(
-        self,
-        order: Sequence[str],
-        told: Sequence[Answer],
-        want: Answer,
-        trials: Callable[[Row], Iterable[Trial]],
+        self, order: Sequence[str], told: Sequence[Answer], want: Answer, trials: Callable[[Row], Iterable[Trial]],
         answer: Callable[[Mapping[str, Any]], Sequence[Answer] | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Where all outputs are right and gradients are not, look for a repair of the first wrong ones.
 
         trials   what to try on the model; `answer` runs it with the changes of a trial

@@ -72,12 +72,12 @@ class Step:
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
     sent, masks, prints (text and line)
     lines       of "forward", "backward", "step"; "zero_grad" between microbatches; "clip"; "clamp", by value; "early
-                clip" and "early clamp", before gradients are reduced; "scale", where the script scales them itself, and
-                "scale in", inside of that; "call", where the script calls what computes the loss; "loader", where that
-                of its samples is made; "drawn", where random numbers were, last; "set lr" and so on, where the
-                optimizer got this setting; "loaded", its states; "norm", where the script makes one number of gradients
-                itself; "label", where what the loss compares with was last shifted, cut or padded; "buffer NAME", where
-                the script changed it; "parameter NAME", where it did so after the step
+                clip", "early clamp" and "early hook", before gradients are reduced; "scale", where the script scales
+                them itself, and "scale in", inside of that; "call", where the script calls what computes the loss;
+                "loader", where that of its samples is made; "drawn", where random numbers were, last; "set lr" and so
+                on, where the optimizer got this setting; "loaded", its states; "norm", where the script makes one
+                number of gradients itself; "label", where what the loss compares with was last shifted, cut or padded;
+                "buffer NAME", where the script changed it; "parameter NAME", where it did so after the step
     scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
     skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
     evaluated   losses that were computed without gradients, and of how many targets

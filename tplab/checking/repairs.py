@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from tplab.checking.same_model import Finding, SameModel, What
 
-MOST_TRIED = 6
+MOST_TRIED = 8
 """So many repairs of one fault are tried."""
 
 MOST_FAULTS = 3
@@ -42,7 +42,8 @@ class Repair:
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
               `by`; with `line`, the collective there is left out
               "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
-              microbatches; `values` of each step. "targets": of each step, cut along the sequence
+              microbatches; `values` of each step. "targets": of each step, cut along the sequence;
+              with a factor `by` of the loss, if it is no mean
               "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
               `combine` "mean" their mean; "weights" are `values` of ranks and names, if given
               "settings", "states": `values` of names and keys, in each step

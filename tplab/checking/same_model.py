@@ -174,16 +174,10 @@ class SameModel:
     """
 
     def __init__(
-        self,
-        rows: Iterable[Row] = (),
-        findings: Iterable[Finding] = (),
-        *,
-        notes: Iterable[str] = (),
-        reason: str = "",
-        about: str = "",
-        words: tuple[str, str] = ("the same model", "NOT the same model"),
+        self, rows: Iterable[Row] = (), findings: Iterable[Finding] = (), *, notes: Iterable[str] = (),
+        reason: str = "", about: str = "", words: tuple[str, str] = ("the same model", "NOT the same model"),
         has_run: bool = True,
-    ):
+    ):  # fmt: skip
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
         self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
         self.suspects: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,9 +57,8 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         )
     if ranks := _one_model(facts):
         words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
-        ways = [way for way in partitions(facts) if any(set(ranks) <= set(group) for group in way)]
         yield facts.fault("samples", words, line, factor=found.factor, ranks=ranks, lines=[forward],
-                          hypotheses=_dealt(facts, ways, _CAUSES["parts"], line))  # fmt: skip
+                          hypotheses=shared(facts))  # fmt: skip
     elif shuffles := samplers_by_rank(facts.ours):
         numbers, line = shuffles
         listed = ", ".join(map(str, numbers))
@@ -74,6 +74,13 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
             raise NeedsSamples(reason, are_drawn(facts))
         raise NothingToTell(reason)
+
+
+def shared(facts: Facts) -> Iterator[Hypothesis]:
+    """Ranks that share a model do not see the same samples, even if all ranks together see the reference's."""
+    if ranks := _one_model(facts):
+        ways = [way for way in partitions(facts) if any(set(ranks) <= set(group) for group in way)]
+        yield from _dealt(facts, ways, _CAUSES["parts"], facts.line_of_data() or facts.line("forward"))
 
 
 def _ways(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
@@ -159,11 +166,12 @@ def targets(facts: Facts) -> Found:
     link, where = thread("labels"), facts.line("label") or chosen[0][0][2]
     steps = facts.reference.seen[0].steps
     whole = {number: (None, [x for x, _, _ in step.targets]) for number, step in enumerate(steps)}
-    repair = Repair("targets", "the reference's targets, where each rank has those of its part of the sequence",
-                    values=whole)  # fmt: skip
+    all_of = "the reference's targets, where each rank has those of its part of the sequence"
+    repair = Repair("targets", all_of, values=whole)
+    counted = replace(repair, words=f"{all_of}, and the loss divided by the number of all of them", by=got / wanted)
     yield facts.fault(
         "samples", words, where, names=["targets"], factor=got / wanted, values=values, lines=lines,
-        hypotheses=[Hypothesis(repair, cause, where, link)],
+        hypotheses=[Hypothesis(repair, cause, where, link), Hypothesis(counted, cause, where, link)],
     )  # fmt: skip
 
 

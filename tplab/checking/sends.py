@@ -25,10 +25,13 @@ def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
 
 
 def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
-    """The line of the largest collective that adds up over ranks more than any of these gradients alone."""
+    """The line of the largest collective that adds up over ranks more than any of these gradients alone. What functions
+    add up in their backward passes are gradients of activations, but for FSDP's."""
+    passed_on = facts.trails.sent_back if facts.trails and "FSDPModule" not in facts.ours[0].kinds else ()
     most = max((facts.reference.weights[name].size for name in names if name in facts.reference.weights), default=0)
     sums = [sent for sent in facts.sent("backward", "reduction")
-            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > most > 0]  # fmt: skip
+            if sent.op in ("all_reduce", "reduce_scatter", "reduce") and sent.size > most > 0
+            and sent.where not in passed_on]  # fmt: skip
     return max(sums, key=lambda sent: sent.size).where if sums else ""
 
 

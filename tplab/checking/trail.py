@@ -256,6 +256,8 @@ class Trails:
             known.add(number)
             op = trail.ops[number]
             arrived = [self._arrived(op, at) for at in op.arrived]
+            if to is None and wrong is not None and wrong.is_partial:  # of a parameter, whose parts are of samples
+                wrong = next((one for one in arrived if _is_of_samples(one, wrong)), wrong)
             if not arrived or not any(_is_like(spread, wrong) for spread in arrived):
                 last = trail.ops[to] if to is not None else None
                 return self._line(trail, consumers, op, last, wrong) if arrived else ""
@@ -284,11 +286,18 @@ class Trails:
             if not to.sent or is_gather:
                 return to.returned or to.line
         if op.is_function and op.returned:
-            return op.sent_back[-1] if op.sent_back else op.returned
+            arrived = [x.factor for at in op.arrived if (x := self._arrived(op, at)) is not None]
+            divides = wrong is not None and max(arrived, default=0.0) > 1.01 * wrong.factor
+            return op.sent_back[-1] if op.sent_back and not divides else op.returned
         healthy = [other for other in trail.ops if other is not op and other.key[:2] == op.key[:2]
                    and self._is_summed(trail, other)]  # fmt: skip
         shared = {line for other in healthy for line in other.lines}
         return next((line for line in op.lines if line not in shared), op.line) if healthy else op.line
+
+    @property
+    def sent_back(self) -> set[str]:
+        """The lines of collectives in the backward passes of functions."""
+        return {line for op in self._ours[0].ops if op.is_function for line in op.sent_back}
 
     def _is_summed(self, trail: Trail, op: Op) -> bool:
         """Whether the parts that an operation passes on are added up at once."""
@@ -350,6 +359,13 @@ def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:
         return True
     is_same_kind = wrong is not None and spread.is_partial == wrong.is_partial
     return wrong is not None and is_same_kind and abs(spread.factor - wrong.factor) < 1e-2 * abs(wrong.factor)
+
+
+def _is_of_samples(spread: Observed | None, wrong: Observed) -> bool:
+    """Whether each rank has its samples' part of what a parameter's gradient is added up from, with its factor."""
+    if spread is None or spread.is_partial or abs(spread.factor - 1) <= 1e-2:
+        return False
+    return abs(spread.factor / wrong.factor - 1) < 1e-2
 
 
 def _sum(op: Op, to: int | str) -> np.ndarray | None:

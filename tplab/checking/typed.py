@@ -222,17 +222,10 @@ class Types:
     """
 
     def __init__(
-        self,
-        title: str,
-        lines: Mapping[Frame, Sequence[Typed]],
-        arguments: Sequence[Typed],
-        results: Sequence[Typed],
-        faults: Sequence[Fault],
-        gradients: Sequence[Typed] = (),
-        first: Frame | None = None,
-        note: str = "",
+        self, title: str, lines: Mapping[Frame, Sequence[Typed]], arguments: Sequence[Typed], results: Sequence[Typed],
+        faults: Sequence[Fault], gradients: Sequence[Typed] = (), first: Frame | None = None, note: str = "",
         casts: Mapping[tuple[str, str, str], Sequence[str]] | None = None,
-    ):
+    ):  # fmt: skip
         self.title, self.lines, self.faults, self.first, self.note = title, lines, list(faults), first, note
         self.arguments, self.results, self.gradients = list(arguments), list(results), list(gradients)
         self.casts = {key: " or ".join(texts) for key, texts in (casts or {}).items()}

@@ -14,6 +14,7 @@ from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
+from tplab.units import ranks_text
 
 _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay", "momentum": "the momentum"}
 
@@ -85,21 +86,22 @@ def settings(facts: Facts) -> Found:
 
 def states(facts: Facts) -> Found:
     """What the optimizer keeps from step to step."""
-    wrong: dict[tuple[str, str], set[int]] = {}
-    first = (0, 0.0, 0.0)
+    wrong: dict[tuple[str, str], dict[int, tuple[np.ndarray, np.ndarray]]] = {}
     for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
         size = 0.0 if gradient is None else largest(gradient)
         share = 4 * facts.reference.slack_of_gradient(name, facts.number) / size if size else 1.0
         slack = 8 * max(share, facts.reference.floor) * largest(want)
         if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
-            if not wrong:
-                first = rank, *farthest(got, want)
-            wrong.setdefault((name, key), set()).add(rank)
+            wrong.setdefault((name, key), {})[rank] = got, want
+    for at, held in [*wrong.items()]:  # ranks may have zeros that only the rank changes which owns the parameter
+        if len(held) < len([*facts.holders(at[0])]) and not any(got.any() for got, _ in held.values()):
+            del wrong[at]
     if not wrong:
         return
-    rank, got, want = first
-    (name, key), step, loaded = next(iter(wrong)), facts.line("step"), facts.line("loaded")
+    (name, key), held = next(iter(wrong.items()))
+    rank, (got, want) = next(iter(held.items()))
+    (got, want), step, loaded = farthest(got, want), facts.line("step"), facts.line("loaded")
     if not all("loaded" in one.lines for one in facts.mine):  # some ranks only
         loaded = facts.source.condition(loaded) or loaded
     factor = got / want if want and facts.sizes.named(got / want) else None
@@ -114,10 +116,12 @@ def states(facts: Facts) -> Found:
                values={"from": other, "step": facts.number}) for other in right[:1]
     ]  # fmt: skip
     if facts.goes_on and not facts.number:
-        cause = (
-            "the optimizer's state was not restored when the script was started again: save its state_dict() with the "
-            "weights, and load it before training goes on"
-        )
+        cause = "the optimizer's state was not restored when the script was started again: "
+        if all("loaded" in step.lines for step in facts.mine):
+            cause += f"what is loaded here is not that of {ranks_text(sorted(ranks))}. Save all of it, on each rank "
+            cause += "that has a state of its own, and let each load its own"
+        else:
+            cause += "save its state_dict() with the weights, and load it before training goes on"
         tried = [_restored(facts)]
     yield facts.fault(
         "optimizer", facts.words_of(factor), loaded or step, names=[key if key == "step" else f"{key} of {name}"],

@@ -127,14 +127,9 @@ class Rounding:
 
 
 def judge(
-    pieces: Sequence[np.ndarray | None],
-    reference: np.ndarray | None,
-    layout: Layout | None,
-    mesh: Mesh,
-    rounding: Rounding,
-    *,
-    what: str = "gradient",
-) -> Verdict:
+    pieces: Sequence[np.ndarray | None], reference: np.ndarray | None, layout: Layout | None, mesh: Mesh,
+    rounding: Rounding, *, what: str = "gradient",
+) -> Verdict:  # fmt: skip
     """Compare what each rank has with its piece of the unsharded answer.
 
     pieces      one per rank of the mesh; None for a rank that has none
@@ -172,13 +167,9 @@ def judge(
 
 
 def explained(
-    found: Observed,
-    pieces: Sequence[np.ndarray],
-    reference: np.ndarray,
-    mesh: Mesh,
-    slack: float,
+    found: Observed, pieces: Sequence[np.ndarray], reference: np.ndarray, mesh: Mesh, slack: float,
     layout: Layout | None = None,
-) -> tuple[str, str, tuple[str, ...]]:
+) -> tuple[str, str, tuple[str, ...]]:  # fmt: skip
     """The mistake, the words for it, and the axes of what is observed and not right."""
     over, factor = label(found.axes), found.factor
     if found.kind == "scaled" and factor == 0:

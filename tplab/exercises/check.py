@@ -4,15 +4,15 @@ plain answer. The verdict says what is wrong, on which rank, and shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
-from tplab.exercises.verdict import Verdict, beside, check, differs, not_started, on, refuse, right
+from tplab.exercises.verdict import Verdict, beside, cause, check, differs, not_started, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import split
 from tplab.trace.trace import Trace
@@ -79,7 +79,9 @@ def _graded(
                 if any(array.dtype == np.float32 for array in trial.found[0].values()):  # precise enough
                     exercise = replace(given, tolerance=max(given.tolerance, SINGLE))
                 if wrong := _wrong(trial.found, exercise, mesh, tensors, framework):
-                    refuse(*wrong)
+                    text, by, panels, result = wrong
+                    mistake = _known_mistake(fn, exercise, framework, result, seed)
+                    refuse(f"{text}\n{mistake.hint if mistake else by}", panels)
                 _refuse(trial, exercise)
                 traces.append(trial.trace)
                 shown |= trial.found[0] if not seed else {}
@@ -157,20 +159,15 @@ MOST_WORK = 0.7
 
 def _wrong(
     found: list[dict[str, np.ndarray]], exercise: Exercise, mesh: Mesh, tensors: Tensors, framework: Framework
-) -> tuple[str, list[Panel]] | None:
-    """The first thing that is wrong, if there is any, and a picture of it."""
-    whole = exercise.plain(tensors)
-    tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
-    gradients = {f"d{key}": exercise.specs[key] for key in exercise.gradients}
-    specs = {**exercise.results, **exercise.also, **gradients}
+) -> tuple[str, str, list[Panel], str] | None:
+    """The first thing that is wrong, if there is any: what and where, by how much, a picture of it, and its name."""
     for result in found[0]:
-        slack = tolerance * max(1.0, float(np.abs(whole[result]).max()))
-        got, want = [results[result] for results in found], split(whole[result], specs[result], mesh)
+        got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
         for rank in mesh.ranks:
             if got[rank].shape != want[rank].shape:
                 text = f": {result} has shape {list(got[rank].shape)} on rank {rank} of {mesh}."
                 panels = beside(f"yours, {result}", got[rank], want[rank])
-                return f"{text}\nThe right one has shape {list(want[rank].shape)}.", panels
+                return text, f"The right one has shape {list(want[rank].shape)}.", panels, ""
         off = [differs(a, b, slack) for a, b in zip(got, want)]
         if any(map(np.any, off)):
             rank = next(rank for rank in mesh.ranks if off[rank].any())
@@ -181,27 +178,58 @@ def _wrong(
             if want[rank].dtype.kind == "i":  # an id that is nearly right is wrong
                 one, other = (number_text(float(x[rank][off[rank]][0])) for x in (got, want))
                 by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."
-            hint = _known_mistake(exercise, result, got, want, slack, mesh, tensors) or by
             panels = beside(f"yours, {result}", got[rank], want[rank], off[rank], apart=True)
-            return f": {result} is not right yet on rank {rank} of {mesh}.\n{hint}", panels
+            return f": {result} is not right yet on rank {rank} of {mesh}.", by, panels, result
     return None
+
+
+def _beside(
+    found: list[dict[str, np.ndarray]],
+    exercise: Exercise,
+    mesh: Mesh,
+    tensors: Tensors,
+    framework: Framework,
+    result: str,
+) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """A result on every rank, the right one, and what counts as rounding."""
+    whole = exercise.plain(tensors)[result]
+    tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
+    specs = {**exercise.results, **exercise.also, **{f"d{key}": exercise.specs[key] for key in exercise.gradients}}
+    slack = tolerance * max(1.0, float(np.abs(whole).max()))
+    return [results[result] for results in found], split(whole, specs[result], mesh), slack
 
 
 def _known_mistake(
-    exercise: Exercise,
-    result: str,
-    got: list[np.ndarray],
-    want: list[np.ndarray],
-    slack: float,
-    mesh: Mesh,
-    tensors: Tensors,
-) -> str | None:
-    """The hint of the first mistake that explains what every rank has."""
-    pieces = {key: split(array, exercise.specs[key], mesh) for key, array in tensors.items()}
-    seen = [Seen(tensors, {key: pieces[key][rank] for key in pieces}, want[rank], mesh, rank) for rank in mesh.ranks]
-    for mistake in exercise.mistakes:
-        if mistake.result == result:
-            guesses = [np.asarray(mistake.wrong(one)) for one in seen]
-            if all(a.shape == b.shape and np.allclose(a, b, rtol=0, atol=slack) for a, b in zip(guesses, got)):
-                return mistake.hint
-    return None
+    fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int
+) -> Mistake | None:
+    """The first mistake that explains what every rank has for a result, on mesh number `first` and on all others.
+
+    A mesh of one rank counts only if it is the first: many mistakes need two. Where the learner's function raises, a
+    mistake explains it if it gives no numbers of the right shape either.
+    """
+    mistakes = [mistake for mistake in exercise.mistakes if mistake.result == result]
+
+    def tried() -> Iterator[tuple[np.ndarray, dict[Mistake | None, np.ndarray]]]:
+        meshes = [(seed, mesh) for seed, mesh in enumerate(exercise.meshes) if seed != first and mesh.size > 1]
+        for seed, mesh in [(first, exercise.meshes[first]), *meshes]:
+            tensors = exercise.tensors(np.random.default_rng(seed), mesh)
+            runs = trials(framework, fn, exercise, mesh, tensors)
+            try:
+                found = next(trial.found for trial in runs if result in trial.found[0])
+            except Exception:
+                found = [{result: np.empty(0)} for _ in mesh.ranks]
+            got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
+            pieces = {key: split(array, exercise.specs[key], mesh) for key, array in tensors.items()}
+            seen = [
+                Seen(tensors, {key: pieces[key][rank] for key in pieces}, want[rank], mesh, rank) for rank in mesh.ranks
+            ]
+            yield _flat(got, want, slack), {one: _flat(map(one.wrong, seen), want, slack) for one in mistakes}
+
+    return cause(tried(), None, slack=1.0)
+
+
+def _flat(pieces: Iterable[Any], like: Sequence[np.ndarray], slack: float) -> np.ndarray:
+    """All ranks' numbers, in units of what counts as rounding; all the same for a piece of another shape."""
+    pairs = [(np.asarray(piece), one) for piece, one in zip(pieces, like)]
+    flat = [np.ravel(piece if piece.shape == one.shape else np.full(one.shape, np.nan)) for piece, one in pairs]
+    return np.nan_to_num(np.concatenate(flat).astype(float) / slack, nan=1e300, posinf=np.inf, neginf=-np.inf)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
-from tplab.exercises.verdict import Refused, Verdict, beside, check, hint, on, refuse, refuse_damage, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, on, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -41,6 +41,23 @@ def check_loss(my_loss: Loss) -> Verdict:
 
 def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
     """Pictures of the tokens' weights, if they are right."""
+    got, want, means, weights, counted, trace = _tried(my_loss, num_ranks)
+    ones = np.where(counted, 1.0, 0.0)
+    panels = beside("yours", weights, ones, ~np.isclose(weights, ones))
+    # A count in float32 is a right answer, and 1/3 in float32 is off by 1e-8.
+    if not (np.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(*means, rtol=1e-6)):
+        if (got[~counted] != 0).any():
+            refuse(f" is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
+        text = f" is wrong on {num_ranks} ranks. {_hint(my_loss, num_ranks)}"
+        refuse(f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
+    logits = got[0].nbytes
+    if any(event.bytes >= logits for event in trace.events if event.kind in ("collective", "send")):
+        refuse(f": the numbers are right, but {WHOLE_BATCH}")
+    return panels
+
+
+def _tried(my_loss: Loss, num_ranks: int) -> tuple[np.ndarray, np.ndarray, tuple[float, float], Any, Any, Trace]:
+    """(gradients, the right ones), (mean loss, the right one), each token's weight, whether it counts, the trace."""
     import torch
     from torch.nn import functional as F
 
@@ -65,20 +82,10 @@ def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
     whole = logits.clone().requires_grad_()
     right_mean = F.cross_entropy(whole.flatten(0, 1), targets.flatten())
     (want,) = torch.autograd.grad(right_mean, whole)
-    right_mean = right_mean.detach()
     counted = (targets != IGNORED).numpy()
     along = (got * want).sum(-1) / want.square().sum(-1).clamp(min=1e-30)
-    weights, ones = np.where(counted, along.numpy(), 0.0), np.where(counted, 1.0, 0.0)
-    panels = beside("yours", weights, ones, ~np.isclose(weights, ones))
-    # A count in float32 is a right answer, and 1/3 in float32 is off by 1e-8.
-    if not (torch.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(mean, float(right_mean), rtol=1e-6)):
-        if bool((got[~torch.tensor(counted)] != 0).any()):
-            refuse(f" is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
-        text = f" is wrong on {num_ranks} ranks. {_hint(mean, float(right_mean), weights, counted)}"
-        refuse(f"{text}\nThe tables show how much every token weighs, one row per rank.", panels)
-    if any(event.bytes >= logits[0].nbytes for event in out.trace.events if event.kind in ("collective", "send")):
-        refuse(f": the numbers are right, but {WHOLE_BATCH}")
-    return beside("yours", weights, ones)
+    means = mean, right_mean.item()
+    return got.numpy(), want.numpy(), means, np.where(counted, along.numpy(), 0.0), counted, out.trace
 
 
 WHOLE_BATCH = """\
@@ -86,11 +93,27 @@ the logits of a rank are sent to others, and every rank computes the loss of the
 What is the least that ranks must tell each other, so that all of them divide by the same number?"""
 
 
-def _hint(mean: float, right_mean: float, weights: np.ndarray, counted: np.ndarray) -> str:
-    num_ranks, here = len(counted), counted.sum(1)
-    total, one = here.sum(), weights[counted][0]
+def _hint(my_loss: Loss, num_ranks: int) -> str:
+    """What explains the tokens' weights on every number of ranks; the words are those for `num_ranks`."""
+    _, _, (mean, right_mean), weights, counted, _ = _tried(my_loss, num_ranks)
     if not np.isfinite(mean):
         return "A rank without a counted token has a loss of nan: the mean of no numbers is 0/0.\nDivide the sum."
+    if np.allclose(weights, counted, rtol=0, atol=1e-6):
+        return (
+            f"The gradients are right, but the mean of the ranks' losses is {mean:.3f}, and not {right_mean:.3f}.\n"
+            "What do you add up over the ranks besides the counts?"
+        )
+    one = weights[counted][0]
+    otherwise = "The tokens do not all have the same weight."
+    if np.allclose(weights, one * counted, rtol=0, atol=1e-6):
+        otherwise = f"Every token weighs {one:.3g} times what it should. Which number must every rank divide by?"
+    tried = (_tried(my_loss, ranks) for ranks in (num_ranks, *TARGETS))
+    return cause(((weights, _known(counted)) for *_, weights, counted, _ in tried), otherwise, slack=1e-6)
+
+
+def _known(counted: np.ndarray) -> dict[str, np.ndarray]:
+    """What known mistakes make of the tokens' weights."""
+    num_ranks, here, total = len(counted), counted.sum(1), counted.sum()
     known = {
         "Each rank takes the mean of its own tokens.\nSo tokens weigh more on a rank that counts few of them. How many "
         "tokens must every rank divide by?": (total / num_ranks / np.maximum(here, 1))[:, None],
@@ -98,12 +121,8 @@ def _hint(mean: float, right_mean: float, weights: np.ndarray, counted: np.ndarr
         "which number of tokens per rank belongs to that?": 1 / num_ranks,
         "This is the sum of the losses. What must it be divided by?": total / num_ranks,
         "The tokens that are ignored are counted in the denominator.": total / counted.size,
-        f"The gradients are right, but the mean of the ranks' losses is {mean:.3f}, and not {right_mean:.3f}.\nWhat do "
-        "you add up over the ranks besides the counts?": 1,
-        f"Every token weighs {one:.3g} times what it should. Which number must every rank divide by?": one,
     }
-    expected = {text: np.where(counted, weight, 0.0) for text, weight in known.items()}
-    return hint(weights, expected, "The tokens do not all have the same weight.", slack=1e-6)
+    return {text: np.where(counted, weight, 0.0) for text, weight in known.items()}
 
 
 # --- gradients sent during the backward pass --------------------------------------------------------------------------

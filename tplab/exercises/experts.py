@@ -3,7 +3,7 @@ that balances experts by a bias, and how a router uses that bias."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from tplab.errors import OutsideRunError
 from tplab.exercises.check import grade
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.verdict import Verdict, beside, check, hint, on, refuse, refuse_damage, right
+from tplab.exercises.verdict import Case, Verdict, beside, check, compare, on, refuse, refuse_damage, right
 from tplab.experts import Placement, contiguous, rows_between
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -80,9 +80,14 @@ AVERAGE = Exercise(
     mistakes=(
         Mistake(
             "experts",
-            "The experts' gradients are averaged over their copies, along dp. But they contain the tokens of all\n"
-            "ranks, and each of these ranks' losses is a mean. By which number must their sum be divided?",
+            "The experts' gradients are averaged over their copies, along dp. But the tokens of all ranks are in\n"
+            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?",
             _experts(lambda experts, mesh: experts.mean(0)),
+        ),
+        Mistake(
+            "experts",
+            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.",
+            _experts(lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")),
         ),
         Mistake(
             "experts",
@@ -184,6 +189,40 @@ def _leave(choices: np.ndarray, placement: Placement, arrive: bool = False) -> n
     return once.sum(0 if arrive else 1) - once.diagonal()
 
 
+def _others(targets: np.ndarray, ranks: int) -> np.ndarray:
+    """For the tokens of each rank, to how many different other ranks they go together."""
+    return np.array([len({*own.flatten()} - {rank}) for rank, own in enumerate(np.split(targets, ranks))])
+
+
+def _wrong_rows(choices: np.ndarray, ranks: int, experts: int) -> dict[str, np.ndarray]:
+    """What known mistakes make of the rows that each rank sends."""
+    placement, here = contiguous(experts, ranks), experts // ranks
+    once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
+    away = choices // here != np.arange(len(choices))[:, None] // (len(choices) // ranks)
+    others = [len({*row} - {token // (len(choices) // ranks)}) for token, row in enumerate(choices // ranks)]
+    in_turn = np.concatenate([choices[rank::ranks] for rank in range(ranks)])
+    return {
+        "It counts a row per choice. A token is sent once to a rank that has several of its experts.": (
+            each.sum(1) - each.diagonal()
+        ),
+        "It also counts rows that stay where they are. They are not sent.": once.sum(1),
+        "It counts the rows that arrive at each rank. How many leave it?": _leave(choices, placement, arrive=True),
+        "It counts every choice, including those of experts on the token's own rank.": each.sum(1),
+        "It deals experts out to the ranks in turn. Here neighbouring experts share a rank.": (
+            _leave(choices % ranks * here, placement)
+        ),
+        "It deals tokens out to the ranks in turn. Here neighbouring tokens share a rank.": _leave(in_turn, placement),
+        "It divides by the number of ranks to find an expert's rank. How many experts has each rank?": (
+            np.reshape(others, (ranks, -1)).sum(1)
+        ),
+        "It counts tokens that leave. A token is sent to each other rank that has one of its experts.": (
+            away.any(1).reshape(ranks, -1).sum(1)
+        ),
+        "It counts ranks that get something. How many rows do they get?": _others(choices // here, ranks),
+        "It looks at the first choice of each token alone.": _leave(choices[:, :1], placement),
+    }
+
+
 @check(not_with=("rows_between", "tokens_between"))
 def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
     """Whether fn(choices, ranks, experts) is how many rows each rank sends to others if a token goes to a rank once.
@@ -191,39 +230,26 @@ def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
     choices [T, k]   of all tokens, the first T/ranks of which are on rank 0 and so on; experts are spread likewise
       ->   one number per rank
     """
-    for choices, ranks, experts in CASES:
-        where = f"for {len(choices)} tokens, {ranks} ranks and {experts} experts"
-        placement = contiguous(experts, ranks)
-        once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
-        table = np.array(choices)
-        leave, keep = _leave(table, placement), each.sum(1) - each.diagonal()
-        given = table.copy()
-        with on(where):
-            got = fn(given, ranks, experts)
-        if not np.array_equal(given, table):
-            refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
-        try:
-            found = np.asarray(got, dtype=float)
-        except TypeError:
-            refuse(f": {where} it returns {got!r}. It returns a list, an array or a tensor of {ranks} numbers.")
-        if found.shape != (ranks,):
-            refuse(f": {where} it returns {got!r}. It returns one number for each of the {ranks} ranks.")
-        if not np.array_equal(found, leave):
-            known = {
-                "It counts a row per choice. A token is sent once to a rank that has several of its experts.": keep,
-                "It also counts rows that stay where they are. They are not sent.": once.sum(1),
-                "It counts the rows that arrive at each rank. How many leave it?": _leave(table, placement, True),
-                "It counts every choice, including those of experts on the token's own rank.": each.sum(1),
-                "It deals experts out to the ranks in turn. Here neighbouring experts share a rank.": _leave(
-                    table % ranks * (experts // ranks), placement
-                ),
-                "It deals tokens out to the ranks in turn. Here neighbouring tokens share a rank.": _leave(
-                    np.concatenate([table[rank::ranks] for rank in range(ranks)]), placement
-                ),
-            }
-            more = hint(found, known)
-            text = f" is wrong {where}." + (f"\n{more}" if more else "")
-            refuse(text, beside("yours", found[None], leave[None]))
+
+    def cases() -> Iterator[Case]:
+        for choices, ranks, experts in CASES:
+            where = f"for {len(choices)} tokens, {ranks} ranks and {experts} experts"
+            table = np.array(choices)
+            given = table.copy()
+            with on(where):
+                got = fn(given, ranks, experts)
+            if not np.array_equal(given, table):
+                refuse(f": {where} it changes its argument `choices` in place. Take a copy, or compute something new.")
+            try:
+                found = np.asarray(got, dtype=float)
+            except TypeError:
+                refuse(f": {where} it returns {got!r}. It returns a list, an array or a tensor of {ranks} numbers.")
+            if found.shape != (ranks,):
+                refuse(f": {where} it returns {got!r}. It returns one number for each of the {ranks} ranks.")
+            want, known = _leave(table, contiguous(experts, ranks)), _wrong_rows(table, ranks, experts)
+            yield Case(found, want, known, f" is wrong {where}.", f"For the choices {table.tolist()}, ")
+
+    compare(cases())
     return right(" is right: it counts what a dispatch sends, to the row.")
 
 
@@ -249,58 +275,68 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
     """
     import torch
 
-    for old, chosen, rate in LOADS:
-        where = f"for counts {list(chosen)}, bias {list(old)} and rate {rate}"
-        bias, counts = torch.tensor(old, dtype=torch.float64), torch.tensor(chosen)
-        untouched = Untouched({"bias": bias, "counts": counts})
-        with on(where):
-            try:
-                got = fn(bias, counts, rate)
-            except OutsideRunError:
-                refuse(": `counts` are those of all ranks already, so it needs no collective.")
-        refuse_damage(untouched)
-        if got is None:
-            refuse(f": {where} it returns None. Return the next bias.")
-        if not isinstance(got, torch.Tensor) or got.requires_grad:
-            what = "a tensor with requires_grad" if isinstance(got, torch.Tensor) else f"a {type(got).__name__}"
-            refuse(f": {where} it returns {what}. Return a plain tensor: the router has the bias as a buffer.")
-        found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
-        gap = loads.mean() - loads
-        step = rate * np.sign(gap)
-        if found.shape != before.shape:
-            refuse(f": {where} it returns something of shape {list(found.shape)}; the bias has {list(before.shape)}.")
-        if not np.allclose(found, before + step, rtol=0, atol=1e-6):
-            least, most = loads == loads.min(), loads == loads.max()
-            is_directed = (np.sign(found - before) == np.sign(gap)).all()
-            known = {
-                "The bias has not changed.": before,
-                "Here the mean load is no whole number, and it has been rounded down.": before
-                + rate * np.sign(np.floor(loads.mean()) - loads),
-                "Experts that are chosen too often get a higher bias, so they are chosen more still.": before - step,
-                "The step grows with the excess. Only its direction counts: each step is as long as `rate`.": before
-                + rate * gap,
-                "The step grows with the relative excess. Only its direction counts.": before
-                + rate * gap / loads.mean(),
-                "This is only the change. Add it to the bias that there was.": step,
-                "Compare each expert with the mean load, not with the median.": before
-                + rate * np.sign(np.median(loads) - loads),
-                "An expert with exactly the mean load needs no change.": before + np.where(gap >= 0, rate, -rate),
-                "An expert whose load is exactly the mean needs no change.": before + np.where(gap > 0, rate, -rate),
-                "Experts that are chosen too often must get a lower bias too.": before + rate * (gap > 0),
-                "Experts that are chosen too rarely must get a higher bias too.": before - rate * (gap < 0),
-                "Only the expert with the smallest load changes. All experts below the mean need more.": before
-                + rate * least,
-                "Only the experts with the smallest and the largest load change. All others need a step too.": before
-                + rate * least
-                - rate * most,
-                "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
-                "The direction is right, and the length of the step is not `rate`.": found if is_directed else np.nan,
-            }
-            more = hint(found, known, slack=1e-6)
-            refuse(
-                f" is wrong {where}." + (f"\n{more}" if more else ""), beside("yours", found[None], before + step[None])
-            )
+    def cases() -> Iterator[Case]:
+        for old, chosen, rate in LOADS:
+            where = f"for counts {list(chosen)}, bias {list(old)} and rate {rate}"
+            bias, counts = torch.tensor(old, dtype=torch.float64), torch.tensor(chosen)
+            untouched = Untouched({"bias": bias, "counts": counts})
+            with on(where):
+                try:
+                    got = fn(bias, counts, rate)
+                except OutsideRunError:
+                    refuse(": `counts` are those of all ranks already, so it needs no collective.")
+            refuse_damage(untouched)
+            if got is None:
+                refuse(f": {where} it returns None. Return the next bias.")
+            if not isinstance(got, torch.Tensor) or got.requires_grad:
+                what = "a tensor with requires_grad" if isinstance(got, torch.Tensor) else f"a {type(got).__name__}"
+                refuse(f": {where} it returns {what}. Return a plain tensor: the router has the bias as a buffer.")
+            found, before, loads = np.asarray(got, float), np.array(old), np.array(chosen)
+            if found.shape != before.shape:
+                shapes = f"{list(found.shape)}; the bias has {list(before.shape)}"
+                refuse(f": {where} it returns something of shape {shapes}.")
+            want = before + rate * np.sign(loads.mean() - loads)
+            yield Case(found, want, _wrong_updates(before, loads, rate, found), f" is wrong {where}.")
+
+    compare(cases(), 1e-6)
     return right(" is right: each expert moves by the same small step, towards the mean load.")
+
+
+def _wrong_updates(before: np.ndarray, loads: np.ndarray, rate: float, found: np.ndarray) -> dict[str, Any]:
+    """What known mistakes make of the bias; the last one is any step in the right direction."""
+    gap, least, most = loads.mean() - loads, loads == loads.min(), loads == loads.max()
+    step = rate * np.sign(gap)
+    is_directed = (np.sign(found - before) == np.sign(gap)).all()
+
+    def towards(load: float) -> np.ndarray:
+        return before + rate * np.sign(load - loads)
+
+    return {
+        "The bias has not changed.": before,
+        "Here the mean load is no whole number, and it has been rounded down.": towards(np.floor(loads.mean())),
+        "Experts that are chosen too often get a higher bias, so they are chosen more still.": before - step,
+        "The step grows with the excess. Only its direction counts: each step is as long as `rate`.": (
+            before + rate * gap
+        ),
+        "The step grows with the relative excess. Only its direction counts.": before + rate * gap / loads.mean(),
+        "This is only the change. Add it to the bias that there was.": step,
+        "Compare each expert with the mean load, not with the median.": towards(float(np.median(loads))),
+        "Compare each expert with the mean load. `median` is the lower of the two in the middle.": (
+            towards(np.sort(loads)[(len(loads) - 1) // 2])
+        ),
+        "It compares counts with 1/E. 1/E is a share: compare it with counts / counts.sum().": towards(1 / len(loads)),
+        "Its mean has been taken off. Its mean may change: leave it.": before + step - (before + step).mean(),
+        "An expert with exactly the mean load needs no change.": before + np.where(gap >= 0, rate, -rate),
+        "An expert whose load is exactly the mean needs no change.": before + np.where(gap > 0, rate, -rate),
+        "Experts that are chosen too often must get a lower bias too.": before + rate * (gap > 0),
+        "Experts that are chosen too rarely must get a higher bias too.": before - rate * (gap < 0),
+        "Only the expert with the smallest load changes. All experts below the mean need more.": before + rate * least,
+        "Only the experts with the smallest and the largest load change. All others need a step too.": (
+            before + rate * least - rate * most
+        ),
+        "The bias is multiplied. Add to it, or a bias of 0 never changes.": before * (1 + step),
+        "The direction is right, and the length of the step is not `rate`.": found if is_directed else np.nan,
+    }
 
 
 SCORES: tuple[tuple[int, int, int], ...] = ((9, 6, 2), (7, 6, 3), (4, 8, 1), (6, 3, 3), (1, 5, 2))
@@ -317,80 +353,118 @@ def check_choose(fn: Callable[..., Any]) -> Verdict:
     """
     import torch
 
-    for number, (tokens, experts, k) in enumerate(SCORES):
-        where = f"for {tokens} tokens, {experts} experts and k = {k}"
-        rng = np.random.default_rng(number)
-        scores, bias = rng.uniform(0.05, 0.95, (tokens, experts)), rng.normal(0, 0.6, experts)
-        given = torch.tensor(scores), torch.tensor(bias)
-        untouched = Untouched({"scores": given[0], "bias": given[1]})
-        with on(where):
-            got = fn(*given, k)
-        refuse_damage(untouched)
-        if not (isinstance(got, tuple | list) and len(got) == 2):
-            refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
-        for name, one in zip(("choices", "weights"), got):
-            if not isinstance(one, torch.Tensor):
-                refuse(f": {where} its {name} are a {type(one).__name__}. Return tensors, which can have a gradient.")
-            if tuple(one.shape) != (tokens, k):
-                refuse(f": {where} its {name} have shape {list(one.shape)}, and not [{tokens}, {k}].")
-        if got[0].is_floating_point():
-            refuse(
-                f": {where} its choices are {got[0].dtype}. Return whole numbers, with which a tensor can be indexed."
-            )
-        choices, weights = np.asarray(got[0]), np.asarray(got[1].detach(), float)
-        order = np.argsort(choices, 1)
-        choices, weights = np.take_along_axis(choices, order, 1), np.take_along_axis(weights, order, 1)
+    tried = list[tuple[str, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]()
 
-        def best(of: np.ndarray, k: int = k) -> np.ndarray:
-            return np.sort(np.argsort(-of, 1)[:, :k], 1)
+    def chosen() -> Iterator[Case]:
+        for number, (tokens, experts, k) in enumerate(SCORES):
+            where = f"for {tokens} tokens, {experts} experts and k = {k}"
+            scores, bias = _scores(number)
+            given = torch.tensor(scores), torch.tensor(bias)
+            untouched = Untouched({"scores": given[0], "bias": given[1]})
+            with on(where):
+                got = fn(*given, k)
+            refuse_damage(untouched)
+            if not (isinstance(got, tuple | list) and len(got) == 2):
+                refuse(f": {where} it returns a {type(got).__name__}. Return two tensors: choices, weights.")
+            for name, one in zip(("choices", "weights"), got):
+                if not isinstance(one, torch.Tensor):
+                    what = f"{name} are a {type(one).__name__}"
+                    refuse(f": {where} its {what}. Return tensors, which can have a gradient.")
+                if tuple(one.shape) != (tokens, k):
+                    refuse(f": {where} its {name} have shape {list(one.shape)}, and not [{tokens}, {k}].")
+            if got[0].is_floating_point():
+                way = "First the choices, then their weights"
+                if got[1].is_floating_point():
+                    way = "Return whole numbers, with which a tensor can be indexed"
+                refuse(f": {where} its choices are {got[0].dtype}. {way}.")
+            choices, weights = np.asarray(got[0]), np.asarray(got[1].detach(), float)
+            order = np.argsort(choices, 1)
+            choices, weights = np.take_along_axis(choices, order, 1), np.take_along_axis(weights, order, 1)
+            tried.append((where, k, scores, bias, choices, weights))
+            known = _wrong_choices(scores, bias, k)
+            yield Case(choices, _best(scores + bias, k), known, f" chooses wrong experts {where}.")
 
-        want = best(scores + bias)
-        if not np.array_equal(choices, want):
-            known = {
-                "It chooses by the scores alone. The bias decides which experts are chosen.": best(scores),
-                "It chooses the experts with the lowest sums.": best(-scores - bias),
-                "It subtracts the bias. A higher bias makes an expert be chosen more often.": best(scores - bias),
-                "It multiplies scores and bias. Add the bias.": best(scores * bias),
-                "It multiplies the scores by 1 + bias. Add the bias.": best(scores * (1 + bias)),
-                "It adds the bias to a softmax of the scores. Add it to the scores themselves.": best(
-                    np.exp(scores) / np.exp(scores).sum(1, keepdims=True) + bias
-                ),
-            }
-            more = hint(choices, known)
-            refuse(f" chooses wrong experts {where}." + (f"\n{more}" if more else ""), beside("yours", choices, want))
-        of = np.take_along_axis(scores, want, 1)
-        share, biased = of / of.sum(1, keepdims=True), of + bias[want]
-        if not np.allclose(weights, share, rtol=0, atol=1e-6):
-            known = {
-                "The bias is in the weights. It only selects: weights come from the scores alone.": biased
-                / biased.sum(1, keepdims=True),
-                "The bias is in the weights, and they do not add up to 1 for each token.": biased,
-                "The weights do not add up to 1 for each token.": of,
-                "The scores are divided by the sum over all experts, and not over those that were chosen.": of
-                / scores.sum(1, keepdims=True),
-                "This is a softmax of the chosen scores. Divide them by their sum.": np.exp(of)
-                / np.exp(of).sum(1, keepdims=True),
-                "All weights are equal. An expert with a higher score counts for more.": np.full_like(of, 1 / k),
-            }
-            more = hint(weights, known, slack=1e-6)
-            if np.allclose(np.sort(weights), np.sort(share), rtol=0, atol=1e-6):
-                more = "The weights are in another order than the choices that they belong to."
-            refuse(f" weights wrongly {where}." + (f"\n{more}" if more else ""), beside("yours", weights, share))
-        _teaches(fn, given, k, where)
+    compare(chosen())
+    compare((_weighted(*one) for one in tried), 1e-6)
+    for number, (where, k, *_) in enumerate(tried):
+        _teaches(fn, _scores(number), k, where)
     return right(" is right: the bias selects, and the scores alone weight and get a gradient.")
+
+
+def _scores(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scores [T, E] and the bias [E] of a case."""
+    tokens, experts, _ = SCORES[number]
+    rng = np.random.default_rng(number)
+    return rng.uniform(0.05, 0.95, (tokens, experts)), rng.normal(0, 0.6, experts)
+
+
+def _best(of: np.ndarray, k: int) -> np.ndarray:
+    """Which experts have the k highest of these [T, E], in order."""
+    return np.sort(np.argsort(-of, 1)[:, :k], 1)
+
+
+def _softmax(of: np.ndarray) -> np.ndarray:
+    return np.exp(of) / np.exp(of).sum(1, keepdims=True)
+
+
+def _wrong_choices(scores: np.ndarray, bias: np.ndarray, k: int) -> dict[str, np.ndarray]:
+    """What known mistakes choose."""
+    return {
+        "It chooses by the scores alone. The bias decides which experts are chosen.": _best(scores, k),
+        "It chooses the experts with the lowest sums.": _best(-scores - bias, k),
+        "It subtracts the bias. A higher bias makes an expert be chosen more often.": _best(scores - bias, k),
+        "It multiplies scores and bias. Add the bias.": _best(scores * bias, k),
+        "It multiplies the scores by 1 + bias. Add the bias.": _best(scores * (1 + bias), k),
+        "It adds the bias to a softmax of the scores. Add it to the scores themselves.": (
+            _best(_softmax(scores) + bias, k)
+        ),
+    }
+
+
+def _weighted(
+    where: str, k: int, scores: np.ndarray, bias: np.ndarray, choices: np.ndarray, weights: np.ndarray
+) -> Case:
+    """The weights of the right choices, beside the right ones and those of known mistakes."""
+    of, sums = np.take_along_axis(scores, choices, 1), scores + bias
+    share, biased = of / of.sum(1, keepdims=True), np.take_along_axis(sums, choices, 1)
+    order = np.argsort(-biased, 1)  # as topk returns them
+    place = np.argsort(order, 1)
+    highest = np.take_along_axis(-np.sort(-scores, 1), place, 1)
+    in_weights = "The bias is in the weights"
+    is_moved = np.allclose(np.sort(weights), np.sort(share), rtol=0, atol=1e-6)
+    known = {
+        "The weights are in another order than the choices that they belong to.": weights if is_moved else np.nan,
+        f"{in_weights}. It only selects: weights come from the scores alone.": biased / biased.sum(1, keepdims=True),
+        f"{in_weights}, and they do not add up to 1 for each token.": biased,
+        f"{in_weights}, and they are divided by the sum over all experts.": biased / sums.sum(1, keepdims=True),
+        f"{in_weights}, and they come from a softmax of all sums.": np.take_along_axis(_softmax(sums), choices, 1),
+        "These are the k highest scores, and not those of the experts that were chosen.": (
+            highest / highest.sum(1, keepdims=True)
+        ),
+        "The weights do not add up to 1 for each token.": of,
+        "The scores are divided by the sum over all experts, and not over those that were chosen.": (
+            of / scores.sum(1, keepdims=True)
+        ),
+        "The scores are divided by their sum over the tokens. Divide by that over each token's experts, in dim 1.": (
+            of / np.take_along_axis(of, order, 1).sum(0)[place]
+        ),
+        "This is a softmax of the chosen scores. Divide them by their sum.": _softmax(of),
+        "All weights are equal. An expert with a higher score counts for more.": np.full_like(of, 1 / k),
+    }
+    return Case(weights, share, known, f" weights wrongly {where}.")
 
 
 def _teaches(fn: Callable[..., Any], given: tuple[Any, Any], k: int, where: str) -> None:
     """Refuse weights whose gradient is not that of scores[choices] / their sum."""
     import torch
 
-    scores, bias = (one.requires_grad_() for one in given)
+    scores, bias = (torch.tensor(one, requires_grad=True) for one in given)
     with on(where):
         choices, weights = fn(scores, bias, k)
     share = scores.gather(1, choices.long())
     share = share / share.sum(1, keepdim=True)
     of_expert = torch.arange(1.0, scores.shape[1] + 1, dtype=torch.float64)[choices.long()]  # in any order
-    none = [torch.zeros_like(one) for one in given]
+    none = [torch.zeros_like(one) for one in (scores, bias)]
     found = none
     if weights.requires_grad:
         loss = (weights * of_expert).sum()

@@ -27,10 +27,13 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 def _met(seen: Seen, num_hops: int) -> np.ndarray:
     """The numbers that a rank has seen after this many hops up the ring."""
     index = seen.mesh.index(seen.rank, "ring")
-    return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(num_hops + 1)])
+    return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(max(0, num_hops) + 1)])
 
 
 TOO_FEW = "The number of the next rank is missing: it needs R - 1 hops, and the last number to arrive counts too."
+SEVEN = (
+    "These are seven hops, which is right on eight ranks. The check uses rings of several lengths: axis_size gives R."
+)
 
 
 def _on_a_ring(
@@ -94,8 +97,7 @@ TOTAL = _on_a_ring(
         ),
         Mistake(
             "result",
-            "These are seven hops, which is right on eight ranks. The check uses rings of several lengths: axis_size "
-            "gives R.",
+            SEVEN,
             lambda seen: _met(seen, 7).sum(keepdims=True),
         ),
         Mistake(
@@ -151,15 +153,17 @@ LARGEST = _on_a_ring(
             "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.",
             lambda seen: np.maximum(seen.want, 0),
         ),
+        Mistake("result", TOO_FEW, lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True)),
+        Mistake("result", SEVEN, lambda seen: _met(seen, 7).max(keepdims=True)),
         Mistake(
             "result",
-            f"{TOO_FEW} The check uses rings of several lengths: axis_size gives R.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True),
+            "The rank's own number is missing: this is the largest of those that arrive, and of 0.",
+            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=0),
         ),
         Mistake(
             "result",
             "The rank's own number is missing: this is the largest of those that arrive.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=0),
+            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=-np.inf),
         ),
         Mistake(
             "result",

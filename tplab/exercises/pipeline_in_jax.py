@@ -112,6 +112,9 @@ def _once_too_late(seen: Seen) -> np.ndarray:
     return np.concatenate([seen.want[1:], seen.want[-1:]])
 
 
+OF_THE_FIRST = "These are the first rank's outputs, and not the last's."
+ALL_ADDED = "Every rank has added its own outputs. Only those of the last rank are wanted."
+EACH_ITS_OWN = "Every rank returns its own outputs. All ranks should return those of the last rank."
 IN_WRONG_ROWS = "These are the right outputs in the wrong rows. In which tick is each computed?"
 PIPELINE = Exercise(
     name="my_pipeline",
@@ -146,14 +149,10 @@ PIPELINE = Exercise(
         Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, -1, 0)),
         Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
         Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
-        Mistake("ys", "These are the first rank's outputs, and not the last's.", lambda seen: _of_one_rank(seen, 0)),
+        Mistake("ys", OF_THE_FIRST, lambda seen: _of_one_rank(seen, 0)),
         Mistake("dw", "The gradient is zero. Is it cut off, as by `stop_gradient`?", lambda seen: 0 * seen.want),
-        Mistake("ys", "Every rank has added its own outputs. Only those of the last rank are wanted.", _of_all_ranks),
-        Mistake(
-            "ys",
-            "Every rank returns its own outputs. All ranks should return those of the last rank.",
-            lambda seen: _of_one_rank(seen, seen.rank),
-        ),
+        Mistake("ys", ALL_ADDED, _of_all_ranks),
+        Mistake("ys", EACH_ITS_OWN, lambda seen: _of_one_rank(seen, seen.rank)),
         NOT_SHARED,
         OFTEN,
         Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
@@ -169,7 +168,18 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
     """
     hint = "In which tick does the last microbatch leave the last rank?"
     too_much = "Compute only the stage of the microbatch of this tick."
-    return grade(fn, PIPELINE, "jax", lambda answer: _in_ticks(answer, MICROBATCHES + 4 - 2, hint, too_much))
+    return _typed(grade(fn, PIPELINE, "jax", lambda answer: _in_ticks(answer, MICROBATCHES + 4 - 2, hint, too_much)))
+
+
+def _typed(verdict: Verdict) -> Verdict:
+    """The verdict, in fewer words if JAX did not take what a loop begins with."""
+    if "the manual axis types do not match" in verdict.text:
+        verdict.text = (
+            f"{verdict.text.partition(':')[0]}: a loop begins with a value that is the same on every rank, and goes on "
+            "with one that\nmay differ, as a message does. JAX wants one type for both. Begin with zeros that may "
+            'differ: 0 times what a\nstage returns, or `jax.lax.pcast(zeros, "pp", to="varying")`.'
+        )
+    return verdict
 
 
 FOUR = Mesh(pp=4)
@@ -276,6 +286,20 @@ def _last_round_of_the_last(seen: Seen) -> np.ndarray:
     return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
 
 
+def _ring(seen: Seen, step: int = 1) -> np.ndarray:
+    """What each rank computes in the last R ticks if rank r has work number t - r in tick t, and sends `step` ranks on.
+
+    [R, ranks, B, D]
+    """
+    w, xs = seen.tensors["w"], seen.tensors["xs"]
+    ranks, messages, ys = range(len(w)), 0 * xs, []
+    for t in range(3 * len(w) - 1):
+        given = [xs[t] if r == 0 and t < len(w) else messages[(r - step) % len(w)] for r in ranks]
+        messages = np.stack([_stage(w[r, int(t - r >= len(w))], x) for r, x in zip(ranks, given)])
+        ys.append(messages)
+    return np.stack(ys[-len(w) :])
+
+
 _BEGINS_AGAIN = "In its second round, rank 0 takes xs again. It should continue with what it receives."
 
 LOOP = Exercise(
@@ -318,6 +342,20 @@ LOOP = Exercise(
             "matrix in the same tick.",
             _with(lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)),
         ),
+        Mistake(
+            "ys",
+            "The two matrices take turns from one piece of work to the next. The first R pieces use the first matrix.",
+            _with(lambda number, k, rank, ranks: (k + number * ranks) % 2),
+        ),
+        Mistake(
+            "ys",
+            "Each rank changes to its second matrix one tick too late. With which number does the second round begin?",
+            _with(lambda number, k, rank, ranks: int(k + number * ranks > ranks)),
+        ),
+        Mistake("ys", "Messages go around the ring in the wrong direction.", lambda seen: _ring(seen, -1)[:, -1]),
+        Mistake("ys", EACH_ITS_OWN, lambda seen: _ring(seen)[:, seen.rank]),
+        Mistake("ys", ALL_ADDED, lambda seen: _ring(seen).sum(1)),
+        Mistake("ys", OF_THE_FIRST, lambda seen: _ring(seen)[:, 0]),
         NOT_SHARED,
         OFTEN,
     ),
@@ -331,6 +369,6 @@ def check_loop(fn: Callable[..., Any]) -> Verdict:
 
     w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"
     """
-    hint = "Must microbatch 0 wait for the others before its second round?"
+    hint = "Microbatch 0 can be back on rank 0 in tick R, and the last one leaves the last rank in tick 3R - 2."
     too_much = "Choose one of the two matrices first, and then multiply."
-    return grade(fn, LOOP, "jax", lambda answer: _in_ticks(answer, ROUNDS * 4 + 4 - 2, hint, too_much))
+    return _typed(grade(fn, LOOP, "jax", lambda answer: _in_ticks(answer, ROUNDS * 4 + 4 - 2, hint, too_much)))

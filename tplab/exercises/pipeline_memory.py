@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,18 @@ from tplab.widgets.matrices import Panel
 
 # --- the bug: a matrix that hides ------------------------------------------------------------------------------------
 
-VOCABULARY, SEQUENCE, MICROBATCHES = 65, 16, 4
+VOCABULARY, SEQUENCE, MICROBATCHES, BLOCKS = 65, 16, 4, 4
 
 
 @check("my_layers")
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
-    layers = list(model())
-    if isinstance(last := layers[-1], TiedSpec) and last.forward is None and last.cls is getattr(layers[0], "cls", 0):
-        refuse(": the last layer looks up rows, as the first one does. Its `forward=` says what to call instead.")
+    if (layers := model()) is None:
+        refuse(": it returned None; is a `return` missing?")
+    layers = list(layers)
+    if isinstance(last := layers[-1], TiedSpec) and last.forward is None and _looks_up(last.cls):
+        refuse(": the last layer is an nn.Embedding, which looks up rows. Its `forward=` says what to call instead.")
     (hidden,), (whole,) = _run(_hidden, 1, model), _run(_gradients, 1, model)
     found: dict[str, np.ndarray] = {}
     for ranks in (2, 4):
@@ -49,16 +51,12 @@ def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
                 ": the matrix gets a gradient only from the embedding: rows of tokens that are not in the batch get "
                 "none, and the head gives one to every row.\nWhat cuts the head off from it, such as `detach()`?"
             )
-    if not _run(_is_normed, 1, model)[0]:
-        refuse(
-            ": every gradient equals that of one rank, but this is another model: nothing normalises what the head "
-            "gets.\nWhere has the norm gone that was between the last block and the head?"
-        )
-    if any(grad.shape == (VOCABULARY,) for grad in whole.values()):
-        refuse(
-            ": every gradient equals that of one rank, but this is another model: its head has a bias of "
-            f"{VOCABULARY} numbers.\nThe head had the embedding's matrix and nothing else: bias=False."
-        )
+    between = {key.partition(".")[0] for key, grad in whole.items() if grad.ndim > 1} - {"0", f"{len(layers) - 1}"}
+    other = _run(_another_head, 1, model)[0]
+    if not other and len(between) < BLOCKS:
+        other = f"{len(between)} layers between the two ends have matrices.\nThere were {BLOCKS} blocks."
+    if other:
+        refuse(f": every gradient equals that of one rank, but this is another model: {other}")
     text = " is right: on 2 and 4 ranks every gradient equals that of one rank, including the tied one."
     return right(text, _panels(4, found["0.weight"], whole["0.weight"]) if "0.weight" in found else [])
 
@@ -103,6 +101,12 @@ def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
     from tplab.torch import stages_of
 
     layers = list(model())
+    for place, spec in enumerate(layers):
+        if isinstance(spec, TiedSpec) and spec.build() is spec.build():
+            refuse(
+                f": the spec of layer {place} gives one and the same layer each time it is built.\n"
+                "Every rank builds its own, so a spec says how to make a new one: TiedSpec(key, nn.Embedding, ...)."
+            )
     x, _ = _batch()
     home: dict[Any, int] = {}
     tied = {place for places in ties(layers).values() for place in places}
@@ -126,9 +130,12 @@ def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
     return ""
 
 
-def _is_normed(model: Callable[[], Sequence[Any]], ranks: int) -> bool:
-    """Whether the head gets what a new norm returns, of mean square 1 in every token, or has a norm of its own: then
-    twice the input gives the same logits. Within 5 %, for a norm's epsilon."""
+def _another_head(model: Callable[[], Sequence[Any]], ranks: int) -> str:
+    """How what comes after the blocks is not the lab's, in words; "" if it is.
+
+    The head gets what a new norm returns, of mean square 1 in each token, or has a norm of its own: then twice the
+    input gives the same logits. Within 5 %, for a norm's epsilon. These logits are the product with its matrix.
+    """
     import torch
 
     from tplab.torch import stages_of
@@ -138,10 +145,28 @@ def _is_normed(model: Callable[[], Sequence[Any]], ranks: int) -> bool:
         x, _ = _batch()
         for layer in before:
             x = layer(x)
-        squares = x.square().mean(-1)
-        return torch.allclose(squares, torch.ones_like(squares), rtol=0.05) or torch.allclose(
-            head(2 * x), head(x), rtol=0.05, atol=1e-3
-        )
+        logits, squares = head(x), x.square().mean(-1)
+        normed = torch.allclose(squares, torch.ones_like(squares), rtol=0.05)
+        if not normed and not torch.allclose(head(2 * x), logits, rtol=0.05, atol=1e-3):
+            return (
+                "nothing normalises what the head gets.\n"
+                "Where has the norm gone that was between the last block and the head?"
+            )
+        own, x = list(head.parameters()), torch.nn.functional.layer_norm(x, x.shape[-1:])
+        if any(weight.shape == (VOCABULARY,) for weight in own):
+            text = f"its head has a bias of {VOCABULARY} numbers.\n"
+            return f"{text}The head had the embedding's matrix and nothing else: bias=False."
+        for product in [x @ weight.T for weight in own if weight.shape == (VOCABULARY, x.shape[-1])]:
+            times = float((head(x) * product).sum() / product.square().sum())
+            if abs(times - 1) > 0.05 and torch.allclose(head(x), times * product, rtol=1e-3, atol=1e-4):
+                return f"its logits are {times:.3g} times the product with the matrix of the embedding."
+    return ""
+
+
+def _looks_up(cls: Any) -> bool:
+    from torch import nn
+
+    return getattr(cls, "forward", None) is nn.Embedding.forward
 
 
 def _leaves(x: Any) -> list[Any]:
@@ -179,7 +204,8 @@ MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
 def check_most_bytes(most_bytes: MostBytes) -> Verdict:
     """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, compared
     with ranks that train a model of unequal stages. stage_bytes[s] is what stage s keeps for one microbatch."""
-    panels: list[Panel] = []
+    shown: dict[str, list[Panel]] = {}
+    wrong, guesses = "", []
     for schedule in SCHEDULES:
         stage_bytes, held = _held(schedule)
         where = f"with {schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
@@ -191,41 +217,56 @@ def check_most_bytes(most_bytes: MostBytes) -> Verdict:
             found = np.array(given, float)
         if found.shape != held.shape or not np.isfinite(found).all():
             refuse(f", {where}: return one number of bytes per row. It returned {given}.")
-        shown = [Panel("yours, bytes by rank", found, found != held), Panel("what each rank held", held)]
-        if (found != held).any():
+        shown[where] = [Panel("yours, bytes by rank", found, found != held), Panel("what each rank held", held)]
+        guesses.append((found, _guesses(schedule, stage_bytes)))
+        if (found != held).any() and not wrong:
             rank = int(np.flatnonzero(found != held)[0])
+            wrong, sizes = where, ", ".join(f"{size:,}" for size in stage_bytes)
             text = f": {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
-            refuse(f"{text}\n{_why(schedule, stage_bytes, found)}", shown)
-        panels = panels or shown
+    if wrong:
+        known = {why: np.concatenate([guess[why] for _, guess in guesses]) for why in guesses[0][1]}
+        why = hint(
+            np.concatenate([found for found, _ in guesses]), known, f"The stages keep {sizes} bytes per microbatch."
+        )
+        refuse(f"{text}\n{why}", shown[wrong])
     listed = ", ".join(f"{schedule.name} on {schedule.num_ranks}" for schedule in SCHEDULES)
-    return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
+    return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", next(iter(shown.values())))
 
 
-def _why(schedule: Schedule, stage_bytes: Sequence[int], found: np.ndarray) -> str:
-    """A hint from what the wrong numbers look like."""
+def _guesses(schedule: Schedule, stage_bytes: Sequence[int]) -> dict[str, Any]:
+    """What each known mistake gives for the ranks, by the hint that helps."""
     rows = schedule.by_rank()
-    forwards = [[action for action in row if action.kind == "F"] for row in rows]
-    counts = np.array([_most(row, [1] * schedule.num_stages) for row in rows])
     stages = [sorted({action.stage for action in row}) for row in rows]
-    known = {
+    own = [[stage_bytes[stage] for stage in held] for held in stages]
+    counts = np.array([_most(row, [1] * schedule.num_stages) for row in rows])
+    forwards = [[action.kind for action in row].index("B") for row in rows]  # before the first backward
+    same = {
+        "the bytes of the rank's largest stage": [max(sizes) for sizes in own],
+        "the bytes of the rank's first stage": [sizes[0] for sizes in own],
+        "the bytes of stage 0": stage_bytes[0],
+        "the bytes of the largest stage of all": max(stage_bytes),
+        "the average of the rank's stages": [sum(sizes) / len(sizes) for sizes in own],
+        "the bytes of all the rank's stages together": [sum(sizes) for sizes in own],
+    }
+    return {
         "This is the sum over all forwards. A backward lets go of what its forward has kept.":
-            [sum(stage_bytes[action.stage] for action in row) for row in forwards],
+            [sum(stage_bytes[action.stage] for action in row if action.kind == "F") for row in rows],
         "These are microbatches. How many bytes does each of them take?": counts,
-        "This is what is left at the end of the row. When is it at its largest?": 0,
+        "This is what is left at the end of the row. When is it at its largest?": counts * 0,
+        "This is what is kept before the first backward. Look at the whole row.":
+            [_most(row[:most], stage_bytes) for row, most in zip(rows, forwards)],
         "This adds up what each stage keeps at its own largest moment. Do they all come at the same time?":
-            [sum(_most([a for a in row if a.stage == stage], stage_bytes) for stage in own)
-             for row, own in zip(rows, stages)],
+            [sum(_most([a for a in row if a.stage == stage], stage_bytes) for stage in held)
+             for row, held in zip(rows, stages)],
         "This is the most after a backward. Look after each forward as well.":
             [_most(row, stage_bytes, after="B") for row in rows],
-        "Every microbatch has been counted with the bytes of the rank's largest stage.":
-            counts * [max(stage_bytes[stage] for stage in own) for own in stages],
-        "Every microbatch has been counted with the bytes of the rank's first stage.":
-            counts * [stage_bytes[own[0]] for own in stages],
+        "`action.stage` counts the stages of all ranks, and so does the index of `stage_bytes`.":
+            [_most(row, dict(zip(held, stage_bytes))) for row, held in zip(rows, stages)],
+        **{f"Every microbatch has been counted with {what}.": counts * size for what, size in same.items()},
     }  # fmt: skip
-    return hint(found, known, f"The stages keep {', '.join(f'{size:,}' for size in stage_bytes)} bytes per microbatch.")
 
 
-def _most(row: Sequence[Action], stage_bytes: Sequence[int], after: str = "FB") -> int:
+def _most(row: Sequence[Action], stage_bytes: Sequence[int] | Mapping[int, int], after: str = "FB") -> int:
     """The most that the row keeps after an action of these kinds."""
     kept = most = 0
     for action in row:

@@ -57,6 +57,14 @@ def _common_scale(seen: Seen) -> np.ndarray:
     return (_by_rank(seen.tensors["x"], num_ranks)[:, index] / scale).round().sum(0)[None] * scale
 
 
+def _down_to_one(seen: Seen) -> np.ndarray:
+    """The sum of codes from -1 to 1, with the largest magnitude as each rank's scale."""
+    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
+    x = _by_rank(seen.tensors["x"], num_ranks)
+    scales = np.abs(x).max((1, 2))[:, None]
+    return ((x[:, index] / scales).round() * scales).sum(0)[None]
+
+
 def _in_half(seen: Seen) -> np.ndarray:
     num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
     return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
@@ -101,6 +109,11 @@ ADD_UP = Exercise(
             _common_scale,
         ),
         A_MEAN,
+        Mistake(
+            "total",
+            "These codes are -1, 0 and 1, since the scale is the largest magnitude. 4 bits hold codes from -7 to 7.",
+            _down_to_one,
+        ),
         Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
     ),
     not_with=("quantized_reduce_scatter",),
@@ -123,7 +136,7 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
         return verdict
     answer = Answer(fn, ADD_UP, framework, [], verdict)
     try:  # other codes, of 8 bits or with a scale for each block, may be right too
-        if not _noise(answer) <= NOISE:
+        if not (is_close := _noise(answer) <= NOISE) and not _is_bounded(answer):
             return verdict
         if too_many := _too_many_bytes(answer):
             return Verdict(False, f"add_up: {too_many}")
@@ -136,7 +149,7 @@ def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
     if differs(most, 0, 1):
         return Verdict(False, f"add_up: one number is off by {most:.1f} times half of the scale.\n{CUT_OFF}")
     sent = f"On {ADD_UP.meshes[2]} a rank sends {_sent_to_add_up(answer)} bytes of codes and scales."
-    return Verdict(True, f"add_up is right: {CLOSE}.\n{sent}")
+    return Verdict(True, f"add_up is right: {CLOSE if is_close else BOUNDED}.\n{sent}")
 
 
 def _few_bytes(answer: Answer) -> Verdict:
@@ -165,6 +178,7 @@ def _too_many_bytes(answer: Answer) -> str:
 
 
 CLOSE = "for numbers between two codes, its error is not larger than that of codes of 4 bits with each rank's own scale"
+BOUNDED = "no sum is off by more than half of all ranks' scales of 4 bits together"
 AGAIN = (
     "Are sums rounded again on their way, or do ranks share a scale? Send each number as one code of its own rank's "
     "scale, straight to the rank that adds it up."
@@ -197,10 +211,23 @@ def _worst(answer: Answer) -> float:
     return float(np.max(off) / halves)
 
 
+def _is_bounded(answer: Answer) -> bool:
+    """Whether the error is as small as that of 4 bits where all rows are as large, and elsewhere within half of the
+    scales: so it is with codes that have a zero point, which do not hold 0 itself."""
+    off, _, most = _errors(answer)
+    return _noise(answer, outlier=1.0) <= NOISE and float(np.abs(off).max()) <= most
+
+
 def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
-    """The error for numbers that are no multiples of a step, relative to that of 4 bits and a scale for each rank, for
-    the receiver where this is largest. One row of each sender is `outlier` times as large as the others, so large that
-    even codes of 8 bits with another row's scale cannot hold it."""
+    """The error relative to that of 4 bits and a scale for each rank, for the receiver where this is largest."""
+    off, best, _ = _errors(answer, num_ranks, outlier)
+    return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
+
+
+def _errors(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> tuple[np.ndarray, np.ndarray, float]:
+    """The errors of the sums for numbers that are no multiples of a step [R, n], those of 4 bits and a scale for each
+    rank, and the most that these could be: half of all scales. One row of each sender is `outlier` times as large as
+    the others, so large that even codes of 8 bits with another row's scale cannot hold it."""
     x = np.random.default_rng(0).normal(size=(num_ranks, num_ranks, 768)).astype(np.float32)
     for rank in range(num_ranks):
         x[rank] *= 2 ** (rank % 3) / 20
@@ -209,7 +236,7 @@ def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
     best = ((x / scales).round() * scales - x).sum(0)
     found = answer.run(Mesh(dp=num_ranks), {"x": x.reshape(num_ranks * num_ranks, -1)}).per_rank
     off = np.concatenate([np.asarray(one) for one in found]) - x.sum(0)
-    return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
+    return off, best, float(scales.sum() / 2)
 
 
 # --- reduce in two levels ------------------------------------------------------------------------------------------
@@ -247,6 +274,11 @@ REDUCE_TWICE = Exercise(
             "Every sum is right, but it is another rank's. The first G rows of x are for the G GPUs of node 0.\n"
             "Which of the two sizes comes first in `reshape`?",
             _piece_of(lambda node, gpu, nodes, gpus: (q := gpu * nodes + node) % gpus * nodes + q // gpus),
+        ),
+        Mistake(
+            "total",
+            'Every sum is right, but it is another rank\'s. In this order of the rows, "gpu" comes before "node".',
+            _piece_of(lambda node, gpu, nodes, gpus: (q := node * gpus + gpu) % nodes * gpus + q // nodes),
         ),
         Mistake(
             "total",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product, takewhile
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
-from tplab.exercises.verdict import Refused, Verdict, beside, check, differs, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, differs, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
 from tplab.widgets.matrices import number_text
@@ -86,6 +86,7 @@ def _who_waits(numbers: Sequence[int]) -> str:
 # --- a worker that splits its backward -------------------------------------------------------------------------------
 
 MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
+RULES = (one_f_one_b, zb_h1, zb_h2)
 MICROBATCHES, ROWS, WIDTH = 5, 4, 3
 
 
@@ -93,9 +94,8 @@ MICROBATCHES, ROWS, WIDTH = 5, 4, 3
 def check_train_split(fn: Train) -> Verdict:
     """Whether `fn(schedule, stage, microbatches, loss)`, run by every rank, leaves the gradients of plain accumulation
     in `.grad` and returns the loss on the last rank: for schedules with B, and with I and W."""
-    for mesh in MESHES:
-        for rule in (one_f_one_b, zb_h1, zb_h2):
-            _compare(fn, rule(mesh.size, MICROBATCHES), mesh)
+    for mesh, rule in product(MESHES, RULES):
+        _compare(fn, rule(mesh.size, MICROBATCHES), mesh)
     shares, early = _work_of_late_w(fn)
     if early > 2 * 4:  # a forward pass, and the backward pass of x and of the weights, are 6
         but(
@@ -143,8 +143,8 @@ def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
     where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {schedule.name}"
     split = ", whose actions are F, I and W" if any(action.kind == "W" for action in schedule.by_rank()[0]) else ""
     with on(f"with {schedule.name}{split}"):
-        per_rank = _run(lambda stage: (_trained(fn, schedule, stage), _gradients(stage)), mesh).per_rank
-    loss, grads, last = _plain(mesh.size)
+        per_rank = _trained_on(fn, schedule, mesh)
+    loss, grads, _ = _plain(mesh.size)
     returned = per_rank[-1][0]
     try:
         got = float(returned)
@@ -154,15 +154,9 @@ def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
         for key, want in grads[rank].items():
             if (wrong := differs(found[key], want)).any():
                 off = f"It is off by up to {number_text(float(np.abs(found[key] - want).max()))}."
-                known = {
-                    "Nothing has been added to it: does each B, or each W, add its part?": 0,
-                    "It is twice what it should be: `backward` in I has added it already, before W does.": 2 * want,
-                    "It is too large by the number of microbatches: the loss is their mean.": MICROBATCHES * want,
-                    "It is that of the last microbatch alone: W must add to `.grad`.": last[rank][key],
-                }
                 text = f": the gradient of {key} is not right on rank {rank}, {where}."
                 panels = beside(f"yours, {key}", found[key], want, wrong, apart=True)
-                refuse(f"{text}\n{hint(found[key], known, off)}", panels)
+                refuse(f"{text}\n{cause(_tried(fn, key), off)}", panels)
     if differs(got, loss):
         times = " Is each microbatch's loss divided by their number?" if abs(got - MICROBATCHES * loss) < 1e-9 else ""
         refuse(f": the loss is {number_text(got)}, not {number_text(loss)}, {where}.{times}")
@@ -173,6 +167,33 @@ def _run(program: Callable[[Any], Any], mesh: Mesh = Mesh(pp=2), **options: Any)
     from tplab.torch import axis_index
 
     return run_on(mesh, lambda: program(_stage(axis_index("pp"))), **options)
+
+
+def _tried(fn: Train, key: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """A gradient on every rank in every case, and what known mistakes make of it: in W, or also in B."""
+    for mesh, rule in product(MESHES, RULES):
+        schedule, (_, grads, last) = rule(mesh.size, MICROBATCHES), _plain(mesh.size)
+        got = np.array([found[key] for _, found in _trained_on(fn, schedule, mesh)])
+        want, alone = (np.array([one[key] for one in of]) for of in (grads, last))
+        has_w = rule is not one_f_one_b
+        yield (
+            got,
+            {
+                "Nothing has been added to it: does each B, and each W, add its part?": 0 * want,
+                "Nothing has been added to it: does each W add its part?": 0 * want if has_w else want,
+                "It is twice what it should be: `backward` in I has added it already, before W does.": (
+                    2 * want if has_w else want
+                ),
+                "It is too large by the number of microbatches: the loss is their mean.": MICROBATCHES * want,
+                "It is that of the last microbatch alone: W must add to `.grad`.": alone if has_w else want,
+                "It is that of the last microbatch alone: B and W must add to `.grad`.": alone,
+            },
+        )
+
+
+def _trained_on(fn: Train, schedule: Schedule, mesh: Mesh) -> Sequence[Any]:
+    """What each rank returns, and its gradients."""
+    return _run(lambda stage: (_trained(fn, schedule, stage), _gradients(stage)), mesh).per_rank
 
 
 def _trained(fn: Train, schedule: Schedule, stage: Any, number: int = MICROBATCHES) -> Any:

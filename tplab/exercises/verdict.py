@@ -12,10 +12,11 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from tplab.mesh import Mesh
 from tplab.widgets.matrices import Matrices, Panel
 
 P = ParamSpec("P")
+K = TypeVar("K")
 
 
 class Verdict:
@@ -214,14 +216,68 @@ def beside(name: str, got: Any, want: Any, off: Any = None, apart: bool = False)
     return [*panels, Panel("yours - right", got - want, off)] if apart else panels
 
 
+def cause(tried: Iterable[tuple[Any, Mapping[K, Any]]], otherwise: K, slack: float = 1e-9) -> K:
+    """The first mistake that explains what the learner has in every case, each of them (got, mistake -> prediction).
+
+    One case is not enough: in small ones, unrelated mistakes look the same. Nothing is explained if a case raises.
+    Every case has the same mistakes in the same order; their words are those of the first case.
+    """
+    left: dict[int, K] | None = None
+    try:
+        for got, known in tried:
+            left = dict(enumerate(known)) if left is None else left
+            of, guesses = np.asarray(got, float), [np.asarray(guess, float) for guess in known.values()]
+            left = {place: said for place, said in left.items() if _agree(of, guesses[place], slack)}
+            if not left:
+                return otherwise
+    except Exception:
+        return otherwise
+    return next(iter((left or {}).values()), otherwise)
+
+
+def _agree(got: np.ndarray, guess: np.ndarray, slack: float) -> bool:
+    return guess.shape in ((), got.shape) and np.allclose(got, guess, rtol=0, atol=slack)
+
+
 def hint(got: Any, known: Mapping[str, Any], otherwise: str = "", slack: float = 1e-9) -> str:
-    """The first hint whose prediction, a number or an array, is what the learner has."""
-    got = np.asarray(got, float)
-    for text, guess in known.items():
-        guess = np.asarray(guess, float)
-        if guess.shape in ((), got.shape) and np.allclose(got, guess, rtol=0, atol=slack):
-            return text
-    return otherwise
+    """The first hint whose prediction, a number or an array, is what the learner has, where there is only one case."""
+    return cause([(got, known)], otherwise, slack)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the learner's function returned in a case, and what is right.
+
+    known   what to say of a mistake -> what it returns here
+    text    to begin a refusal with      given   what the learner needs to check the numbers, as "For 3 tokens, "
+    """
+
+    got: np.ndarray
+    want: np.ndarray
+    known: Mapping[str, Any]
+    text: str
+    given: str = ""
+
+    def numbers(self, slack: float) -> str:
+        """Both, or of a table the first row that is wrong."""
+        got, want, said = self.got, self.want, "these numbers are right"
+        if want.ndim > 1:
+            row = int(np.flatnonzero(differs(got, want, slack).any(1))[0])
+            got, want, said = got[row], want[row], f"this is right for token {row}"
+        right, yours = (f"[{', '.join(f'{float(number):.6g}' for number in one)}]" for one in (want, got))
+        text = f"{self.given}{said}: {right}. Yours {'are' if said.endswith('are right') else 'is'} {yours}."
+        return text[0].upper() + text[1:]
+
+
+def compare(cases: Iterable[Case], slack: float = 1e-9) -> None:
+    """Refuse the first case that is wrong: with its cause if one mistake explains all cases, or else with numbers."""
+    cases, before = iter(cases), list[Case]()
+    for case in cases:
+        if differs(case.got, case.want, slack).any():
+            tried = ((one.got, one.known) for one in chain([case], before, cases))
+            said = cause(tried, case.numbers(slack), slack)
+            refuse(f"{case.text}\n{said}", beside("yours", np.atleast_2d(case.got), np.atleast_2d(case.want)))
+        before.append(case)
 
 
 def listed(things: Iterable[Any]) -> str:

@@ -54,6 +54,8 @@ class _Parts:
         logits, self.ids = seen.tensors["logits"], seen.tensors["ids"]
         self.pieces = np.stack(np.split(logits, seen.mesh.axis_size("tp"), axis=-1))  # [R, T, n]
         self.index, self.width = seen.mesh.index(seen.rank, "tp"), self.pieces.shape[-1]
+        own = self.index * self.width + np.arange(self.width)  # this rank's entries [n]
+        self.is_label = 1.0 * (self.ids[:, None] == own)  # [T, n]
         self.own_max = self.pieces.max(-1)  # [R, T]
         self.max = self.own_max.max(0)
         self.owner, self.tokens = self.ids // self.width, np.arange(len(self.ids))
@@ -67,6 +69,11 @@ def _own_maximum(seen: Seen) -> np.ndarray:
     return np.log(total) - (p.of_id - p.own_max[p.owner, p.tokens])
 
 
+def _rescaled_sums_alone(seen: Seen) -> np.ndarray:
+    p = _Parts(seen)
+    return np.log(p.total) - (p.of_id - p.own_max[p.owner, p.tokens])
+
+
 def _own_sum(seen: Seen) -> np.ndarray:
     p = _Parts(seen)
     with np.errstate(divide="ignore"):  # log 0 if the largest logits are on another rank
@@ -78,11 +85,19 @@ def _own_label(seen: Seen) -> np.ndarray:
     return np.log(p.total) - np.where(p.owner == p.index, p.of_id - p.max, 0)
 
 
-def _label_of_every_rank(seen: Seen) -> np.ndarray:
-    """Ranks that do not have the entry add their first logit instead."""
-    p = _Parts(seen)
-    others = (p.pieces[..., 0] - p.max).sum(0) - (p.pieces[p.owner, p.tokens, 0] - p.max)
-    return np.log(p.total) - (p.of_id - p.max) - others
+def _label_of_every_rank(place: Callable[[np.ndarray, int], Any]) -> Callable[[Seen], np.ndarray]:
+    """Ranks that do not have the entry add another of their n logits instead, at place(id - the rank's first, n)."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        p = _Parts(seen)
+        added = sum(
+            piece[p.tokens, np.where(p.owner == rank, p.ids - rank * p.width, place(p.ids - rank * p.width, p.width))]
+            - p.max
+            for rank, piece in enumerate(p.pieces)
+        )
+        return np.log(p.total) - added
+
+    return wrong
 
 
 def _without_maximum(seen: Seen) -> np.ndarray:
@@ -121,8 +136,7 @@ def _maximum_in_one_place(seen: Seen) -> np.ndarray:
 def _gathered_sums(seen: Seen) -> np.ndarray:
     """The gradient if the ranks' sums, or their logarithms, are gathered: its positive part is R times too large."""
     p, num_ranks = _Parts(seen), seen.mesh.axis_size("tp")
-    is_label = p.ids[:, None] == p.index * p.width + np.arange(p.width)
-    return num_ranks * seen.want + (num_ranks - 1) * is_label * weight(p.ids)[:, None]
+    return num_ranks * seen.want + (num_ranks - 1) * p.is_label * weight(p.ids)[:, None]
 
 
 TOKEN_LOSS = Exercise(
@@ -151,9 +165,18 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "loss",
-            "The ranks that do not have the right entry add some other logit to that of the right entry. They should "
-            "add 0.",
-            _label_of_every_rank,
+            "The sums of exponentials are on one scale, but from the logit of the right entry, its rank's own maximum\n"
+            "is subtracted. Subtract the same number there.",
+            _rescaled_sums_alone,
+        ),
+        *(
+            Mistake(
+                "loss",
+                "The ranks that do not have the right entry add some other logit to that of the right entry. They "
+                "should add 0.",
+                _label_of_every_rank(place),
+            )
+            for place in (lambda at, n: 0 * at, lambda at, n: at % n, lambda at, n: np.clip(at, 0, n - 1))
         ),
         Mistake(
             "loss",
@@ -207,6 +230,12 @@ TOKEN_LOSS = Exercise(
         ),
         Mistake(
             "dlogits",
+            "The loss is right, but only its logit of the right entry has a gradient. What cuts off the sum of "
+            "exponentials,\nsuch as `detach()`?",
+            lambda seen: -_Parts(seen).is_label * weight(seen.tensors["ids"])[:, None],
+        ),
+        Mistake(
+            "dlogits",
             "The loss is right, but the part of its gradient that comes from the sum is R times too large.\n"
             "The backward pass of all_gather adds up the gradients of all ranks, which are the same here. That of "
             "all_reduce\npasses them on unchanged.",
@@ -214,6 +243,8 @@ TOKEN_LOSS = Exercise(
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["ids"]), 3),
+    excess="Three numbers per token are enough, however many entries there are.",
+    slack=2,
     not_with=("vocab_parallel_cross_entropy",),
 )
 
@@ -228,6 +259,11 @@ def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> 
 
 
 # --- the exercise: the most likely token ------------------------------------------------------------------------------
+
+
+def _last(seen: Seen) -> np.ndarray:
+    """The highest of the ids with the largest logit."""
+    return seen.tensors["logits"].shape[-1] - 1 - seen.tensors["logits"][:, ::-1].argmax(-1)
 
 
 def _most_likely_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -257,6 +293,13 @@ def _own_best(seen: Seen) -> np.ndarray:
 
 def _place_on_its_rank(seen: Seen) -> np.ndarray:
     return seen.want % _best_of_ranks(seen)[2]
+
+
+def _most_probable(seen: Seen) -> np.ndarray:
+    """The entry with the largest probability, if each rank divides by its own sum of exponentials."""
+    pieces = np.stack(np.split(seen.tensors["logits"], seen.mesh.axis_size("tp"), axis=-1))
+    exps = np.exp(pieces - pieces.max(-1, keepdims=True))
+    return np.concatenate(list(exps / exps.sum(-1, keepdims=True)), axis=-1).argmax(-1)
 
 
 def _of_several(combine: Callable[..., np.ndarray]) -> Callable[[Seen], np.ndarray]:
@@ -291,6 +334,12 @@ MOST_LIKELY = Exercise(
         ),
         Mistake(
             "ids",
+            "Each rank's probabilities are divided by its own sum, so those of two ranks cannot be compared. Compare "
+            "logits.",
+            _most_probable,
+        ),
+        Mistake(
+            "ids",
             "For the first token, two ranks have equally large logits, and their ids were added. Return the lower id.",
             _of_several(np.sum),
         ),
@@ -303,10 +352,17 @@ MOST_LIKELY = Exercise(
         Mistake(
             "ids",
             "For the first token, two entries have equally large logits. Return the lower id; this is the higher one.",
-            lambda seen: seen.tensors["logits"].shape[-1] - 1 - seen.tensors["logits"][:, ::-1].argmax(-1),
+            _last,
+        ),
+        Mistake(
+            "ids",
+            "For the first token, two entries of a rank have equally large logits. Return the lower id.",
+            lambda seen: _last(seen) if seen.mesh.axis_size("tp") == 1 else seen.want,
         ),
     ),
     fewest=lambda mesh, tensors: _all_ranks(mesh, len(tensors["logits"]), 2),
+    excess="Two numbers per token are enough, however many entries there are.",
+    slack=2,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,7 +12,8 @@ from typing import Any
 
 from tplab.cost import find
 from tplab.errors import TplabError
-from tplab.exercises.verdict import Verdict, check, listed, on, refuse, right
+from tplab.exercises.verdict import Verdict, cause, check, listed, on, refuse, right
+from tplab.exercises.will_it_fit import LIMIT
 from tplab.forecast import Forecast, Model, Plan, forecast, plans
 from tplab.forecast.measured import Run, playbook
 from tplab.forecast.why import LOST
@@ -53,7 +55,7 @@ def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: s
     said = forecast_of(mine)
     shown = f"Forecast: {said.seconds:.2f} s: {_in_parts(said)}."
     if mine.seconds <= 1.03 * best.seconds:
-        as_good = f"That is as good as the best of {len(runs)} runs."
+        as_good = f"That is {'' if mine is best else 'as good as '}the best of {len(runs)} runs."
         return Verdict(True, f"Measured: {mine.seconds:.2f} s per step. {as_good}\n{shown}")
     lost = {name: seconds for name, seconds in said.parts.items() if name != "computing"}
     part = WORDS[max(lost, key=lambda name: lost[name])]
@@ -107,39 +109,62 @@ class _Given(SimpleNamespace):
 def check_mfu(fn: Callable[..., Any]) -> Verdict:
     """Whether `fn(forecast)` is the model FLOPs utilisation: what the model needs, whatever is computed twice. What it
     gets has a forecast's model, plan, batch, sequence and seconds, and no `mfu`."""
-    for model, sequence, plan in MFU_PLANS:
-        one = forecast(model, plan, CLUSTER, batch=4 * plan.ranks, sequence=sequence)
+    for given in MFU_PLANS:
+        (model, sequence, plan), one = given, _of(*given)
         how = "without recomputation" if plan.recompute == "none" else f"with {plan.recompute} recomputation"
         where = f"{model} on {plan.ranks} GPUs {how}, in sequences of {sequence:,} tokens"
         with on(f"for {where}"):
-            answer = fn(_Given(**{key: getattr(one, key) for key in ("model", "plan", "batch", "sequence", "seconds")}))
+            answer = fn(_given(one))
             if answer is None:
                 refuse(f" returned None for {where}; is a `return` missing?")
             got = float(answer)
         if not abs(got / one.mfu - 1) <= 1e-3:
             text = f" is not right yet. For {where}, it is {one.mfu:.1%}, not {got:.1%}."
-            refuse(f"{text}\n{_hint(got / one.mfu, one)}")
+            tried = (_beside(fn, _of(*case)) for case in (given, *MFU_PLANS))
+            refuse(f"{text}\n{cause(tried, DIVIDE, slack=5e-3)}")
     return right(" is right: it counts each useful FLOP once, with and without recomputation.")
 
 
-def _hint(ratio: float, one: Forecast) -> str:
-    plan = one.plan
-    if abs(ratio * one.model.flops_per_token(one.sequence) / (6 * one.model.parameters) - 1) < 2e-3:
-        return "These are 6 FLOPs per parameter, without those of attention: flops_per_token of the model has both."
-    if abs(ratio - 4 / 3) < 0.02 and plan.recompute == "full":
-        return (
-            "These FLOPs include those that were computed a second time. A plan that recomputes more would look "
-            "better, and take longer."
-        )
-    if abs(ratio - 4 / 3) < 0.02:
-        return "That is 4/3 of it: the FLOPs of one more forward pass, though no layer is computed a second time here."
-    if abs(ratio - plan.ranks) < 1e-3 * plan.ranks:
-        return f"That is the work of all {plan.ranks} GPUs, relative to the peak of one."
-    if abs(ratio - 1) < 0.02:
-        return "That is nearly right. Do not round, and divide by the 989e12 FLOP/s of the cell above."
-    if abs(ratio - 1 / 3) < 0.01:
-        return "That is the forward pass alone. The backward pass takes twice as many FLOPs."
-    return "Divide the FLOPs that the model needs by those that all GPUs could do in that time."
+DIVIDE = "Divide the FLOPs that the model needs by those that all GPUs could do in that time."
+
+
+@cache
+def _of(model: str, sequence: int, plan: Plan) -> Forecast:
+    return forecast(model, plan, CLUSTER, batch=4 * plan.ranks, sequence=sequence)
+
+
+def _given(one: Forecast) -> Any:
+    return _Given(**{key: getattr(one, key) for key in ("model", "plan", "batch", "sequence", "seconds")})
+
+
+def _beside(fn: Callable[..., Any], one: Forecast) -> tuple[float, dict[str, float]]:
+    """The logarithms of how many times as much as right an answer is, and would be by known mistakes."""
+    ratio, plan, flops = float(fn(_given(one))) / one.mfu, one.plan, one.model.flops_per_token
+    again = 4 / 3 if plan.recompute == "full" else 1
+    times = {
+        "These are 6 FLOPs per parameter, without those of attention: flops_per_token of the model has both.": (
+            6 * one.model.parameters / flops(one.sequence)
+        ),
+        "The FLOPs of attention depend on the length of the sequence: it is one.sequence.": (
+            flops(4096) / flops(one.sequence)
+        ),
+        "These FLOPs include those that were computed a second time. A plan that recomputes more would look better, "
+        "and take longer.": again,
+        "With full recomputation, a quarter is taken off. The model needs the same FLOPs with and without it.": (
+            1 / again
+        ),
+        "That is 4/3 of it: the FLOPs of one more forward pass, though no layer is computed a second time here.": 4 / 3,
+        "That is 4/3 of it. In selective recomputation no layer is computed a second time.": (
+            4 / 3 if plan.recompute != "none" else 1
+        ),
+        f"That is the work of all {plan.ranks} GPUs, relative to the peak of one.": plan.ranks,
+        "That is the forward pass alone. The backward pass takes twice as many FLOPs.": 1 / 3,
+        "That is a percentage. Return a share of 1.": 100,
+        "That is nearly right. Do not round, and divide by the 989e12 FLOP/s of the cell above.": (
+            ratio if abs(ratio - 1) < 0.02 else 1
+        ),
+    }
+    return math.log(max(ratio, 1e-30)), {text: math.log(by) for text, by in times.items()}
 
 
 # --- a rule --------------------------------------------------------------------------------------------------------
@@ -173,7 +198,7 @@ JOBS = (
 MORE_JOBS = (Job("llama3-8b", 32, 128, 8192), Job("llama3-70b", 128, 512, 8192))
 """No page names these: a rule is more than a list of plans."""
 WORDS = {name: what for name, (what, _) in LOST.items()} | {
-    "computing": "computing in smaller pieces",
+    "computing": "computing",
     "dp": "sending gradients and parameters",
 }
 """What the parts of a step are, for a sentence."""
@@ -214,12 +239,22 @@ def _judged(job: Job, plan: Any) -> tuple[str, bool]:
         return f"{plan} has {plan.ranks} ranks, and there are {job.gpus} GPUs", False
     one, best = job.forecast(plan), best_of(job)
     held = f"{one.peak.total / 1e9:.0f} GB"
-    if not one.surely_fits:
-        return f"{plan} does not fit: {held} of {one.usable / 1e9:.0f} GB", False
+    if one.peak.total > LIMIT:
+        return f"{plan} does not fit into {LIMIT / 1e9:.0f} GB, which leaves a margin: it needs {held}", False
     ratio = one.seconds / best.seconds
     said = f"{plan}: {one.seconds:.2f} s, {ratio:.2f} times the best, {held}"
     if ratio <= ENOUGH:
         return said, True
-    mine, theirs = (dict(found.parts) for found in (one, best))
+    return f"{said}; {_loses(job, one, best)}", False
+
+
+def _loses(job: Job, one: Forecast, best: Forecast) -> str:
+    """Which part takes most longer than in the best plan; of computing, whether equal stages would make it shorter."""
+    mine, theirs = one.parts, best.parts
     worst = max(mine, key=lambda part: mine[part] - theirs.get(part, 0))
-    return f"{said}; it loses most by {WORDS[worst]}", False
+    text = f"beside the best, it loses most by {WORDS[worst]}"
+    if worst == "computing" and one.plan.pp > 1:
+        equal = job.forecast(replace(one.plan, balance="computing"))
+        if mine[worst] - equal.parts[worst] > (mine[worst] - theirs[worst]) / 2:
+            return f'{text} in its fullest stage: {equal.seconds:.2f} s with balance="computing"'
+    return text

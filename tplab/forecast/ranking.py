@@ -18,7 +18,7 @@ TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and l
 """How reasons for which plans lost begin. The others are those for which layouts of ranks are refused."""
 
 _LOSES = {
-    "computing": "by computing in smaller pieces",
+    "computing": "by computing: in smaller pieces, or in a fuller stage",
     "recompute": "by recomputation",
     "tp": "by messages of tensor parallelism",
     "cp": "by messages of context parallelism",

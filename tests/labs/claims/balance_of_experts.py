@@ -14,11 +14,11 @@ CLAIMS = (
     Claim("9/4 = 2.25 times as long", lambda: max(BY_HAND) / (sum(BY_HAND) / 4) == 2.25),
     Claim("So 56% of their time is lost", lambda: [100 * (1 - sum(BY_HAND) / (4 * max(BY_HAND)))]),
     Claim(
-        "At about 1.5",
+        "at a skew of about 1.5",
         lambda: abs(milliseconds(LAB, "skew 1.5") / milliseconds(LAB, "skew 0.0") - 2) < 0.05,
     ),
     Given("so no expert ever has more than half of all rows"),
-    Given("A rank uses an expert if that gets over 5% of its choices"),
+    Given("A rank uses an expert if more than 5% of the rank's choices fall on it"),
     Claim("they take 5.35 ms", lambda: [BALANCED]),
     Claim("the busiest of the four takes 9.99 ms", lambda: [SKEWED]),
     Claim(

@@ -35,7 +35,7 @@ CLAIMS = (
     ),
     Claim("which is 3.25 GB for 13 billion parameters", lambda: [2 * 13 / 8, 13]),
     Given("off by more than half of $s$"),
-    Given("None is off by more than half of it"),
+    Given("None is off by more than half of the scale"),
     Given("are closer to 0 than half of it, 0.25"),
     Given("an outlier, fifty times as large as a typical weight"),
     Given("as long as the slower of the two"),

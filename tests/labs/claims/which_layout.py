@@ -6,7 +6,7 @@ from tests.labs.entries import Claim, Given, Quote
 from tests.labs.model import NDR, PLAYBOOK, tokens
 from tplab.cost import Cluster
 from tplab.exercises.which_layout import ENOUGH, JOBS, forecast_of, measured_runs
-from tplab.forecast import Forecast, plans
+from tplab.forecast import Forecast, Model, plans
 from tplab.forecast.classes import Measured
 from tplab.forecast.measured import Run, playbook
 
@@ -62,6 +62,12 @@ def only_zero3(cluster: Cluster, batch: int) -> list[int]:
     return [gpus for gpus, plan in found if plan.dp == gpus and plan.zero == 3]
 
 
+def _masked(sequence: int) -> float:
+    """Which part of Llama 3 8B's usual count are scores above the diagonal."""
+    model = Model.find("llama3-8b")
+    return (1 - 6 * model.parameters / model.flops_per_token(sequence)) / 2
+
+
 CLAIMS = (
     Claim(
         "The slowest took 1.9 times as long as the fastest, and the forecast did not foresee it",
@@ -100,6 +106,11 @@ CLAIMS = (
     Claim(
         "has an MFU of about 70%, because kernels do not reach the peak",
         lambda: [100 * best(NDR, 32, 256).mfu],
+    ),
+    Claim("A tenth of it is attention that the mask spares", lambda: round(_masked(8192), 1) == 0.1),
+    Claim(
+        "So the best plan of 1F1B is shown too: it has no pipeline",
+        lambda: plans("llama3-70b", NDR, gpus=256, batch=1024, sequence=8192, schedules=["1f1b"])[0].plan.pp == 1,
     ),
     Claim(
         "as long as there is a sequence for each GPU, data parallelism with ZeRO 3 is best",

@@ -25,14 +25,9 @@ class Bench:
     """
 
     def __init__(
-        self,
-        step: Callable[..., Any],
-        reference: Callable[..., Any],
-        args: Sequence[Any],
-        nudged: Sequence[Any],
-        axes: Mapping[str, int],
-        tolerance: float,
-    ):
+        self, step: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], nudged: Sequence[Any],
+        axes: Mapping[str, int], tolerance: float,
+    ):  # fmt: skip
         self.axes, self.tape = axes, Tape(step, args, axes)
         alone = Tape(reference, args, dict.fromkeys(axes, 1))
         want, again = alone.values(args, nudged)

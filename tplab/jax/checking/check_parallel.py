@@ -113,17 +113,10 @@ class _Side:
     """
 
     def __init__(
-        self,
-        model: Model,
-        params: Any,
-        inputs: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        mesh: Mesh,
-        loss: Loss | None,
-        specs: Any = None,
-        in_specs: Sequence[P] | None = None,
+        self, model: Model, params: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh,
+        loss: Loss | None, specs: Any = None, in_specs: Sequence[P] | None = None,
         after_backward: Callable[[Any], Any] | None = None,
-    ):
+    ):  # fmt: skip
         self.model, self.params, self.inputs, self.kwargs = model, params, inputs, kwargs
         self.mesh, self.loss, self.specs = mesh, loss, P() if specs is None else specs
         self.after_backward = after_backward

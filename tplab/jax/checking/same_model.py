@@ -124,13 +124,9 @@ class _Comparison:
     """
 
     def __init__(
-        self,
-        args: Sequence[Any],
-        others: Sequence[Sequence[Any]],
-        mesh: jax.sharding.Mesh,
-        rounding: Rounding,
+        self, args: Sequence[Any], others: Sequence[Sequence[Any]], mesh: jax.sharding.Mesh, rounding: Rounding,
         in_full: Callable[[Finding, set[int]], Finding],
-    ):
+    ):  # fmt: skip
         self.params, *self.others = [dict(_named(given[0])) if given else {} for given in (args, *others)]
         self.rounding, self._in_full = rounding, in_full
         sixteen = rounding.dtype in ("bfloat16", "float16")
@@ -138,13 +134,9 @@ class _Comparison:
         self.sizes = Sizes(mesh.size, [mesh.shape[name] for name in mesh.axis_names])
 
     def report(
-        self,
-        got: Sequence[_Result],
-        want: Sequence[_Result],
-        again: Sequence[Sequence[_Result]],
-        has_ranks: bool,
+        self, got: Sequence[_Result], want: Sequence[_Result], again: Sequence[Sequence[_Result]], has_ranks: bool,
         about: str,
-    ) -> SameModel:
+    ) -> SameModel:  # fmt: skip
         wrong: dict[int, Finding] = {}  # by the place of the result
         seen: dict[What, list[tuple[float, float]]] = {}
         noisy: list[str] = []

@@ -42,13 +42,20 @@ class NumbersMade(TorchFunctionMode):
         found = self._call(func, args, kwargs or {})
         if transform() is not None:
             return found  # inside a function that torch.func transforms, tensors have no values to look at
-        if isinstance(found, Tensor) and found.grad_fn is not None:
+        if isinstance(found, Tensor) and (node := node_of(found)) is not None:
             if found.numel() == 1:
-                metadata: Any = found.grad_fn.metadata
-                metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
+                node.metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
         else:
             self._others(func, (*args, *(kwargs or {}).values()), found)
         return found
+
+
+def node_of(x: Tensor) -> Any:
+    """What has made a tensor in autograd's graph, if torch says it: not of a view that was written to without one."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
 
 
 _MULTIPLIES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "_foreach_mul_"}

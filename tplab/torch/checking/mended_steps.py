@@ -116,7 +116,7 @@ class MendedSteps:
         start = (place * one.times + batch) * len(like)
         return torch.from_numpy(np.array(whole[start : start + len(like)])).to(like)
 
-    def _turn(self, key: str) -> int:
+    def _turn(self, key: Any) -> int:
         """How often this was asked in the step."""
         self._turns[key, self._step] += 1
         return self._turns[key, self._step] - 1
@@ -132,15 +132,16 @@ class MendedSteps:
             if batch < len(wholes := one.values.get(self._step, ())):
                 return self._part(one, wholes[batch], 0, target)
         for one in self._of("targets"):
-            return self._cut_targets(one.values[self._step][1][batch], target, batch, ignored)
+            return self._cut_targets(one, one.values[self._step][1][batch], target, batch, ignored)
         return target
 
-    def _cut_targets(self, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
-        """The rank's part of the targets, and its weight in the mean over all of them."""
+    def _cut_targets(self, one: Repair, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
+        """The rank's part of the targets, and its weight in the mean over all of them, if no other factor is known."""
         size = this_rank().mesh.size
         part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
         counts = self._exchanged("targets", int((part != ignored).sum()))
-        self._weights[self._step, batch] = counts[self.rank] * size / max(sum(counts.values()), 1)
+        weight = counts[self.rank] * size / max(sum(counts.values()), 1)
+        self._weights[self._step, batch] = one.by if one.by != 1 else weight
         return torch.from_numpy(np.array(part)).reshape(target.shape).to(target)
 
     def after_forward(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class Mending(MendedSteps):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
         if name in CLAMPS | ADDS and any(self._of("late", line=line)):
-            self._later.append(lambda: func(*args, **kwargs))
+            self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
             args = tuple(self._wrapped(one, x, args) for x in args)
@@ -117,6 +117,13 @@ class Mending(MendedSteps):
                 many = tuple(self._back(one, x) if isinstance(x, Tensor) and x.requires_grad else x for x in many)
                 found = many if isinstance(found, tuple) else many[0]
         return found
+
+    def hook(self, line: str, parameter: Tensor, hook: Callable[[Tensor], Any]) -> bool:
+        """Whether a hook of the script, which was registered at this line, is called with the average instead."""
+        is_late = any(self._of("late", line=line))
+        if is_late and not self._turn((line, id(parameter))):
+            self._later.append(lambda: _written(parameter.grad, hook(cast(Tensor, parameter.grad))))
+        return is_late
 
     def _wrapped(self, one: Repair, x: Any, args: Sequence[Any]) -> Any:
         """An input whose gradient is to be added up: a parameter that is named, or else what was computed."""
@@ -250,6 +257,12 @@ def _scale(one: Repair, size: int) -> float:
     if one.by != 1.0:
         return 1 / one.by
     return 1 / size if one.kind == "mean" else float(size)
+
+
+def _written(x: Any, found: Any) -> None:
+    """What was computed in place of a gradient is written to it."""
+    if isinstance(x, Tensor) and found is not x:
+        local_of(x).detach().copy_(local_of(found))
 
 
 def _times(found: Any, by: float, name: str) -> Any:

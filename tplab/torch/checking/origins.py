@@ -98,7 +98,7 @@ SQUARES = {"square", "pow", "__pow__"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
 """What a script may change by hand, and when."""
 CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
-ADDS = {"add_", "__iadd__", "_foreach_add_"}
+ADDS = {"add_", "__iadd__", "_foreach_add_", "add", "__add__"}
 _LINE = "_tplab_shifted_at"
 
 

@@ -73,15 +73,9 @@ class Runs:
         return self.watched(**how).seen
 
     def watched(
-        self,
-        *,
-        weights: Mapping[str, np.ndarray] | None = None,
-        handed: Handed | None = None,
-        parts: int = 0,
-        traced: int | None = None,
-        repairs: Sequence[Repair] = (),
-        steps: int | None = None,
-    ) -> Watch:
+        self, *, weights: Mapping[str, np.ndarray] | None = None, handed: Handed | None = None, parts: int = 0,
+        traced: int | None = None, repairs: Sequence[Repair] = (), steps: int | None = None,
+    ) -> Watch:  # fmt: skip
         """The script is run. parts: sums are added up in so many parts, and weights and samples are off in their last
         digit, if not 0. traced: the step of which every operation is recorded. Raises NotRun."""
         feed = None if handed is None else handed.again()

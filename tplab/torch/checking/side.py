@@ -54,19 +54,11 @@ class Side:
     """
 
     def __init__(
-        self,
-        build: Callable[[nn.Module], nn.Module],
-        reference: nn.Module,
-        mesh: Mesh,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        in_specs: Sequence[P] | None = None,
-        rename: Callable[[str], str] = lambda name: name,
-        on: str | None = None,
-        loss: Loss | None = None,
+        self, build: Callable[[nn.Module], nn.Module], reference: nn.Module, mesh: Mesh, inputs: Sequence[Any],
+        kwargs: Mapping[str, Any], *, in_specs: Sequence[P] | None = None,
+        rename: Callable[[str], str] = lambda name: name, on: str | None = None, loss: Loss | None = None,
         after_backward: Callable[[nn.Module], Any] | None = None,
-    ):
+    ):  # fmt: skip
         self.build, self.reference, self.mesh, self.inputs, self.kwargs = build, reference, mesh, inputs, kwargs
         self.in_specs, self.rename, self.on = in_specs or [P()] * len(inputs), rename, on
         self.loss, self.after_backward = loss, after_backward

@@ -28,6 +28,7 @@ from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
+from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.values import dtype_name
 
 
@@ -156,6 +157,23 @@ def _clip(
     return original(parameters, max_norm, found, *args, **kwargs)
 
 
+def _hook(rank: Watched, original: Any, x: Tensor, /, hook: Any) -> Any:
+    """The script's own hook on a parameter may change its gradient before it is added up over ranks."""
+    code, line = getattr(hook, "__code__", None), rank.line()
+    if not isinstance(x, nn.Parameter) or code is None or not is_program(code.co_filename):
+        return original(x, hook)
+
+    def hooked(gradient: Tensor) -> Any:
+        if rank.mending.hook(line, x, hook):
+            return None
+        num_sent, found = len(rank.step.sent), hook(gradient)
+        if found is not None and len(rank.step.sent) == num_sent:
+            rank.step.lines["early hook"] = line
+        return found
+
+    return original(x, hooked)
+
+
 def _autocast(rank: Watched, original: Any, context: torch.autocast, /) -> Any:
     if context._enabled and torch.is_grad_enabled():
         rank.seen.kinds.add(dtype_name(context.fast_dtype))
@@ -240,6 +258,7 @@ _LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
 TABLE: Sequence[StandIn] = (
     (nn.Module, "named_parameters", _asked_for_parameters),
     (torch.autograd, "backward", _backward),
+    (Tensor, "register_hook", _hook),
     (clip_grad, CLIP, _clip),
     (torch.nn.utils, "clip_grads_with_norm_", _clip),
     (torch.autocast, "__enter__", _autocast),

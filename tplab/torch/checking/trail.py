@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
-from tplab.torch.checking.made import compares, times
+from tplab.torch.checking.made import compares, node_of, times
 from tplab.torch.checking.names import Names
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.private import graph_task, transform
@@ -135,15 +135,15 @@ class Recorder:
                 op.values.append(array_of(x))
             self._made[id(x)] = number
             self._kept.append(x)
-            if x.grad_fn is not None:
+            if node_of(x) is not None:
                 self._hook(x, op, number, place)
 
     def _of(self, x: Tensor) -> int:
         """The number of the operation that has made a tensor; -1 if none was seen."""
         if id(x) in self._made:
             return self._made[id(x)]
-        metadata: Any = x.grad_fn.metadata if x.grad_fn is not None else {}
-        return metadata.get(_KEY, -1)
+        node = node_of(x)
+        return -1 if node is None else node.metadata.get(_KEY, -1)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 

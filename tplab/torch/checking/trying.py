@@ -154,16 +154,9 @@ class Softmaxes(TorchFunctionMode):
 
 
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The input of the softmax inside torch's scaled_dot_product_attention, and the values that its weights are for."""
     if enable_gqa:
         count = query.shape[-3] // key.shape[-3]
