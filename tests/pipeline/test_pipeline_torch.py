@@ -39,6 +39,11 @@ from tplab.torch.ranks.rank import this_rank
 D, WORDS = 8, 13
 
 
+def grad_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -748,7 +753,7 @@ def test_parameters_that_modules_in_several_stages_share_are_tied(schedule, is_o
         return [p.grad for p in layers.parameters() if p.grad is not None], gradient_norm(stages)
 
     F.mse_loss(layers(x), y).backward()
-    whole = [p.grad for p in layers.parameters()]
+    whole = [grad_of(p) for p in layers.parameters()]
     for grads, norm in run(program, Mesh(pp=2), layers, x, y).per_rank:
         torch.testing.assert_close(grads[0], whole[0])
         torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in whole]).norm())
@@ -790,7 +795,7 @@ def test_gradients_that_autograd_gives_to_several_parameters_have_memory_of_thei
         for parameter in stages[0].parameters() if has_hooks else ():
             parameter.register_post_accumulate_grad_hook(halve)
         train_batch(make(2, 1), stages, [(torch.ones(2, 4), torch.zeros(2, 4))], F.mse_loss)
-        grads = [parameter.grad for parameter in stages[0].parameters()]
+        grads = [grad_of(parameter) for parameter in stages[0].parameters()]
         for grad in () if has_hooks else grads:
             grad.mul_(0.5)
         return grads
@@ -799,4 +804,4 @@ def test_gradients_that_autograd_gives_to_several_parameters_have_memory_of_thei
     F.mse_loss(whole(torch.ones(2, 4)), torch.zeros(2, 4)).backward()
     found = [grad for grads in run(program, Mesh(pp=2)).per_rank for grad in grads]
     for parameter, grad in zip(whole.parameters(), found, strict=True):
-        torch.testing.assert_close(grad, 0.5 * parameter.grad)
+        torch.testing.assert_close(grad, 0.5 * grad_of(parameter))
