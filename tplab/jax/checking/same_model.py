@@ -81,11 +81,11 @@ def same_model(
         first = str(error).partition(chr(10))[0]
         return could_not_run(f"the reference raised {type(error).__name__}: {first}", about=about)
     got = _results(ours, args)
-    if [one.path for one in got] != [one.path for one in want]:
+    if [one.name for one in got] != [one.name for one in want]:
         return cannot_tell("the step returns something else on one device", about=about)
     if not got:
         return cannot_tell("the step returns no floating-point numbers", about=about)
-    if lost := [_name(one.path) or "the result" for one in want if not _is_finite(one.whole)]:
+    if lost := [one.name or "the result" for one in want if not _is_finite(one.whole)]:
         return cannot_tell(f"{named(lost)} is not finite on one device", about=about)
 
     def in_full(finding: Finding, wrong: set[int]) -> Finding:
@@ -107,11 +107,11 @@ def same_model(
 
 
 class _Result(NamedTuple):
-    """One array that a step returned: its place among all, its path, its values, and each device's copy or piece, after
+    """One array that a step returned: its place among all, its name, its values, and each device's copy or piece, after
     its index in the whole."""
 
     place: int
-    path: str
+    name: str
     whole: np.ndarray
     pieces: list[tuple[Any, np.ndarray]]
 
@@ -149,7 +149,7 @@ class _Comparison:
             own = max(gap(one.whole - at, values) for one, at in zip(moved, bases, strict=True)) / size
             tolerance = max(self.slack, 8 * own)
             if own > MOST_OWN:
-                noisy.append(_name(ours.path))
+                noisy.append(ours.name)
                 continue
             pieces = [(piece - _at(base, index), _at(values, index)) for index, piece in ours.pieces]
             far = max((gap(piece, right) for piece, right in pieces), default=0.0) / size
@@ -175,8 +175,8 @@ class _Comparison:
 
     def _what(self, ours: _Result, theirs: _Result) -> tuple[What, str]:
         """What a result is, and of a parameter after the step its name before; "" otherwise."""
-        what: What | None = next((kind for word, kind in _KINDS.items() if word in ours.path.lower()), None)
-        alike = (n for n, x in self.params.items() if ours.path.endswith(n) and x.shape == theirs.whole.shape)
+        what: What | None = next((kind for word, kind in _KINDS.items() if word in ours.name.lower()), None)
+        alike = (n for n, x in self.params.items() if f".{ours.name}".endswith(f".{n}") and x.shape == theirs.whole.shape)
         before = next(alike, "")
         if what is None:
             what = "parameters" if before else "log" if theirs.whole.shape else "loss"
@@ -202,7 +202,7 @@ class _Comparison:
         elif (times := factor_between(pieces, max(4 * slack, 1e-3 * size))) and abs(times - 1) > 1e-3:
             text, factor = self.sizes.words(times), times
         whose = () if len(bad) == len(pieces) else bad
-        return Finding(what, _name(ours.path), 0, text, factor, got=_about(got[0]), want=_about(right[0]), ranks=whose)
+        return Finding(what, ours.name, 0, text, factor, got=_about(got[0]), want=_about(right[0]), ranks=whose)
 
     def _finding(self, first: Finding, wrong: Mapping[int, Finding]) -> Finding:
         alike = {place: one for place, one in wrong.items() if one.what == first.what}
@@ -232,7 +232,7 @@ def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
         leaf = jnp.asarray(leaf)
         shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
         pieces = [(shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
-        found.append(_Result(place, jax.tree_util.keystr(path), np.asarray(leaf, np.float64), pieces))
+        found.append(_Result(place, jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64), pieces))
     return found
 
 
@@ -257,11 +257,7 @@ def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
 def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in jax.tree.flatten_with_path(tree)[0]:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            yield jax.tree_util.keystr(path), np.asarray(leaf, np.float64)
-
-
-def _name(path: str) -> str:
-    return path.translate(str.maketrans({"[": ".", "]": None, "'": None, '"': None})).lstrip(".")
+            yield jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64)
 
 
 def _at(x: Any, index: Any) -> Any:
