@@ -67,6 +67,14 @@ def test_the_mean_over_ranks_is_the_mean_over_tokens(fw, num_ranks):
 
 
 @pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)
+def test_targets_may_be_bytes(fw):
+    """As a byte, -100 is 156."""
+    targets = fw.array(np.array([156, 3, 156, 156], np.uint8))
+    out = fw.lab.run(lambda t: fw.lab.tokens_per_rank(t, "dp"), Mesh(dp=2), targets, in_specs=P("dp"))
+    assert [float(tokens) for tokens in out.per_rank] == [2, 2]
+
+
+@pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)
 def test_no_token_at_all_gives_zero(fw):
     targets = fw.array(np.full((4, 3), -100))
     out = fw.lab.run(lambda t: fw.lab.share_of_tokens(t, "dp"), Mesh(dp=2), targets, in_specs=P("dp"))

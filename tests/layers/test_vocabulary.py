@@ -118,6 +118,17 @@ def test_options_mean_what_they_mean_in_torch(fw, options):
     check(fw, 3, 13, **options)
 
 
+@pytest.mark.parametrize("vocab_size", [200, 256])
+def test_ids_may_be_bytes(vocab_size):
+    """In JAX: torch takes ids of 32 or 64 bits. As bytes, -100 is 156, and 256 is 0."""
+    fw, weight, ids = FRAMEWORKS["jax"](), numbers(vocab_size, WIDTH), np.array([[3, 156, vocab_size - 1]])
+    with double(fw):
+        loss, grad, _ = sharded(fw, Mesh(tp=2), weight, ids.astype(np.uint8), ids.astype(np.uint8))
+    want, want_grad = dense(weight, ids, ids)
+    close(loss, want, "loss")
+    close(grad, want_grad, "gradient")
+
+
 @settings(max_examples=8)
 @given(
     name=st.sampled_from(list(FRAMEWORKS)),

@@ -649,6 +649,19 @@ def test_a_batch_by_vmap_is_one_collective(name: str):
     assert 2 * count(batched) == count(one_by_one) > 0
 
 
+@pytest.mark.parametrize("name", [*varying(2), *replicated(2)])
+def test_a_batch_by_vmap_without_gradients(name: str):
+    collective, args, _ = (varying(3) | replicated(3))[name]
+
+    def program() -> None:
+        x = torch.stack([numbers(6, 9, seed=10 * axis_index("tp") + k) for k in range(2)], 1)
+        one = lambda x: collective(x, "tp", *args)  # noqa: E731
+        with torch.no_grad():
+            assert close(torch.func.vmap(one, 1, 1)(x), torch.stack([one(part) for part in x.unbind(1)], 1))
+
+    run(program, Mesh(tp=3))
+
+
 def test_hessians_by_torch_func():
     """jacrev(jacrev(loss)), which batches the second backward pass, against one second derivative after the other."""
 

@@ -103,7 +103,7 @@ def tokens_per_rank(targets: Array, axis: Axis, *, ignore_index: int = -100) -> 
     be 0/0, where this is 0.
     cost   an all_reduce of 1 number
     """
-    total = all_reduce((targets != ignore_index).sum(), axis)
+    total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
     return jnp.maximum(total, 1) / axis_size(axis)
 
 
@@ -114,4 +114,8 @@ def share_of_tokens(targets: Array, axis: Axis, *, ignore_index: int = -100) -> 
     stays so: where a rank may have none, divide the sum by `tokens_per_rank`.
     cost   an all_reduce of 1 number
     """
-    return (targets != ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)
+    return _is_counted(targets, ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)
+
+
+def _is_counted(targets: Array, ignore_index: int) -> Array:
+    return targets.astype(int) != ignore_index  # a byte cannot be compared with -100

@@ -149,4 +149,4 @@ def _ids(ids: Any) -> Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids are whole numbers, not {ids.dtype}; ids.astype(int) makes them so")
-    return ids
+    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids  # a byte cannot be compared with 256 or -100

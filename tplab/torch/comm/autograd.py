@@ -62,7 +62,7 @@ def varying(x: Tensor, axis: Axis) -> Tensor:
 def _is_followed(x: Tensor) -> bool:
     if forward_level() >= 0:
         check_no_forward_mode()
-    return (x.requires_grad or transform() is not None) and torch.is_grad_enabled()
+    return (x.requires_grad and torch.is_grad_enabled()) or transform() is not None
 
 
 def check_no_forward_mode() -> None:

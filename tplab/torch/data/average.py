@@ -133,7 +133,7 @@ def tokens_per_rank(targets: Tensor, axis: Axis, *, ignore_index: int = -100) ->
     be 0/0, where this is 0.
     cost   an all_reduce of 1 number
     """
-    total = all_reduce((targets != ignore_index).sum(), axis)
+    total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
     return total.clamp(min=1).double() / axis_size(axis)
 
 
@@ -144,4 +144,8 @@ def share_of_tokens(targets: Tensor, axis: Axis, *, ignore_index: int = -100) ->
     stays so: where a rank may have none, divide the sum by `tokens_per_rank`.
     cost   an all_reduce of 1 number
     """
-    return (targets != ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)
+    return _is_counted(targets, ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)
+
+
+def _is_counted(targets: Tensor, ignore_index: int) -> Tensor:
+    return targets.long() != ignore_index  # a byte cannot be compared with -100
