@@ -296,12 +296,11 @@ for (stage, num_bytes), gib in zip(by_formula.items(), ON_B200[1, 2, 4]):
     measured = gib * 2**30
     print(f"{stage:5} stage: {measured / 1e9:.1f} GB measured,",
           f"{(states + num_bytes) / 1e9:.1f} GB by the formulas;")
-    print(f"             without parameters and Adam, {(measured - states) / 1e9:.1f} GB",
-          f"and {num_bytes / 1e9:.1f} GB")
+    print("             without parameters and Adam,",
+          f"{(measured - states) / 1e9:.1f} GB and {num_bytes / 1e9:.1f} GB")
 
 # %% [markdown]
 # The sum is right within 5%, but most of it is parameters and Adam. Of the rest, the formula finds about four fifths.
-# A block of Llama keeps a little more than 16 times its input; we have not looked for what else is missing.
 #
 # ## Which schedule?
 #

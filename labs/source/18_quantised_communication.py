@@ -142,8 +142,8 @@ weights[700] = 1.0  # the outlier
 
 def errors(block):
     off = (and_back(weights, 8, block) - weights).abs().reshape(8, -1).amax(1) / 0.02
-    rows = [Row(f"weights {512 * i} to {512 * i + 511}", {"largest error": 100 * float(e)},
-                "") for i, e in enumerate(off)]
+    rows = [Row(f"weights {512 * i} to {512 * i + 511}",
+                {"largest error": 100 * float(e)}, "") for i, e in enumerate(off)]
     scales = tt.quantize(weights, 8, block).num_bytes.scales
     return Bars(rows, f"The scales add {scales:,} bytes to 4,096 bytes of codes.")
 
@@ -220,20 +220,19 @@ for reduce in (one_level, two_levels):
           f"across {sent[2]:,} bytes, {off:.0%} off")
 
 # %% [markdown]
-# On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels a quarter of these do, 528,
-# because a node has four GPUs. The price is a second rounding, 18% off instead of 13%, and twice as many bytes inside
+# On one level, four of seven pieces leave the node: 2,112 of the 3,696 bytes. On two levels a quarter of these do, 528.
+# The price is a second rounding, 18% off instead of 13%, and twice as many bytes inside
 # the node.
 #
 # ## Three savings
 #
-# - **qwZ**: weights travel as codes of 8 bits. Both gathers are halved.
-# - **hpZ**: with $g$ GPUs per node, every GPU also keeps $1/g$ of the gathered parameters. So a node has all of them, and
-#   the second gather stays inside.
+# - **qwZ**: weights travel in 8 bits, which halves both gathers.
+# - **hpZ**: with $g$ GPUs per node, every GPU also keeps $1/g$ of the gathered parameters. So
+#   the second gather stays inside the node.
 # - **qgZ**: gradients travel as codes of 4 bits, on two levels.
 #
 # With $N$ nodes, each *node* sends $3M(N-1)/N$ numbers of 2 bytes to others. Now $3M$ becomes $\frac12 M$ for the first
-# gather and $\frac14 M$ for the gradients. (tplab's ZeRO-3 already adds up on two levels, so here qgZ saves by its 4
-# bits only.) The formula gives the trace's bytes, those of one GPU:
+# gather and $\frac14 M$ for the gradients. (tplab's ZeRO-3 already uses two levels, so qgZ saves by its 4 bits only.) The formula gives the trace's bytes, those of one GPU:
 
 # %%
 n = sum(p.numel() for p in PlainBlock(CONFIG).parameters()) // 8  # a GPU's share

@@ -65,7 +65,7 @@ animate(out.trace)
 # A **mixture of experts** replaces the MLP of a block with many MLPs, the **experts**. For each token, a small matrix called
 # the **router** scores all experts, and the token goes through the $k$ with the highest scores. Their results are added up, each
 # multiplied by a weight that comes from its score. So each token uses only a few of the parameters: 37 of 671 billion in DeepSeek-V3.
-# (All its tokens also go through a **shared expert**, of which each rank has a copy.)
+# (A **shared expert** also gets all tokens.)
 #
 # **Expert parallelism** gives each rank some of the experts, each in one piece. The ranks have different tokens, as in data
 # parallelism. So tokens travel to their experts (**dispatch**), and the results travel back (**combine**).
@@ -153,17 +153,17 @@ same = [torch.allclose(y, results["gather"], atol=1e-6) for y in results.values(
 print("all equal" if all(same) else "off")
 
 # %% [markdown]
-# - `"all_to_all"` sends a row for each choice, as the program above did.
-# - `"per_rank"` sends a token once to each rank that has any of its experts.
-# - `"gather"` sends every token to every rank, and adds up what comes back. Above, a row for two ranks of the other node counts
-#   twice, but a ring sends it across once. It pays off if a token goes to nearly every *node* anyway.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. (A row that makes
-#   two hops counts twice above.)
+# - `"all_to_all"` sends a row for each choice, as above.
+# - `"per_rank"` sends a token once to each rank that has one of its experts.
+# - `"gather"` sends every token to every rank, and adds up the results. Above, a row for two ranks of the other node counts
+#   twice, but in a ring it crosses once. It pays off if a token goes to nearly every *node* anyway.
+# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. (A row with
+#   two hops counts twice.)
 #
 # The bytes are those of all ranks, forward and backward, with counts, weights, and the index of each row's expert.
 #
-# `experts` shows the layer that has just run. Play it: a row first goes to the rank with the same index in the other node,
-# and from there to the rank of its expert. Hover over a block to see how many rows it is.
+# Play the layer that has just run: a row first goes to the rank with the same index in the other node, and from there to
+# its expert. Hover over a block to see its rows.
 
 # %%
 experts(done.trace, done.value[1])

@@ -61,13 +61,13 @@ shown = {"about": about, "unit": "GB", "by": "SimuMax's authors"}
 knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 
 # %% [markdown]
-# The authors of SimuMax, a simulator, measured on real GPUs what torch had **allocated** for tensors. torch had **reserved** more
-# memory than that: 76.1 GB where the mark is at 71.5. NCCL and the CUDA context come on top. So leave a margin: here,
-# a plan fits an H100 if its forecast is at most 80 of the 85 GB that a program can use.
+# The authors of SimuMax measured what torch had **allocated** for tensors. torch had **reserved** more:
+# 76.1 GB where the mark is at 71.5. NCCL and the CUDA context come on top. So leave a margin: here,
+# a plan fits if its forecast is at most 80 of the 85 GB that a program can use.
 #
 # ## By hand: bytes per parameter
 #
-# In mixed precision, each parameter has a copy in bfloat16 (2 bytes) and a gradient, which is often summed up in float32 (4).
+# In mixed precision, each parameter has a copy in bfloat16 (2 bytes) and a gradient, often summed up in float32 (4).
 # Adam has a float32 copy of the parameter and two moments (12 more). That makes 18 bytes, or 16 with gradients in 16 bits.
 # Under ZeRO 3 it is 16 as well: a rank keeps its pieces in float32 only, and gathers bfloat16 from them.
 #
@@ -75,8 +75,7 @@ knob(title, "layout", layouts, start="tp 1, pp 2, dp 4", **shown)
 #
 # <details><summary>Answer</summary>
 #
-# $18 \cdot 6.74 = 121$ GB. It does not fit, although the weights alone take only 13.5 GB. Eight of nine bytes are there
-# only for training.
+# $18 \cdot 6.74 = 121$ GB. It does not fit, although the weights alone take only 13.5 GB.
 #
 # </details>
 

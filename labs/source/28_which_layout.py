@@ -136,13 +136,13 @@ for microbatch in (1, 4):
               f"forecast {said:.2f} (pairs: {len(both)})")
 
 # %% [markdown]
-# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: in the few pairs that
-# there are, steps took more than three times as long. Inside the node it costs less, and less with microbatches of 4
+# From 8 to 16, tensor parallelism leaves the node, and each of its messages crosses the network: in the few such
+# pairs, steps took more than three times as long. Inside the node it costs less, and less with microbatches of 4
 # than of 1. (Runs on 512 GPUs, which are forecast badly, are left out.) So use as little tensor parallelism as you can, and keep it in the node.
 #
 # ## How right is it?
 #
-# Of the 803 runs that Hugging Face has published, 794 count here. A forecast is good for some **classes** of them and useless for
+# Of Hugging Face's 803 published runs, 794 count here. A forecast is good for some **classes** of them and useless for
 # others, so each class has an interval of its own, which holds nine of ten of its runs. For each run's error, the two numbers
 # were fitted without that run, but the network was not fitted again. Errors are parts of the measured time, and intervals are
 # multiples of the forecast.
@@ -152,10 +152,10 @@ by_class = defaultdict(list)
 for run in playbook():
     by_class[forecast_of(run).measured].append(run)
 print("half off by / nine of ten by / interval")
-for known in sorted(by_class, key=lambda known: known.median):
-    _, _, tp, pipeline, *_, nodes = known.name.split(", ")
-    print(f"{known.median:4.0%} {known.most:4.0%}  {known.low:.2f} to {known.high:6.2f}",
-          f" {tp}, {pipeline}, {nodes}: {known.rows} runs")
+for one in sorted(by_class, key=lambda one: one.median):
+    _, _, tp, pipeline, *_, nodes = one.name.split(", ")
+    print(f"{one.median:4.0%} {one.most:4.0%}  {one.low:.2f} to {one.high:6.2f}",
+          f" {tp}, {pipeline}, {nodes}: {one.rows} runs")
 
 # %% [markdown]
 # In the first three classes, nine of ten runs are within about 10%. With a pipeline over several nodes, the forecast says
