@@ -363,6 +363,30 @@ def test_routing_is_replayed_with_the_weights_of_the_router_that_replays_it(fw):
         assert (scores == own).all()
 
 
+def test_choices_that_are_replayed_are_followed_whatever_the_capacity(fw):
+    """Recorded token by token, as in generation, where each finds room: one expert of a batch may have more."""
+    loose, tight = (Case(Mesh(ep=2), "all_to_all", Routing(8, 1, capacity=capacity)) for capacity in (None, 1.0))
+    state, x, choices = state_of(loose), numbers(8, WIDTH), np.full((8, 1), 5)
+
+    def program(state, x, choices):
+        found = []
+        for case in (loose, tight):
+            layer = case.layer(fw.lab)
+            if fw.name == "jax":
+                found.append(layer(nested(state), x, choices)[0])
+            else:
+                layer.double().load_state_dict(state, strict=False)
+                found.append(layer(x, choices)[0].detach())
+        return found
+
+    with double(fw):
+        given = {name: fw.array(value) for name, value in state.items()}, fw.array(x), fw.array(choices)
+        specs = specs_of(loose), P("ep"), P("ep")
+        out = fw.lab.run(program, loose.mesh, *given, in_specs=specs, out_specs=P("ep"))
+        want, got = map(fw.numpy, out.value)
+    close(got, want)
+
+
 def test_a_dropped_choice_has_no_part_in_the_weights(fw):
     """Those that are left add up to 1, and are the same where the choices are replayed."""
     weight, x = numbers(8, WIDTH, seed=1), numbers(TOKENS, WIDTH)

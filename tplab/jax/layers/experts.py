@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
@@ -39,7 +39,8 @@ class ParallelExperts:
     same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
                       2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
-    All ranks have the same number of tokens. Differentiate the mean of the ranks' losses, and all gradients are right.
+    All ranks have the same number of tokens. Of a rank's tokens an expert computes no more than C, which a router with
+    the same capacity chooses. Differentiate the mean of the ranks' losses, and all gradients are right.
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
     """
 
@@ -102,7 +103,8 @@ class MixtureOfExperts:
         loss = task_loss(y) + 0.01 * balance_loss(routed)
 
     choices   given to a call, [T, k] whole numbers replace the router's own; the weights stay its own. Programs that
-              must route alike, as training after generation, record routed.choices and replay them
+              must route alike, as training after generation, record routed.choices and replay them. All are followed,
+              whatever the capacity, so that there are slots for all T tokens at each expert
     Every rank holds the router and the shared MLP whole. See `Router` and `ParallelExperts`.
     """
 
@@ -149,7 +151,10 @@ class MixtureOfExperts:
     def __call__(self, params: Params, x: Array, choices: Array | None = None) -> tuple[Array, Routed]:
         rows = x.reshape(-1, x.shape[-1])
         routed = self.router(params["router"], rows, choices)
-        y = self.experts(params["experts"], rows, routed).reshape(x.shape)
+        experts = self.experts  # choices that are given may be more than the capacity of these tokens
+        if choices is not None:
+            experts = replace(experts, routing=replace(self.routing, capacity=None))
+        y = experts(params["experts"], rows, routed).reshape(x.shape)
         return (y + mlp(params["shared"], x, self.activation) if self.shared else y), routed
 
 
