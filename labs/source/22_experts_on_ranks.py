@@ -156,8 +156,8 @@ print("all equal" if all(same) else "off")
 # - `"all_to_all"` sends a row for each choice, as above.
 # - `"per_rank"` sends a token once to each rank that has one of its experts.
 # - `"gather"` sends every token to every rank, and adds up the results. Above, a row for two ranks of the other node counts
-#   twice, but in a ring it crosses once. It pays off if a token goes to nearly every *node* anyway.
-# - `"two_levels"` sends a token once to each node, which passes it on to the ranks that need it. (A row with
+#   twice; in a ring it crosses once. It pays off if a token goes to nearly every *node* anyway.
+# - `"two_levels"` sends a token once to each node, which passes it on to those that need it. (A row with
 #   two hops counts twice.)
 #
 # The bytes are those of all ranks, forward and backward, with counts, weights, and the index of each row's expert.

@@ -176,7 +176,9 @@ class _Comparison:
     def _what(self, ours: _Result, theirs: _Result) -> tuple[What, str]:
         """What a result is, and of a parameter after the step its name before; "" otherwise."""
         what: What | None = next((kind for word, kind in _KINDS.items() if word in ours.name.lower()), None)
-        alike = (n for n, x in self.params.items() if f".{ours.name}".endswith(f".{n}") and x.shape == theirs.whole.shape)
+        alike = (
+            n for n, x in self.params.items() if f".{ours.name}".endswith(f".{n}") and x.shape == theirs.whole.shape
+        )
         before = next(alike, "")
         if what is None:
             what = "parameters" if before else "log" if theirs.whole.shape else "loss"
@@ -232,7 +234,9 @@ def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
         leaf = jnp.asarray(leaf)
         shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
         pieces = [(shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
-        found.append(_Result(place, jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64), pieces))
+        found.append(
+            _Result(place, jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64), pieces)
+        )
     return found
 
 
