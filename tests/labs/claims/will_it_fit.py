@@ -54,7 +54,7 @@ def off_on_b200() -> float:
 
 CLAIMS = (
     Claim("76.1 GB where the mark is at 71.5", lambda: [70.9 * 2**30 / GB, ON_B200[1, 2, 4][0] * 2**30 / GB]),
-    Given("a plan fits an H100 if its forecast is at most 80 of the 85 GB that a program can use"),
+    Given("a plan fits if its forecast is at most 80 of the 85 GB that a program can use"),
     Claim("the weights alone take only 13.5 GB", lambda: [2 * Model.find("llama2-7b").parameters / GB]),
     Claim("which is 0.067 GB", lambda: [LAYER]),
     Claim(
