@@ -133,7 +133,7 @@ print("gradients equal:", np.allclose(out.value[1], want, rtol=1e-4, atol=1e-6))
 # %% [markdown]
 # Why not begin with `jnp.zeros_like(xs[0])`? JAX's types say which values may differ between ranks. Zeros do not, but a
 # message does, and a scan must return the type that it began with. So its zeros come from the stage, or from
-# `jax.lax.pcast(zeros, "pp", to="varying")`.
+# `jax.lax.pcast(zeros, "pp", to="varying")` (before JAX 0.8, `pvary`).
 #
 # We never wrote a backward pass. The gradient of a message is a message in the other direction, and the gradient of a
 # loop is a loop that runs backwards. So `jax.grad` made the backward half of the pipeline. But it runs *after* the scan:

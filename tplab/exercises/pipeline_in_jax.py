@@ -173,11 +173,12 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
 
 def _typed(verdict: Verdict) -> Verdict:
     """The verdict, in fewer words if JAX did not take what a loop begins with."""
-    if "the manual axis types do not match" in verdict.text:
+    if "manual ax" in verdict.text and "do not match" in verdict.text:
         verdict.text = (
             f"{verdict.text.partition(':')[0]}: a loop begins with a value that is the same on every rank, and goes on "
             "with one that\nmay differ, as a message does. JAX wants one type for both. Begin with zeros that may "
-            'differ: 0 times what a\nstage returns, or `jax.lax.pcast(zeros, "pp", to="varying")`.'
+            'differ: 0 times what a\nstage returns, or `jax.lax.pcast(zeros, "pp", to="varying")` (`pvary` before JAX '
+            "0.8)."
         )
     return verdict
 
