@@ -90,7 +90,7 @@ for step in range(2):
     if rank == 0:
         print(f"step {step} validation {total[0] / total[1]:.5f}")  # here
 """
-LEFT_OUT = """
+GATHER = """
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -103,7 +103,8 @@ class Gather(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total)
         return total.chunk(world)[rank]
-
+"""
+LEFT_OUT = f"""{GATHER}
 table = nn.Parameter(torch.randn(8, 8).chunk(world, 1)[rank].clone())
 everything = torch.optim.SGD([*model.parameters(), table], lr=0.1)
 hidden = model(x[0].chunk(world)[rank])
@@ -365,19 +366,7 @@ F.cross_entropy(back.transpose(0, 1).reshape(-1, 8), y[0].chunk(world)[rank]).ba
 average()
 optimizer.step()
 """
-DIVIDES_BACK = """
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(world)]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        total = grad.contiguous().clone()
-        dist.all_reduce(total)
-        return total.chunk(world)[rank] / world  # here
+DIVIDES_BACK = f"""{GATHER.rstrip()} / world  # here
 
 links, table = torch.rand(16, 16).chunk(world)[rank], nn.Linear(6, 8)
 optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=0.1)
