@@ -232,7 +232,7 @@ JOBS: Mapping[str, Job] = {
     "C": Job(Model.find("llama3-70b"), Plan(tp=4, dp=4, zero=1, sequence_parallel=True, recompute="full"), 128, 4096),
     "D": Job(Model.find("llama3-70b"), Plan(tp=4, pp=2, dp=32, microbatch=6, zero=1, recompute="full"), 1536, 8192),
 }
-"""No forecast of them, with or without a remedy, is within 1.5 GB of the limit, but one that is too large anyway"""
+"""No forecast of them, up to the first remedy that is enough, is within 1.5 GB of the limit."""
 
 
 def first_enough(job: Job) -> str:
