@@ -27,9 +27,10 @@ def section(*files: Path) -> str:
 
 
 INTRODUCTION = f"""\
-`{COMMAND}` writes these tables. Measured beside modelled, by class: what half of the rows are
-within, and nine of ten. "Measured" is a CUDA graph of the operation, replayed; backward passes are measured eagerly. The last
-column is the eager time as a multiple of that, in the middle row. No constant of the clock was fitted to these rows.
+`{COMMAND}` writes these tables. Measured beside modelled, by class: what half of the
+rows are within, and nine of ten. "Measured" is a CUDA graph of the operation, replayed; backward passes are measured
+eagerly. The last column is the eager time as a multiple of that, in the middle row. No constant of the clock was fitted
+to these rows.
 """
 
 
