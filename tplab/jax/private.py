@@ -79,6 +79,11 @@ def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
 
 
+def kept_of(compiled: Any) -> list[int]:
+    """The places of the arguments that a compiled program uses, in order; [] where JAX does not say."""
+    return sorted(getattr(getattr(compiled, "_executable", None), "_kept_var_idx", ()))
+
+
 def changed(traced: Any, **params: Any) -> Any:
     """A traced function with another "jaxpr" or other "out_shardings"."""
     new = copy(traced)
