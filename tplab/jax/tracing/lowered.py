@@ -20,6 +20,7 @@ from jax.tree_util import SequenceKey
 from tplab import spare
 from tplab.errors import TraceError
 from tplab.jax.private import as_written, changed, kept_of, out_shardings_of
+from tplab.jax.ranks.unknown import explain
 from tplab.jax.tracing.asked import Ask, Asked
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
@@ -95,7 +96,11 @@ def _numbered(traced: Any, asked: Asked) -> Any:
 
 def _compiled(lowered: Any) -> Any:
     with spare.returned():
-        return lowered.compile()
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            explain(error)
+            raise
 
 
 @contextmanager
