@@ -72,9 +72,8 @@ _NO_FORWARD_MODE = (
     "gradient of jnp.vdot(jax.grad(loss)(params), direction)."
 )
 _NOT_ON_CPUS = (
-    "XLA has ragged_all_to_all for GPUs and TPUs, and not for CPUs. With shapes (jax.ShapeDtypeStruct) in place of "
-    "arrays `run` compiles nothing, and its trace counts the rows as if they were spread evenly. To run the program on "
-    "CPUs, send a fixed number of rows to each rank, with all_to_all."
+    "XLA for CPUs has no ragged_all_to_all. Given shapes (jax.ShapeDtypeStruct), `run` compiles nothing, and its trace "
+    "counts rows as if they were spread evenly. To run it on CPUs, send a fixed number of rows, with all_to_all."
 )
 _UNKNOWN_YET = (
     jax.errors.ConcretizationTypeError,
