@@ -90,9 +90,11 @@ class Finding:
 
     @property
     def untold(self) -> str:
-        """What to say where no repair was enough."""
-        tried = f"; these changes were tried and are not enough: {'; '.join(self.tried)}" if self.tried else ""
-        return f"the cause is not known{tried}"
+        """What to say where no repair was enough. Of many, two stand for all."""
+        told = self.tried if len(self.tried) < 4 else (*self.tried[:2], f"and {len(self.tried) - 2} more")
+        return "the cause is not known" + f"; these changes were tried and are not enough: {'; '.join(told)}" * bool(
+            told
+        )
 
     @property
     def is_not_finite(self) -> bool:
