@@ -240,6 +240,7 @@ def test_groups_may_be_destroyed_and_made_again():
 
     assert on(2, program).per_rank == [[1, 1, 1, "gloo"]] * 2
 
+
 def test_a_second_world_is_found_by_its_name():
     """Functional collectives look a group up by its name, which is "0" for each world, also in a thread of the rank."""
     from torch.distributed._functional_collectives import all_reduce
@@ -259,7 +260,6 @@ def test_a_second_world_is_found_by_its_name():
         return found
 
     assert on(3, program).per_rank == [[3.0] * 6] * 3
-
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
