@@ -40,7 +40,8 @@ p, m = 4, 8  # ranks, microbatches
 
 # %% [markdown]
 # The model is a list of layers: an embedding, five transformer blocks, a norm and a head. `plain_layers` only describes
-# them. Each rank makes the layers of its own stages, and no rank ever holds the whole model.
+# them. Each rank makes the layers of its own stages, and no rank ever holds the whole model. (You can skip `gradients`
+# and `apart` for now: they compare gradients further down.)
 
 # %%
 V, D, S = 61, 48, 16  # vocabulary, width, tokens in a sequence
@@ -199,10 +200,9 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
 #
 # $$\text{I:}\quad dx = dy\, w^T \qquad\qquad \text{W:}\quad dw = x^T dy$$
 #
-# Each takes as many FLOPs as the forward, so for linear layers alone $B = I + W = 2F$. `train_batch` splits the backward
-# of any module in this way: I goes from the output to the input and keeps the gradient of each layer's output, and W
-# computes the weights'
-# gradients from these. The split computes nothing twice.
+# Each takes as many FLOPs as the forward, so for linear layers alone $B = I + W = 2F$. `train_batch` splits the
+# backward of any module in this way: I goes from the output to the input and keeps the gradient of each layer's output,
+# and W computes the weights' gradients from these. The split computes nothing twice.
 #
 # **Predict.** In our GPT, which takes more FLOPs, I or W?
 #
@@ -353,7 +353,8 @@ for rule, cuts in num_cuts.items():
 # ## A bug to repair: a deadlock
 #
 # When a message takes as long as a forward, ranks of 1F1B wait for messages. Running more forwards ahead would hide
-# them. The goal is to be as fast as GPipe, with as few microbatches held as that allows. Here is a first attempt:
+# them. The goal is to be as fast as GPipe in a batch of any length, with as few microbatches held as that allows. Here
+# is a first attempt:
 
 # %%
 for rule in (one_f_one_b, gpipe):

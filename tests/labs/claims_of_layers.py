@@ -54,6 +54,7 @@ def of(lab: str) -> tuple[entries.Entry, ...]:
 
 
 SHEET, H100 = find("h100"), find("h100-measured")
+PLAYBOOK = find("h100-measured", fabric="playbook")
 GPT3 = 2048, 1, 12288, 96
 UNIT = 2048 * 12288
 """s b h of GPT-3's block."""
@@ -210,6 +211,14 @@ CLAIMS = (
         BLOCK,
         "sixteen ranks process fewer tokens per second than eight",
         lambda: all(2 * a.seconds < b.seconds for microbatch in (1, 2, 4) for a, b in pairs(8, 16, microbatch)),
+    ),
+    Claim(
+        BLOCK,
+        "most of the cost is latency",
+        lambda: (
+            2 * PLAYBOOK.collective_seconds("all_reduce", 1, 16)
+            > PLAYBOOK.collective_seconds("all_reduce", 4096 * 8192, 16)
+        ),
     ),
     Claim(BLOCK, "Even where sixteen are a little faster", lambda: 1 < times_as_fast()[0] < 1.25),
     Given(BLOCK, "four times as wide as $x$"),

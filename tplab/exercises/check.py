@@ -178,6 +178,9 @@ def _wrong(
             if want[rank].dtype.kind == "i":  # an id that is nearly right is wrong
                 one, other = (number_text(float(x[rank][off[rank]][0])) for x in (got, want))
                 by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."
+            key = result.removeprefix("d")
+            if result != key and key in exercise.gradients and not any(one[result].any() for one in found):
+                by = f"All of it is zero, as if {key} were detached, or used twice so that both cancel."
             panels = beside(f"yours, {result}", got[rank], want[rank], off[rank], apart=True)
             return f": {result} is not right yet on rank {rank} of {mesh}.", by, panels, result
     return None

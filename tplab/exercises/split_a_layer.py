@@ -194,11 +194,6 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             for one in (0, -1)
         ),
         added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
-        Mistake(
-            "dbias",
-            "y is right, but here the gradient of the bias is zero: it is detached, or used twice so that both cancel.",
-            lambda seen: 0 * seen.want,
-        ),
     )
 
 
