@@ -7,7 +7,7 @@ rank, as with tplab's own collectives; the result is written into the tensors th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -155,16 +155,14 @@ class Group(Asked, dist.ProcessGroup):
     # --- how ----------------------------------------------------------------------------------------------------
 
     def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> Work:
-        """Run the collective, or start it if the program will wait for it itself."""
+        return self._carry(call, put, opts, lambda y: self._deal(call.op, into, y) if is_taker else None, into)
+
+    def _carry(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None], into: Sequence[Tensor]) -> Work:
+        """Run the collective, or start it if the program will wait for it itself. `take` writes into `into`."""
         x = _dense(put) if isinstance(put, Tensor) else _joined(put)
         if call.reduction == "sum" and (factor := factor_of(opts)) is not None:
             with no_dispatch():
                 x = (x * factor).to(x.dtype)
-
-        def take(y: Tensor) -> None:
-            if is_taker:
-                self._deal(call.op, into, y)
-
         if opts is None or opts.asyncOp:
             return Started(self.member, self._begun(call, x), x, take, into, queue=self.unfinished)
         with on_one_stream(self.member, x):
