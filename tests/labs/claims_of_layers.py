@@ -66,6 +66,13 @@ def microseconds(program: str) -> float:
     return numbers(line)[-1].value
 
 
+def kept_by_swiglu() -> int:
+    """How many tensors of the hidden width eager PyTorch keeps."""
+    gate, up = (torch.ones(4, 8, requires_grad=True) for _ in range(2))
+    down = torch.ones(8, 4, requires_grad=True)
+    return len([one for one in tt.saved_tensors(lambda g, u: (F.silu(g) * u) @ down, gate, up) if one.shape == (4, 8)])
+
+
 def gathered_once() -> float:
     """What lab 05 counts with split tokens, in sbh."""
     return numbers(re.findall(r"^split .*bytes,(.*)sbh$", printed(MEMORY), re.M)[0])[0].value
@@ -245,6 +252,7 @@ CLAIMS = (
         "instead of $8.5\\,sbh$",
         lambda: 0 < gathered_once() - 2 * 2 * 3 / 4 - 34 / 4 < 0.2,  # the rest are small tensors
     ),
+    Claim(MEMORY, "Eager PyTorch also keeps", lambda: kept_by_swiglu() == 4),  # gate, up, the product
     Quote(
         MEMORY,
         "it is 43% of what a rank keeps of GPT-3's block, and 71% of Llama's",
