@@ -92,9 +92,8 @@ class Finding:
     def untold(self) -> str:
         """What to say where no repair was enough. Of many, two stand for all."""
         told = self.tried if len(self.tried) < 4 else (*self.tried[:2], f"and {len(self.tried) - 2} more")
-        return (
-            "the cause is not known" + bool(told) * f"; these changes were tried and are not enough: {'; '.join(told)}"
-        )
+        tried = f"; these changes were tried and are not enough: {'; '.join(told)}" if told else ""
+        return f"the cause is not known{tried}"
 
     @property
     def is_not_finite(self) -> bool:
