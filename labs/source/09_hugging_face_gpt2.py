@@ -11,7 +11,7 @@
 #
 # *A plan shards a GPT-2 from the `transformers` library over four ranks. The bars show how many parameters of each
 # module one rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from
-# its config.*
+# its config. You can skim the two cells that make it and draw this.*
 
 # %%
 import subprocess

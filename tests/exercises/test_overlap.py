@@ -183,6 +183,8 @@ def wrong_rows(x: torch.Tensor, w: torch.Tensor, away: Callable[[int], int]) -> 
 
 
 def test_known_mistakes():
+    cells = [cell.source for cell in build.read_source("08_overlap").cells if cell.cell_type == "code"]
+    always = next(source for source in cells if "def tidied(" in source).replace("if 2 * k < R:", "if True:")
     for verdict, hint in (
         (
             check_gather_product(lambda x, w: gather_by_hand(x, w, order=0)),
@@ -193,6 +195,7 @@ def test_known_mistakes():
             "Add the products of the pieces that arrive",
         ),
         (check_gather_product(lambda x, w: gather_by_hand(x, w, order=1)), "comes from the other side"),
+        (check_gather_product(made("tidied", always)), "both ways bring the same last piece"),
         (
             check_product_scatter(lambda x, w: wrong_rows(x, w, lambda k: k)),
             "Each sum adds up terms for different ranks",

@@ -186,6 +186,25 @@ def again_in_place(piece, kept, dy):
     return dx
 
 
+def forget_but_masks(piece, x):
+    """Which numbers every layer drops is kept, in a tensor as large as the input each."""
+    masks = []
+    hooks = [layer[-1].register_forward_hook(lambda layer, x, y: masks.append(y != 0)) for layer in piece]
+    y, kept = forget_plainly(piece, x)
+    for hook in hooks:
+        hook.remove()
+    return y, (kept, masks)
+
+
+KEPT: list[Any] = []
+
+
+def forget_in_a_list(piece, x):
+    y, kept = forget(piece, x)
+    KEPT.append(kept)
+    return y, len(KEPT) - 1
+
+
 def forget_nothing(piece, x):
     y = piece(x.detach().requires_grad_())
     return y, y
@@ -227,6 +246,11 @@ def test_the_solution():
         ((forget, lambda piece, kept, dy: again(piece, kept, dy) * torch.nan), "dx is not right"),
         ((forget, lambda piece, kept, dy: again(piece, kept, dy * torch.nan)), "is not right"),
         ((forget_nothing, again_plainly), "my_forget: what it returns still has its graph"),
+        ((forget_but_masks, again_plainly), "my_forget: it keeps 3 tensors as large as its input"),
+        (
+            (forget_in_a_list, lambda piece, place, dy: again(piece, KEPT[place], dy)),
+            "bytes are still in memory when its backward pass has ended",
+        ),
         ((forget_little, again_plainly), "my_forget: it keeps 36 numbers, and the input has 12"),
         ((forget_plainly, lambda piece, x, dy: dy.backward if x is None else None), "my_again: it returned None"),
         ((forget_plainly, lambda piece, x, dy: (dy,)), "my_again: it returned a tuple"),
@@ -244,6 +268,17 @@ def test_the_solution():
 def test_known_mistakes(mine: Any, said: str):
     verdict = check_recomputed(*mine)
     assert verdict.passed is False and said in verdict.text, verdict
+
+
+def test_what_the_lab_says_of_eight_sequences():
+    from tests.labs.prose import printed, sentences
+    from tplab.cost import H100_MEASURED
+    from tplab.forecast.memory import usable_bytes
+
+    lab = "15_recomputation"
+    assert "sequences per microbatch: 8. Rank 0: 150.3 GB" in printed(lab)
+    assert round(150.3e9 / usable_bytes(H100_MEASURED.chip), 1) == 1.8
+    assert "With eight, it needs 1.8 times the memory that there is." in sentences(lab)
 
 
 def test_an_untouched_stub():

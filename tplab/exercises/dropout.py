@@ -168,7 +168,8 @@ def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Non
 def _of_the_sum(added: np.ndarray, mesh: Mesh, num_features: int) -> str:
     """What is wrong with the mask outside if it is not drawn for each entry, or not after the sum; "" if nothing is."""
     num_ranks, zero = mesh.axis_size("tp"), added == 0
-    if num_ranks > 1 and (added >= num_ranks - 1).all() and _are_sums(added - (num_ranks - 1), num_features):
+    without = added - (num_ranks - 1)
+    if num_ranks > 1 and _are_sums(without, num_features) and (without == 0).any() and not zero.any():
         return f"x is added once per rank, on {mesh}.\nEvery rank has all of x: add it once, after the sum."
     if (zero.all(-1) | ~zero.any(-1)).all() and not is_off(zero.all(-1).mean(), len(zero)):
         return f"whole tokens are dropped, on {mesh}.\n{EACH}"

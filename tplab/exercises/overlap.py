@@ -60,6 +60,12 @@ def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
     )
 
 
+def _last_twice(seen: Seen) -> np.ndarray:
+    num_ranks, last = seen.mesh.axis_size("tp"), (_index(seen) + seen.mesh.axis_size("tp") // 2)
+    pieces, parts = (_in_parts(seen, array) for array in (seen.tensors["x"], seen.own["w"]))
+    return seen.want + (num_ranks % 2 == 0) * (pieces[last % num_ranks] @ parts[last % num_ranks].T)
+
+
 def _sum_of_terms(seen: Seen, way: int, part: int | None) -> np.ndarray:
     """What ends up on a rank if each of the ranks that are k before it, on a ring that goes this way, adds its term for
     the rank that is k before itself; or always for the one that is `part` away."""
@@ -103,6 +109,11 @@ GATHER = Exercise(
             "Each piece is multiplied by the columns of w for the piece that comes from the other side. From which "
             "rank does it come?",
             lambda seen: _pieces_times(seen, lambda k: _index(seen) + k),
+        ),
+        Mistake(
+            "y",
+            "Where the number of ranks is even, both ways bring the same last piece, and its product is added twice.",
+            _last_twice,
         ),
     ),
     meshes=MESHES,

@@ -210,7 +210,7 @@ def _look_at_keys(masks: _Masks, axes: Sequence[Any], mesh: Mesh, apart: Any = N
                 else:
                     hint = (
                         f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "
-                        f"{other_key}.\nTwo different pairs of key and index must never give the same seed."
+                        f"{other_key}.\nTwo different pairs of key and index must never give the same mask."
                     )
                 panels = [corner(f"key {other_key}, rank {other}", masks[other_axis, other_key][other])]
                 refuse(f", on {mesh}: {hint}", [*panels, corner(f"key {key}, rank {rank}", mask)])

@@ -95,10 +95,10 @@ def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
     return {_name(path): x for path, x in pairs if _is_data(x)}
 
 
-def is_loss(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a module only compares what a model has computed: what else it is called with are no samples."""
-    has_own = next(module.parameters(), None) is not None
-    return not has_own and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+def has_nothing_to_train(module: nn.Module) -> bool:
+    """Whether a module only changes data, such as a crop or a norm of images, or compares what a model has computed:
+    what it is called with are no samples."""
+    return next(module.parameters(), None) is None
 
 
 def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:
