@@ -18,7 +18,7 @@ from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import Finding, Row, SameModel, What, named, of_idle
 from tplab.checking.samples import seeds_by_rank
-from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
+from tplab.checking.seen_samples import dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
 from tplab.checking.updates import buffers, parameters, settings, skipped, states
@@ -46,15 +46,15 @@ class Diagnosis:
     ours, theirs   of each rank, of each rank of the reference
     again          of the reference once more, with its sums in another order
     about          what is compared, in words
-    is_fed         whether the reference was given the samples of the ranks
+    is_fed         whether the reference was given the samples of the ranks; are_drawn: all else that they draw, too
     trails         every operation of the step that is first wrong; `facts.wants_trails` says whether they would help
     """
 
     def __init__(
         self, ours: Sequence[Seen], theirs: Sequence[Seen], again: Sequence[Seen] | None = None, *, about: str = "",
-        notes: Sequence[str] = (), is_fed: bool = False, trails: Trails | None = None,
+        notes: Sequence[str] = (), is_fed: bool = False, are_drawn: bool = False, trails: Trails | None = None,
     ):  # fmt: skip
-        self.about, self.is_fed, self.notes = about, is_fed, list(notes)
+        self.about, self.is_fed, self.are_drawn, self.notes = about, is_fed, are_drawn, list(notes)
         kinds = {kind for one in ours for kind in one.kinds}
         if "torch.compile" in kinds:
             self.notes.append("torch.compile left the programs as they are: what it changes was not compared")
@@ -118,7 +118,7 @@ class Diagnosis:
     def _not_fed(self) -> str:
         """Why a difference may come from data that the reference was not given; "" if it was given all."""
         step = self.facts.mine[0]
-        if not self.is_fed or step.targets or not step.losses or are_drawn(self.facts):
+        if not self.is_fed or step.targets or not step.losses or self.are_drawn:
             return ""
         return (
             "the reference was given what the model is called with, as each rank draws its own, and not what the loss "

@@ -217,7 +217,8 @@ class _Doctor:
             if given:
                 with _threads(ours):
                     theirs = self.theirs.seen(**given)
-            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, is_fed="handed" in given)
+            fed = {"is_fed": "handed" in given, "are_drawn": handed.is_drawn}
+            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, **fed)
             try:
                 diagnosis(ours, theirs).ask()
                 report = diagnosis(ours, theirs).report()
