@@ -542,6 +542,12 @@ def test_a_carry_that_begins_the_same_on_all_ranks():
     np.testing.assert_array_equal(run(program, Mesh(dp=2), np.ones(4, np.float32), **about).value, [3] * 4)
 
 
+def test_a_sum_over_groups_of_an_axis():
+    with pytest.raises(NotImplementedError) as caught:
+        run(lambda x: lax.psum(x, "dp", axis_index_groups=[[0, 1], [2, 3]]), Mesh(dp=4), np.ones(4))
+    assert re.search(r"test_run.py:\d+.*: JAX has no types for this.* an axis for", " ".join(caught.value.__notes__))
+
+
 def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():
     with pytest.raises(ReplicationError, match="axis 'tp'"):
         run(lambda x: copy_to(x, "tp"), GRID, np.ones(2), out_specs=P())

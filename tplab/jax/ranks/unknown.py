@@ -22,6 +22,8 @@ def explain(error: Exception) -> None:
         error.add_note(_place(error) + _NO_FORWARD_MODE)
     elif isinstance(error, TypeError) and re.search("manual (axis types|axes) do not match", str(error)):
         error.add_note(_VARYING)
+    elif isinstance(error, NotImplementedError) and not str(error):
+        error.add_note(_place(error) + _NO_TYPES)
     elif "ragged-all-to-all" in str(error):
         error.add_note(_NOT_ON_CPUS)
 
@@ -78,6 +80,9 @@ _VARYING = (
     "`run` keeps JAX's types of what may differ on ranks: zeros become that by jax.lax.pcast(x, axis, to='varying'). "
     "A program that was written without them can be traced as it is: tplab.jax.trace(jax.shard_map(program, mesh=mesh, "
     "in_specs=..., out_specs=..., check_vma=False), *args)."
+)
+_NO_TYPES = (
+    "JAX has no types for this, as for a sum over axis_index_groups. Give the mesh an axis for the ranks of a group."
 )
 _NOT_ON_CPUS = (
     "XLA for CPUs has no ragged_all_to_all. Given shapes (jax.ShapeDtypeStruct), `run` compiles nothing, and its trace "
