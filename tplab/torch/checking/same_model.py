@@ -217,8 +217,7 @@ class _Doctor:
             if given:
                 with _threads(ours):
                     theirs = self.theirs.seen(**given)
-            fed = {"is_fed": "handed" in given, "are_drawn": handed.is_drawn}
-            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, **fed)
+            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, handed=given.get("handed"))
             try:
                 diagnosis(ours, theirs).ask()
                 report = diagnosis(ours, theirs).report()
