@@ -28,6 +28,7 @@ from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.values import dtype_name
 
@@ -109,6 +110,7 @@ class StandIns:
         try:
             found = call(module, *args, **kwargs)
             seen.returns(found)
+            rank.computed.update((id(x), x) for x in tensors_in(found) if not x.requires_grad)
             return found
         finally:
             rank.depth = 0

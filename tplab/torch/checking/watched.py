@@ -134,7 +134,7 @@ class Watched(WatchedSteps):
             if not self.seen.num_steps:
                 self._see_buffers()
         self._has_begun = True
-        data = data_in(args, kwargs)
+        data = {name: x for name, x in data_in(args, kwargs).items() if id(x) not in self.computed}
         if not data or is_loss(module, args, kwargs):
             return args, kwargs, call
         self.recorder.begin_with(data.values())
