@@ -132,7 +132,7 @@ def test_the_command_on_the_cpu(tmp_path: Path):
     assert states["chip"] is None and states["matmul, float8"] is None
     assert about["device"] == "cpu" and about["packages"]["torch"] and about["seconds"] >= 0
     page = device.section(out)
-    assert "a machine without a GPU" in page and "| matmul, bfloat16 | 2 |" in page
+    assert "A machine without a GPU" in page and "| matmul, bfloat16 | 2 |" in page
     assert "clock, matmul, float8: not run. `there is no GPU`" in page
 
 
@@ -151,7 +151,7 @@ def test_the_page_shows_only_what_the_file_has(tmp_path: Path):
     file = tmp_path / "device.json"
     file.write_text(report.text_of(about, checks), encoding="utf8")
     page = device.section(file)
-    assert "A chip, driver 5, CUDA 13.0, Python 3.12" in page and "2026-01-02, tplab abc" in page
+    assert "### A chip\n\nDriver 5, CUDA 13.0, Python 3.12" in page and "2026-01-02, tplab abc" in page
     assert "| matmul | 2 | 15.0, 19 % | 25.0, 45 % | 3.0 x |" in page
     assert "| 1 x 2 x 3 | 10.0 | 20.0 | 11.0 | +10 % | 5.0 | -50 % |" in page
     assert "| jax programs | 0 | 1 | 0 | 2 s |" in page and "failed. `ValueError: it is 'wrong'`" in page

@@ -1,4 +1,4 @@
-"""The section of docs/clock.md about a GPU of our own: what `python -m benchmarks.device` has measured and tried."""
+"""The section of docs/clock.md about GPUs of our own: what `python -m benchmarks.device` has measured and tried."""
 
 from __future__ import annotations
 
@@ -12,29 +12,37 @@ from benchmarks.device import report
 from benchmarks.device.__main__ import RESULT
 from benchmarks.device.check import Check
 
-TITLE = "## On a GPU of our own\n"
+TITLE = "## On GPUs of our own\n"
 COMMAND = "python -m benchmarks.device"
 
 
-def section(file: Path = RESULT) -> str:
-    """Everything in it is read from the file; without one, it says so."""
-    if not file.exists():
+def section(*files: Path) -> str:
+    """Everything in it is read from the files, one for each GPU (those beside the command); without one, it says so."""
+    files = tuple(file for file in files or sorted(RESULT.parent.glob(f"{RESULT.stem}*.json")) if file.exists())
+    if not files:
         return (
             f"{TITLE}\nNot run yet. On a machine with a GPU, `{COMMAND}` takes eight minutes and writes the tables.\n"
         )
-    about, checks = report.read(file)
+    return "\n".join([TITLE, INTRODUCTION, *(part for file in files for part in _gpu(*report.read(file)))])
+
+
+INTRODUCTION = f"""\
+`{COMMAND}` writes these tables. Measured beside modelled, by class: what half of the
+rows are within, and nine of ten. "Measured" is a CUDA graph of the operation, replayed; backward passes are measured
+eagerly. The last column is the eager time as a multiple of that, in the middle row. No constant of the clock was fitted
+to these rows.
+"""
+
+
+def _gpu(about: Mapping[str, Any], checks: Sequence[Check]) -> list[str]:
     measured = [check for check in checks if check.item == "clock" and check.figures.get("rows")]
-    return "\n".join([TITLE, _about(about), *_clock(measured), *_tried(checks)])
+    return [f"### {about.get('chip', 'A machine without a GPU')}\n", _about(about), *_clock(measured), *_tried(checks)]
 
 
 def _about(about: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about.get("packages", {}).items() if name in _SHOWN)
-    machine = about.get("chip", "a machine without a GPU")
-    driver = f", driver {about['driver']}, CUDA {about['cuda']}" if "driver" in about else ""
-    return (
-        f"{machine}{driver}, Python {about.get('python', '?')}, {versions}. {about['date']}, tplab {about['commit']}.\n"
-        f"`{COMMAND}` writes these tables.\n"
-    )
+    driver = f"Driver {about['driver']}, CUDA {about['cuda']}, " if "driver" in about else ""
+    return f"{driver}Python {about.get('python', '?')}, {versions}. {about['date']}, tplab {about['commit']}.\n"
 
 
 _SHOWN = ("torch", "triton", "jax", "numpy")
@@ -47,12 +55,7 @@ def _clock(checks: Sequence[Check]) -> list[str]:
     if not checks:
         return []
     first = checks[0].figures
-    text = (
-        "Measured beside modelled, by class: what half of the rows are within, and nine of ten. The forecast is\n"
-        f'`cluster="{first["forecast"]}"`, and the data sheet is `cluster="{first["sheet"]}"`.\n'
-        '"Measured" is a CUDA graph of the operation, replayed; backward passes are measured eagerly. The last column\n'
-        "is the eager time as a multiple of that, in the middle row.\n"
-    )
+    text = f'The forecast is `cluster="{first["forecast"]}"`, and the data sheet is `cluster="{first["sheet"]}"`.\n'
     head = ["class", "rows", "forecast off by", "data sheet off by", "eager takes"]
     rows = [[check.what, str(len(check.figures["rows"])), *_spreads(check.figures["rows"])] for check in checks]
     tables = [_details(check) for check in checks]

@@ -10,11 +10,12 @@ a test makes the module again outside, for comparison. --told writes a line of J
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -51,10 +52,11 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(fn)
         def program(*mine: Any, **also: Any) -> Any:
-            with torch.device(device), drawn_on_the_cpu():
+            with torch.device(device):
                 return fn(*mine, **also)
 
-        out = run(program, mesh, *args, **(options | {"device": device}))
+        with drawn_on_the_cpu():
+            out = run(program, mesh, *args, **(options | {"device": device}))
         out.per_rank = on_cpu(out.per_rank)
         out._value = on_cpu(out._value)
         return out
@@ -62,30 +64,31 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_there
 
 
-def drawn_on_the_cpu() -> AbstractContextManager[object]:
-    """Inside, modules fill their first weights with numbers of the CPU's generator: a GPU's draws others from the same
-    seed."""
+@contextmanager
+def drawn_on_the_cpu() -> Iterator[None]:
+    """Inside, tensors are filled with numbers of the CPU's generator: a GPU's draws others from the same seed."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
     from tplab.torch.private import no_dispatch
 
-    init = torch.nn.init
-    draws = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
+    names = ("uniform_", "normal_")  # what modules fill their first weights with
 
-    class Drawn(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = kwargs or {}
-            x: Any = args[0] if args else given.get("tensor")
-            if func not in draws or x.device.type in ("cpu", "meta") or given.get("generator") is not None:
-                return func(*args, **given)
-            about = {name: value for name, value in given.items() if name != "tensor"}
+    def drawn(fill: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(fill)
+        def filled(x: torch.Tensor, *args: Any, generator: torch.Generator | None = None, **given: Any) -> torch.Tensor:
+            if x.device.type in ("cpu", "meta") or generator is not None:
+                return fill(x, *args, generator=generator, **given)
             with torch.no_grad():
                 with no_dispatch():
-                    drawn = func(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args[1:], **about)
-                return x.copy_(drawn)
+                    numbers = fill(torch.empty(x.shape, dtype=x.dtype, device="cpu"), *args, **given)
+                return x.copy_(numbers)
 
-    return Drawn()
+        return filled
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(torch.Tensor, name, drawn(getattr(torch.Tensor, name))))
+        yield
 
 
 class _Told:

@@ -148,7 +148,7 @@ except RankError as error:
 # not on eight:
 
 # %%
-def total_of_ring(x):  # x [1]: this rank's own number
+def total_of_ring(x):  # x [1], this rank's own number   ->   the sum [1]
     for _ in range(tt.axis_size("ring") - 1):
         x = x + tt.ring_shift(x, "ring")
     return x
@@ -232,10 +232,10 @@ for size in (8, 4096 * 4096):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Each step takes some microseconds before the first byte arrives: 5 µs to start an operation on the GPU (a
-# **launch**), in this model, and then the **latency** of the link. With eight numbers that is nearly all of the time,
-# so seven steps are faster than fourteen. With a large tensor the bytes decide: in pieces, it takes less than a third
-# of the time.
+# No. In this model each addition takes 5 µs to start on the GPU (a **launch**), and each message 1.9 µs before its first
+# byte arrives (the **latency** of the link). With eight numbers that is nearly all of the time. Both ways add seven
+# times, so seven steps are faster than fourteen. With a large tensor the bytes decide: in pieces, it takes less than a
+# third of the time.
 #
 # </details>
 
@@ -248,7 +248,7 @@ for size in (8, 4096 * 4096):
 # which rank.
 
 # %%
-def largest(x):  # x [1]: this rank's own number
+def largest(x):  # x [1], this rank's own number   ->   the largest [1]
     ...
 
 # %%

@@ -428,16 +428,16 @@ from tplab.exercises.split_a_layer import check_row_linear
 check_row_linear(row_linear)
 
 # %% [markdown]
-# **A gated layer.** Many language models add a third matrix, $G$, to these two layers ([Shazeer
+# **A gated layer.** Many language models add a third matrix, $C$, to these two layers ([Shazeer
 # 2020](https://arxiv.org/abs/2002.05202)):
 #
-# $$Z = (\mathrm{silu}(X A) \circ X G)\, B$$
+# $$Z = (\mathrm{silu}(X A) \circ X C)\, B$$
 #
 # Split it over `tp`, in torch, with as few messages as you can. (`torch.nn.functional.silu` is the activation.) The
 # check compares all gradients.
 
 # %%
-def gated(x, a, g, b):  # x [N, D]   a, g [D, F/tp]   b [F/tp, D]   ->   [N, D]
+def gated(x, a, c, b):  # x [N, D]   a, c [D, F/tp]   b [F/tp, D]   ->   [N, D]
     ...
 
 # %%
@@ -455,9 +455,9 @@ check_gated(gated)
 # | $f$, `copy_to` | `copy_to_tensor_model_parallel_region` | done by `DTensor` | done by JAX's types |
 # | $g$, `reduce_from` | `reduce_from_tensor_model_parallel_region` | done by `DTensor` | `lax.psum` |
 #
-# Neither $f$ nor $g$ is in torch.distributed. Autograd ignores `dist.all_reduce`, which works in place. The all-reduce
-# of `torch.distributed.nn.functional` adds up *again* in the backward pass: used as $g$, it makes every gradient before
-# it $R$ times too large.
+# Without `DTensor` you write $f$ and $g$ yourself. Autograd ignores `dist.all_reduce`, which works in place. The
+# all-reduce of `torch.distributed.nn.functional` adds up *again* in the backward pass: used as $g$, it makes every
+# gradient before it $R$ times too large.
 #
 # ## To take away
 #

@@ -219,7 +219,7 @@ print("trade is an all_to_all:", np.array_equal(out.value, table.T))
 # | `reduce_scatter` | $R-1$ | $\frac{R-1}{R}\,n$ |
 # | `all_reduce` | $2(R-1)$ | $2\frac{R-1}{R}\,n$ |
 # | `all_to_all` | $R-1$ | $\frac{R-1}{R}\,n$ |
-# | `broadcast`, as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
+# | `broadcast` from one rank (the root), as a tree | $\lceil\log_2 R\rceil$ | $\lceil\log_2 R\rceil\,n$ for the root |
 #
 # **Turn the knob:** with more and more ranks, which of the four that we built level off?
 
@@ -234,12 +234,12 @@ built = {
 def bars(R):
     rows = []
     for name, program in built.items():
-        trace = tt.run(program, Mesh(tp=R), torch.ones(R, 240), in_specs=P("tp")).trace
+        trace = tt.run(program, Mesh(tp=R), torch.ones(R, 3072), in_specs=P("tp")).trace
         sent = trace.bytes_sent(rank=0)
-        assert sent == cost.collective(name, 240 * 4, R, "h100", "ring").bytes
+        assert sent == cost.collective(name, 3072 * 4, R, "h100", "ring").bytes
         rows.append(Row(name, {"sent": sent}))
     most = max(rows, key=lambda row: row.total)
-    return Bars(rows, f"A rank's input takes 960 B. {most.label} sends the most.")
+    return Bars(rows, f"A rank's input takes 12 KiB. {most.label} sends the most.")
 
 knob("What rank 0 sends", "ranks", {R: bars(R) for R in (2, 3, 4, 6, 8)}, start=4,
      about="bytes counted", unit="B")
@@ -327,7 +327,7 @@ curves(
 # speed, as through NVIDIA's switch. Where ranks are wired as a ring or a torus, messages to ranks four places away
 # share links. A ring sends to neighbours only.
 #
-# For small tensors NCCL is faster than our ring: its protocol LL has shorter hops.
+# For small tensors NCCL is faster than our ring. It has a protocol for them, LL, with shorter hops.
 #
 # **Predict.** In a ring, an all-reduce is a reduce-scatter and an all-gather. So both should reach the same bus
 # bandwidth, at most the speed of the links. Do they?

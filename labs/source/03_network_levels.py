@@ -101,9 +101,9 @@ for k in (2, 4, 8):
 # %% [markdown]
 # ## One ring, two levels, or eight rings
 #
-# In a DGX node, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each node from
-# only one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two levels,
-# and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets: every
+# In NVIDIA's DGX servers, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each
+# node from only one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two
+# levels, and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets: every
 # link runs at its peak rate. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
 
 # %%
@@ -121,14 +121,14 @@ for program in (one_ring, two_levels, library):
     print(f"{name:<10} {took * 1e3:5.1f} ms, each GPU sends {bytes_text(sent)}")
 
 # %% [markdown]
-# All three send the same number of bytes. Only the way differs:
+# All three send the same number of bytes. They differ in the route:
 #
 # - **One ring** sends $2 \cdot \frac{15}{16}\,n$ through one card: at 50 GB/s, 40.3 ms.
 # - **Two levels** send $n$ per node through eight cards. While one level is busy, the other is idle, so their times add
 #   up: 4.2 ms inside and 2.7 ms across.
-# - **Eight rings** is what NCCL does. It cuts the tensor into eight parts and sends each around a ring of its own, and every
-#   ring leaves the node from a different GPU. So a GPU sends over NVLink in seven rings, and over its card in one. Both go on
-#   at the same time, and the slower of the two levels sets the pace:
+# - **Eight rings**, as NCCL may use them, carry an eighth of the tensor each, and leave the node from eight different GPUs.
+#   So a GPU sends over NVLink in seven rings, and over its card in one. Both go on at the same time, and the slower of the
+#   two levels sets the pace:
 #
 # $$t = 2\,\frac{R-1}{R}\,n\,\max\left(\frac{7}{8\,B_\text{NVLink}},\;\; \frac{1}{8\,B_\text{card}}\right)$$
 #
@@ -168,8 +168,7 @@ knob("Cards per node", "nodes", {k: bars(k) for k in (2, 4, 8, 16)}, start=2, un
 #
 # On paper, more nodes hardly slow down an all-reduce. Is that so? Here is the bus bandwidth of lab 02,
 # $2\,\frac{R-1}{R}\,\frac{n}{t}$, for 256 MB, beside the data sheet and tplab's forecast. It was measured on 1 to 64
-# nodes of a real cluster, the one of the Ultra-Scale Playbook. Other labs call what joins its nodes **the playbook's
-# network**.
+# nodes of a real cluster, that of the Ultra-Scale Playbook. Other labs call its network **the playbook's network**.
 
 # %%
 nodes = [2**k for k in range(7)]
@@ -230,9 +229,9 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
 # nodes, each GPU may send only $N - 1$ rows to other nodes, as many as there are other nodes. All other messages must
-# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`, from its
-# owner alone or summed over ranks. Both are right, and the check says which you have. A GPU's rank is node × (GPUs
-# per node) + gpu.
+# stay inside a node, and they may bring each row to each GPU only once. Gradients must flow back to `x`. (They may be
+# those of its own rank, or the sum over all ranks: the check says which you have.) A GPU's rank is node × (GPUs per
+# node) + gpu.
 #
 # `tt.all_gather(x, axis)` joins along dim 0, and `tt.axis_size(axis)` tells you how many ranks there are.
 #
@@ -262,8 +261,8 @@ check_gather_all(gather_all)
 # | `two_levels`, of gradients | `fully_shard` on a mesh of two dims (HSDP) | | parameters with `P("gpu")` |
 # | nodes of a cluster | the order of ranks in `torchrun` | detected; `NCCL_TOPO_FILE` overrides it | `mesh_utils.create_hybrid_device_mesh` |
 #
-# You rarely write `two_levels` for one all-reduce, because NCCL's rings are better. You write its three steps when something
-# happens between them: hybrid sharding (HSDP) updates the weights before it gathers them.
+# You rarely write `two_levels` for one all-reduce: NCCL keeps both levels busy at once. You write its three steps when
+# something happens between them: hybrid sharding (HSDP) updates the weights before it gathers them.
 #
 # ## To take away
 #

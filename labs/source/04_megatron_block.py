@@ -118,7 +118,7 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 #  on all ranks         per rank             on all ranks     per rank
 # ```
 #
-# Given all heads, `heads` is plain attention.
+# With all $n$ heads, of $d$ features each, `heads` is plain attention.
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]: n heads
@@ -196,7 +196,7 @@ timeline(modelled(4))
 #
 # Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
 # second process usually gains less than in the model of a `laptop`: real processes share the memory and copy each
-# message. (Compare gains, not times: your machine is not that laptop.)
+# message. (Compare gains, not times.)
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -241,11 +241,11 @@ matrices(first, "The gradient of scale_2, its first four entries")
 #
 # ## Why tensor parallelism stops at eight
 #
-# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen
-# ranks, in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the playbook's network ([lab
-# 03](03_network_levels.ipynb)). (± is the forecast's median error on measured rows that its fit has not seen.)
-# Operations that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much does
-# each doubling save?
+# Here is the large block on more and more H100s, in nodes of eight, by the **forecast** `h100-measured`. Sixteen ranks,
+# in two nodes, have two bars: one for NVIDIA's InfiniBand NDR, and one for the network of Hugging Face's Ultra-Scale
+# Playbook ([lab 03](03_network_levels.ipynb)). (± is the forecast's median error on measured rows that its fit has not
+# seen.) Operations that are as large on two ranks as on one are *not divided*. Change the number of tokens. How much
+# does each doubling save?
 
 # %%
 from tplab import cost
@@ -295,11 +295,10 @@ knob("More and more ranks", "tokens", options, start=4096, about=about)
 #
 # </details>
 #
-# **Measured.** Hugging Face trained models on up to 256 H100s for the Ultra-Scale Playbook. The two runs of a pair
-# have equally many GPUs and the same batch, but the second has twice the `tp` and half the `dp`. So each of its
-# replicas of the model has twice as many ranks and samples, and its speed-up is twice the ratio of the times. Here
-# are the medians, and forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096
-# tokens.)
+# **Measured.** For the playbook, Hugging Face trained models on up to 256 H100s. The two runs of a pair have equally
+# many GPUs and the same batch, but the second has twice the `tp` and half the `dp`. So each of its replicas of the
+# model has twice as many ranks and samples, and its speed-up is twice the ratio of the times. Here are the medians, and
+# forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
 
 # %%
 from statistics import median
@@ -323,14 +322,14 @@ for few, many in ((4, 8), (8, 16)):
                   median(taken[0]), least, most, *map(median, taken[1:])))
 
 # %% [markdown]
-# On this cluster the cliff is between eight ranks and sixteen, at the boundary of the node: sixteen ranks process fewer
-# tokens per second than eight. The playbook's network was fitted to these runs, so its column had to agree. No
-# published run tests the other column. By the forecast, the cost is latency, paid four times per block. So eight is not
-# a law: in an NVL72 rack, 72 GPUs share NVLink.
+# On this cluster, tensor parallelism stops paying at the boundary of the node: sixteen ranks process fewer tokens per
+# second than eight. The playbook's network was fitted to these runs, so its column had to agree. We know of no run that
+# tests the other. By the forecast, most of the cost is latency, paid four times per block. So eight is not a law: in an
+# NVL72 rack, 72 GPUs share NVLink.
 #
 # **A block of today.** Our block has GPT-3's matrices. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven
 # matrices per block, and still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped
-# queries**). On sixteen ranks, each of these would be copied.
+# queries**). On sixteen ranks, two would hold each of these.
 #
 # With $N$ parameters, a block's matmuls (without scores) take $6\,BSN/R$ operations per step. Its all-reduces send
 # $8\frac{R-1}{R}BSD$ elements. By the data sheet, both take equally long when

@@ -71,7 +71,7 @@ print_in_sbh(**GPT3)
 #
 # Hardly any new model is built like GPT-3. **Llama 3 8B** is trained without dropout. **Fused attention** keeps no scores:
 # it computes them again in the backward pass. Four query heads share one head of keys and values. And the MLP multiplies
-# *two* tensors of 14,336 features (SwiGLU), and keeps both beside their product.
+# *two* tensors of 14,336 features: up, and `silu` of gate (SwiGLU). A fused kernel keeps gate, up and the product.
 #
 # **Predict.** Does its block keep more than $34\,sbh$ bytes, or less?
 
@@ -84,7 +84,7 @@ print_in_sbh(**LLAMA3)
 
 # %% [markdown]
 # These are $34\,sbh$ again, by chance: the wider MLP uses up exactly what the missing masks and the smaller keys and
-# values save.
+# values save. Eager PyTorch also keeps `silu` of gate.
 #
 # ## Turn the knob
 #
@@ -311,7 +311,7 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 
 # %% [markdown]
 # JAX's types know that tokens vary from rank to rank and that `scale` does not. Where the two meet, JAX adds $f$ by
-# itself. So the bug of #1446 cannot happen.
+# itself. So this sum cannot be forgotten.
 #
 # ## A bug to repair
 #
@@ -336,7 +336,7 @@ check_sequence_mlp(sequence_mlp)
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$,
 # in torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads`
-# from below. Mind `scale`, and send and keep as little as you can.
+# from below. Mind `scale`, send as little as you can, and keep no `x` of all tokens. (You may gather again.)
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]

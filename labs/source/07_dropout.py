@@ -81,8 +81,8 @@ matrices({f"axis={axis!r}": compared(grid, axis) for axis in axes},
 # %% [markdown]
 # ## Different masks outside: the copies drift apart
 #
-# torch's `F.dropout` draws from each rank's own generator, and `run` seeds each differently. After $g$, that is
-# wrong. `run` compares tensors that should be copies, and names the ranks that differ:
+# torch's `F.dropout` draws from each rank's own generator, and `run` seeds each differently. After $g$, that is wrong.
+# `run` compares copies, and names the ranks that differ:
 
 # %%
 def after_g(y):
@@ -180,7 +180,7 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # ## How ranks agree on a mask
 #
 # The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
-# outside. The seed of the second also depends on the rank. (We may add the two, because a run has only one seed.)
+# outside. The seed of the second also depends on the rank. (It can be a sum, because a run has only one seed.)
 # Megatron-LM switches to the second with `get_cuda_rng_tracker().fork()`.
 
 # %%
@@ -196,8 +196,8 @@ def two_generators(seed):
 
 # %% [markdown]
 # The recipe works as long as all ranks draw equally often from the shared generator. Suppose that rank 2 draws one
-# extra number from it, for example to decide whether it logs a sample. Here is how many different masks four ranks
-# then have. It should be one outside and four inside:
+# extra number from it, for example to choose a sample to log. Here is how many different masks four ranks then have. It
+# should be one outside and four inside:
 
 # %%
 def draw(ours, extra):
@@ -219,9 +219,9 @@ for case, (ours, extra) in cases.items():
 # and, along `axis`, the rank's coordinate. No other random number can disturb it, only an extra call of `dropout`
 # itself. So to agree on a mask, ranks share a seed, and send nothing.
 #
-# The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs a
-# second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this, but
-# it does not know a generator of your own:
+# The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs
+# a second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this,
+# and by their state tplab's `dropout` recognises a repeated draw. Your own generator is not set back:
 
 # %%
 from torch.utils.checkpoint import checkpoint
@@ -309,9 +309,9 @@ for place, (spec, axis) in places.items():
 
 # %% [markdown]
 # Is that much? A block has two masks outside. With 80 blocks, $D = 8192$ and a sequence of 4,096 tokens, every rank
-# would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So use dropout together with sequence
-# parallelism or recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are
-# pretrained without dropout.
+# would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So use it with sequence parallelism or
+# recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are pretrained without
+# dropout.
 #
 # A good test of all this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one seed:
 
@@ -347,8 +347,8 @@ def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], repli
 
 # %% [markdown]
 # The check gives `block` weights that make every mask readable from the result: hidden feature $k$ adds $2^k$, and each
-# dropout doubles what it keeps. So 340 is $4 \cdot (1 + 4 + 16 + 64)$. Run it, fix what it says, and run it again. `run`
-# with `out_specs=P()` could see one of the mistakes; the other shows only in statistics. Which is which?
+# dropout doubles what it keeps. So 340 is $4 \cdot (1 + 4 + 16 + 64)$. Fix what it says. `run` with `out_specs=P()`
+# could see one of the mistakes; the other shows only in statistics. Which is which?
 
 # %%
 from tplab.exercises.dropout import check_block
@@ -359,11 +359,11 @@ check_block(block)
 # ## Your turn: a dropout of your own
 #
 # Write `drop` without tplab's `dropout`, and without messages. For each draw, all ranks get the same whole number as
-# `key`, and no two draws have the same key. The mask must be the same on ranks with the same coordinates along `axis`,
-# and different on all others. Earlier draws on a rank must not change it, and it must leave torch's global generator
-# alone. A gradient must reach `x`. (`torch.Generator().manual_seed(...)` makes a new generator, and
-# `tt.axis_index(axis)` is the rank's place along one axis or a tuple of axes; `None` is not an axis. The check takes a
-# torch function, and tries it on up to 130 ranks.)
+# `key`. No two draws have the same key, and none may share a mask. The mask must be the same on ranks with the same
+# coordinates along `axis`, and different on others. Earlier draws on a rank must not change it, and it must leave
+# torch's global generator alone. A gradient must reach `x`. (`torch.Generator().manual_seed(...)` makes a new
+# generator, and `tt.axis_index(axis)` is the rank's place along one axis or a tuple of axes; `None` is not an axis. The
+# check takes a torch function, and tries it on up to 130 ranks.)
 #
 # <details><summary>A hint</summary>
 #

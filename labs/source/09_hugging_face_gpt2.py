@@ -11,7 +11,7 @@
 #
 # *A plan shards a GPT-2 from the `transformers` library over four ranks. The bars show how many parameters of each
 # module one rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from
-# its config.*
+# its config. You can skim the two cells that make it and draw this.*
 
 # %%
 import subprocess
@@ -368,10 +368,10 @@ print("logits:", "equal" if np.allclose(in_jax, want, atol=1e-4) else "off")
 # %% [markdown]
 # ## Your turn: a plan for a Llama
 #
-# A Llama differs from GPT-2 in three ways that matter here. Its head is not tied. Its MLP, a **SwiGLU**, begins with two
-# separate matrices, `gate_proj` and `up_proj`, and multiplies their results number by number:
-# $\mathrm{silu}(xG) \odot xU$. And `q_proj`, `k_proj` and `v_proj` are separate, with **grouped queries**: several query
-# heads share one key-value head.
+# The Llama of this exercise differs from GPT-2 in three ways that matter here. Its head is not tied. (In some Llamas it
+# is.) Its MLP, a **SwiGLU**, begins with two separate matrices, `gate_proj` and `up_proj`, and multiplies their results
+# number by number: $\mathrm{silu}(xG) \odot xU$. And `q_proj`, `k_proj` and `v_proj` are separate, with **grouped
+# queries**: several query heads share one key-value head.
 #
 # **Predict.** `small_llama()` has eight query heads and four key-value heads. Which heads does each of four ranks get? What
 # would happen on eight ranks?

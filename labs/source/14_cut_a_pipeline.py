@@ -127,7 +127,7 @@ print("50 random models: as good as the best of 56 cuts")
 # ## A bug to repair: the last stage takes the rest
 #
 # Here is a cut in one pass, without any search. Every stage gets layers until it has its share of the work. Run the
-# check, look at the picture, and repair `fill`. You may use `smallest`. Every stage needs at least one layer.
+# check, look at the picture, and repair `fill`. You may use `smallest`, but not `partition`. Every stage needs at least one layer.
 
 # %%
 def fill(costs, ranks):
@@ -274,7 +274,7 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
     print(sizes, f"at least {bound(sizes)} steps; 1F1B takes {steps:g}")
 
 # %% [markdown]
-# When is an uneven cut worth it? Here, moving one block saves up to 15% of the memory for 16% more time.
+# When is an uneven cut worth it? Here, moving one block saves 16% of the memory for 16% more time.
 # Recomputation ([lab 15](15_recomputation.ipynb)) saves most of the activations for up to a third more FLOPs. So if
 # you need a little more memory, move a layer. If you need much more, recompute.
 
@@ -287,8 +287,8 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
 # rank should have as little to do as possible. Write the search yourself, without `partition`: you may try every cut
 # with `combinations`, as above.
 #
-# The check tries your function on five models that you can work out by hand, then on the GPT of this lab, which it runs
-# with your cut.
+# The check tries your function on small models, five of which you can work out by hand, then on the GPT of this lab,
+# which it runs with your cut.
 
 # %%
 def my_cut(costs, weights, kept, ranks, limit):

@@ -88,7 +88,7 @@ levels(
 # $k = 4$ takes 16 + 16 = 32 tensors. Keeping everything, without a checkpoint, takes $La = 256$. In general
 # $k = \sqrt{L / a}$, which is 4 for $L = 16$ and $a = 1$, too. The price is one more forward pass, whatever $k$ is. (Only
 # the last piece could do without: its backward pass comes at once.) A backward pass computes as much as two forward
-# passes. So a step takes 1 + 1 + 2 instead of 1 + 2, four thirds of it.
+# passes. So a step takes 1 + 1 + 2 = 4 forward passes instead of 1 + 2 = 3, a third more.
 #
 # </details>
 
@@ -299,8 +299,8 @@ for size in (1, 2, 4, 8):  # sequences per microbatch
 
 # %% [markdown]
 # With one or two sequences per microbatch everything fits, and recomputation would only cost time. With four, it fits
-# only without the embedding: an embedding of 128,256 entries takes 8.4 GB more. With eight, it takes nearly twice the
-# memory. A compromise is **selective** recomputation, which recomputes only what is large but cheap, such as
+# only without the embedding: an embedding of 128,256 entries takes 8.4 GB more. With eight, it needs 1.8 times the
+# memory that there is. A compromise is **selective** recomputation, which recomputes only what is large but cheap, such as
 # attention scores. Fused attention already does this.
 #
 # By the count of FLOPs, a step takes a third longer. What does avoiding it save on real GPUs? Korthikanti et al.

@@ -3,7 +3,7 @@
 #
 # **How can eight ranks learn from eight batches and hardly wait for one another?**
 #
-# Time: 50 minutes. Prerequisites: a ring that adds up numbers ([lab 00](00_first_look.ipynb)).
+# Time: 50 minutes. Prerequisites: rings ([lab 02](02_collectives.ipynb)), networks ([lab 03](03_network_levels.ipynb)).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/16_data_parallel.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/16_data_parallel.ipynb)
 #
@@ -119,7 +119,7 @@ for R in (2, 3, 4, 8):
 #
 # Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameter
 # tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients`
-# can send either:
+# can do both:
 
 # %%
 def afterwards(model, x, bucket_bytes=None):
@@ -163,7 +163,8 @@ for size in (None, 5e6, 25e6, 50e6, 1e9):
 # DistributedDataParallel uses 25 MiB.
 #
 # The next cell **measures** both on two processes, on GPUs if your machine has two. Without GPUs, the cores that
-# compute also move the messages, so little can be hidden. The model assumes two idle laptop cores at their peak.
+# compute also move the messages: little can be hidden, and times vary more than these two differ. The model assumes
+# two idle laptop cores at their peak.
 
 # %% tags=["nbval-ignore-output"]
 layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
@@ -218,9 +219,9 @@ knob("One step of a large model", "tokens per rank", options, start=512, about=a
 # $$\frac{4MT}{F} = \frac{4M}{B}\,\frac{R-1}{R} \quad\Longrightarrow\quad T = \frac{R-1}{R}\,\frac{F}{B}$$
 #
 # The size of the model cancels. An H100 has 989 TFLOP/s and 450 GB/s, so eight need 1,923 tokens each. Between nodes,
-# $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from the modelled clock, for a transformer block of width
-# 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and collectives, with each of two
-# networks.
+# $B$ is 400 GB/s: eight cards of 50 GB/s. Here is the same from simulated runs, for a transformer block of width
+# 8,192: at the data sheet's rates, and as a **forecast** from measured matmuls and collectives, with InfiniBand NDR and
+# with the network of the Ultra-Scale Playbook (lab 03).
 
 # %%
 for ranks in (8, 16, 64):
@@ -231,7 +232,7 @@ for ranks in (8, 16, 64):
 # %% [markdown]
 # At the data sheets' rates, about 1,900 tokens per rank are enough inside a node, and 2,500 on 64 GPUs. The forecast asks
 # for 1,400 in a node: measured matmuls are slower, and hide more. With InfiniBand NDR, 64 GPUs need no more than a node,
-# and on the playbook's network ([lab 03](03_network_levels.ipynb)) 3,300. The range in brackets comes from that network's
+# and on the playbook's network 3,300. The range in brackets comes from that network's
 # error.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide? The
@@ -252,9 +253,8 @@ for ranks in (256, 512, 1024, 2048, 4096):
 #
 # </details>
 #
-# What do real runs lose? The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per
-# step on 8 to 128 H100s. The chart compares the speed of each GPU with that in one node, measured and by the forecast
-# with each network:
+# The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per step on 8 to 128
+# H100s. The chart compares each GPU's speed with that in one node, measured and by the two forecasts:
 
 # %%
 from tplab import cost

@@ -10,8 +10,8 @@
 #
 # ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3.](images/17_zero.png)
 #
-# *Four ranks train one model with Adam. The bars are the bytes that a rank keeps from step to step, per parameter of
-# the model, counted in real tensors.*
+# *Four ranks train one model with Adam. The bars are the bytes that a rank has when a backward pass has ended, per
+# parameter of the model, counted in real tensors. Activations are gone by then.*
 
 # %%
 import subprocess
@@ -97,7 +97,7 @@ knob("Bytes per parameter", "ranks", {n: bars(n) for n in (2, 4, 8)}, start=4,
 #
 # ## By hand: who holds what
 #
-# Here a weight of 10 numbers and a bias of 3 are cut as rows, for four ranks. Digits are positions, and a dot is
+# Here is how a weight of 10 numbers and a bias of 3 are divided over four ranks. Digits are positions, and a dot is
 # padding.
 
 # %%
@@ -413,7 +413,7 @@ for name, axes in choices.items():
 #
 # Here is stage 1 for one matrix and gradient descent with momentum, $m \leftarrow 0.9\,m + dW$ and $W \leftarrow W -
 # 0.5\,m$. Each rank keeps only its own rows of $m$. Run the check, then repair `my_step`, without sending more than
-# data parallelism, and without changing `w` in place.
+# data parallelism, and without changing its arguments in place.
 
 # %%
 def my_step(w, dw, m):  # w [D, F], on every rank; dw [D, F], this rank's own gradient

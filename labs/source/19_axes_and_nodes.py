@@ -34,8 +34,9 @@ from tplab.widgets import Bars, Row, bytes_text, knob, shards, timeline
 # %% [markdown]
 # ## Two axes of one training step
 #
-# We train the two layers of lab 01. The ranks along one axis, `tp`, split the weights. Those along the other, `dp`,
-# split the batch. Here is what each rank holds on a smaller mesh, 2 × 4:
+# We train two layers like those of lab 01, $Z = \tanh(XA)\,B$, on a mesh with two **axes**: its ranks are the cells of a
+# table. Those along one axis, `tp`, split the weights. Those along the other, `dp`, split the batch. Here is what each
+# rank holds on a smaller mesh, 2 × 4:
 
 # %%
 shards(Mesh(dp=2, tp=4), x=((16, 8), P("dp")), a=((8, 16), P(None, "tp")))
@@ -274,9 +275,9 @@ check_best_mesh(best_mesh)
 #
 # | here | torch | Megatron-LM | JAX |
 # |---|---|---|---|
-# | `Mesh(dp=8, tp=2)` | `init_device_mesh("cuda", (8, 2), mesh_dim_names=("dp", "tp"))` | `--tensor-model-parallel-size 2`, innermost by default | `jax.make_mesh((8, 2), ("dp", "tp"))` |
+# | `Mesh(dp=8, tp=2)` | `init_device_mesh("cuda", (8, 2), mesh_dim_names=("dp", "tp"))` | `--tensor-model-parallel-size 2` | `jax.make_mesh((8, 2), ("dp", "tp"))` |
 # | `mesh.groups("tp")` | `device_mesh["tp"].get_group()` | `get_tensor_model_parallel_group()` | the axis name, in `shard_map` |
-# | the last axis is inside a node | the order of ranks in `torchrun` | `--use-tp-pp-dp-mapping` changes it | `mesh_utils.create_hybrid_device_mesh` |
+# | the last axis is inside a node | the order of ranks in `torchrun` | `tp` is innermost; `--use-tp-pp-dp-mapping` exchanges `dp` and `pp` | `mesh_utils.create_hybrid_device_mesh` |
 #
 # ## To take away
 #

@@ -230,6 +230,68 @@ def test_the_reference_is_given_what_ranks_draw_where_it_draws_its_own(seeded: b
     assert first is not None and (first.what, first.factor) == ("loss", pytest.approx(1.5**2, rel=1e-3))
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image * 2 - 1
+
+
+def augments_its_own(factor: float) -> None:
+    """As a data set does: modules without parameters change one image after another, before these are one batch."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank + 1)
+    model, change = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 3)), Scaled()
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        images = torch.arange(48.0).sin().reshape(6, 2, 2, 2).roll(step, 0).tensor_split(world)[rank]
+        x = torch.stack([change(image) for image in images])
+        noisy = x + 0.1 * torch.randn(x.shape)
+        loss = torch.nn.functional.mse_loss(model(noisy), torch.zeros(len(x), 3))
+        (factor ** (world - 1) * loss).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_modules_that_change_single_images_are_no_models():
+    report = same_model(augments_its_own, [1.0], ranks=3)
+    assert report.verdict == "same", str(report)
+    first = same_model(augments_its_own, [1.5], ranks=3).first
+    assert first is not None and (first.what, first.factor) == ("loss", pytest.approx(1.5**2, rel=1e-3))
+
+
+def begins_anew(reads_before: bool) -> None:
+    """Two microbatches of two samples on each of two ranks; a batch may be read before the loop begins."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = torch.arange(96.0).sin().reshape(16, 6)
+    batches = [data[start:].narrow(0, 2 * rank, 2) for start in range(0, 16 - 2 * world + 1, 2 * world)]
+    model = torch.nn.Linear(6, 3)
+    for p in model.parameters():
+        torch.nn.init.constant_(p, 0.1)
+    optimizer, rest = torch.optim.SGD(model.parameters(), lr=0.1), iter(batches)
+    x = batches[0] if reads_before else next(rest)
+    for _ in range(4 // world):
+        (model(x).square().mean() * world / 4).backward()
+        x = next(rest)
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+    optimizer.step()
+
+
+def test_a_batch_that_is_read_again_is_on_no_other_rank():
+    assert same_model(begins_anew, [False], ranks=2).verdict == "same"
+    report = same_model(begins_anew, [True], ranks=2)
+    assert report.first is not None and report.first.what == "samples", str(report)
+    assert "2 of the 8 samples are on one rank once too often; 2 are on none" in str(report)
+    assert "proof" in str(report) and "several ranks" not in str(report)
+
+
 def test_the_script_of_the_readme_is_compared(tmp_path: Path):
     whole = (Path(__file__).parents[2] / "docs" / "train.py").read_text()
     script = tmp_path / "train.py"

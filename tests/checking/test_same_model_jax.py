@@ -2,9 +2,12 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as Spec
 
 import tplab.jax as lab  # before JAX is used
 from tests.checking.doctor import jax_steps
@@ -108,3 +111,51 @@ def test_what_is_not_finite_on_the_mesh_alone_is_said_first():
     report = lab.same_model(make, (np.ones(4, np.float32),), mesh=Mesh(dp=2))
     assert report.first is not None and report.first.what == "gradient"
     assert report.verdict == "different" and "not finite on the mesh" in report.first.text_of_factor
+
+
+def step_with_specs(times):
+    """A step in Explicit mode, whose specs name no mesh; its loss is `times` too large where there are more devices."""
+
+    def make(mesh):
+        def loss(params, x):
+            hidden = jnp.tanh(jnp.matmul(x, params["up"], out_sharding=Spec("dp")))
+            return (jnp.matmul(hidden, params["down"]) ** 2).mean() * (times if mesh.size > 1 else 1)
+
+        def step(params, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            return {"loss": value, "grads": grads}
+
+        return jax.jit(step)
+
+    return make
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_arguments_with_explicit_axes_under_a_mesh_that_is_set(times):
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    params, x, _ = mlp_data()
+    with jax.set_mesh(mesh):
+        params = {name: jax.device_put(one, Spec()) for name, one in params.items()}
+        report = lab.same_model(step_with_specs(times), (params, jax.device_put(x, Spec("dp"))), mesh=mesh)
+    assert report.verdict == ("same" if times == 1 else "different"), str(report)
+    assert times == 1 or (report.first is not None and report.first.factor == pytest.approx(times))
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no Refs")
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_a_step_writes_into_refs_is_compared_and_the_callers_stay_as_they_are(times):
+    def make(mesh):
+        def step(params, x):
+            loss, grads = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(params["w"][...])
+            params["w"][...] -= (times if mesh.size > 1 else 1) * grads
+            return {"loss": loss}
+
+        return jax.jit(step)
+
+    w = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
+    params = {"w": jax.new_ref(jnp.asarray(w))}
+    report = lab.same_model(make, (params, mlp_data()[1]), mesh=Mesh(dp=4))
+    assert report.verdict == ("same" if times == 1 else "different"), str(report)
+    assert [(row.what, row.ok) for row in report.rows][2:] == [("loss", True), ("parameters", times == 1)]
+    assert times == 1 or (report.first is not None and report.first.factor == pytest.approx(times, rel=1e-3))
+    np.testing.assert_array_equal(params["w"][...], w)

@@ -1,5 +1,6 @@
 """The checks of lab 19: solutions pass in both frameworks, and each known mistake is told by name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,9 @@ def test_a_repair_in_jax_passes():
         (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") + torch.tensor([1, 0, 0]), "1 of 3 entries is off"),
         (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "it is divided twice"),
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "The sum runs over all ranks"),
+        (lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("tp"), "by the number of ranks along tp"),
     ],
-    ids=["sum", "own", "all ranks", "tp", "eight", "one entry", "twice", "all ranks by dp"],
+    ids=["sum", "own", "all ranks", "tp", "eight", "one entry", "twice", "all ranks by dp", "dp by tp"],
 )
 def test_what_is_wrong_with_an_average_is_told(average: Callable, hint: str):
     verdict = check_average(average)
@@ -110,7 +112,15 @@ def without_the_last_hop(n: int, d: int, f: int, dp: int, tp: int) -> float:
     return n * d / dp + d * f / tp
 
 
-@pytest.mark.parametrize("best_mesh", [tried_out, without_the_width, by_least(without_the_last_hop)])
+def nearest_ratio(n: int, d: int, f: int, dp: int, tp: int) -> float:
+    """By the root of hidden * ranks / batch, where both parts together would be least. Ratios count, not differences:
+    a mesh sends N tp + F ranks / tp, which is the same on both sides of the root at equal ratios."""
+    return abs(math.log(tp / math.sqrt(f * dp * tp / n)))
+
+
+@pytest.mark.parametrize(
+    "best_mesh", [tried_out, without_the_width, by_least(without_the_last_hop), by_least(nearest_ratio)]
+)
 def test_solutions_pass(best_mesh: Callable):
     verdict = check_best_mesh(best_mesh)
     expect(verdict, True, "fewest bytes, for every size")
@@ -130,7 +140,8 @@ def test_solutions_pass(best_mesh: Callable):
             lambda n, d, f, ranks: min(divisors(n, 0, ranks), key=lambda mesh: sum(sent(n, d, f, *mesh).values())),
             "must divide the batch of 8, and 2 the hidden width of 9",
         ),
-        (lambda n, d, f, ranks: tried_out(n, d, f, ranks)[::-1], "less. In yours"),
+        (by_least(lambda n, d, f, dp, tp: abs(tp - math.sqrt(f * dp * tp / n))), "(16, 1) for batch 122,880"),
+        (lambda n, d, f, ranks: tried_out(n, d, f, ranks)[::-1], "With dp and tp exchanged, (2, 8), it would send"),
         (lambda n, d, f, ranks: (8, 2), "less. In yours"),
         (lambda n, d, f, ranks: ((n / (2 * f)) ** 0.5, ranks / (n / (2 * f)) ** 0.5), "two whole numbers"),
         (lambda n, d, f, ranks: (ranks, ranks), "dp times tp must be 16"),
@@ -145,6 +156,7 @@ def test_solutions_pass(best_mesh: Callable):
         "whole sizes",
         "undivided",
         "hidden width undivided",
+        "nearest to the root",
         "swapped",
         "one case",
         "root",

@@ -37,6 +37,10 @@ def sequence_mlp(enter: Callable, shared: Callable = f, leave: Callable = reduce
     return program
 
 
+def leaving(y):
+    return reduce_scatter(y, "tp", 1)
+
+
 def gathered_then_f(x, axis, dim):
     return f(gather_from(x, axis, dim))
 
@@ -57,7 +61,7 @@ def test_its_repairs_pass():
     expect(
         again,
         True,
-        "where 3,136 would do: what are the other 768 for?",
+        "where 3,136 would do: do the other 768 gather h again, so that a rank keeps less?",
         "keeps 11,408 bytes, and with `tt.gather_again` 11,408",
     )  # it sends more, and keeps less
 
@@ -108,9 +112,23 @@ def test_a_norm_without_its_epsilon_and_float32_pass_and_another_activation_does
             lambda x, s, a, b: x + reduce_scatter(hidden(norm(all_gather(x, "tp", 1), s), a, b), "tp", 1),
             "this rank's own weights only",
         ),
-        (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "entries are off"),
+        (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "R times too large"),
+        (lambda x, s, a, b: x + leaving(hidden(gather_from(norm(f(x), f(s)), "tp", 1), a, b)), "of different tokens"),
+        (sequence_mlp(lambda *at: f(all_gather(*at))), "come back through h are added up twice"),
+        (sequence_mlp(lambda *at: f(all_gather(*at)), shared=plainly), "come back through h are added up twice"),
     ],
-    ids=["gather_from", "scale", "no x", "not gathered", "x early", "norm behind", "scale twice"],
+    ids=[
+        "gather_from",
+        "scale",
+        "no x",
+        "not gathered",
+        "x early",
+        "norm behind",
+        "scale twice",
+        "f on x",
+        "f on h",
+        "f on h only",
+    ],
 )
 def test_what_is_wrong_with_an_mlp_is_told(fn: Callable[..., Any], hint: str):
     expect(check_sequence_mlp(fn), False, hint, "Mesh(tp=2)")

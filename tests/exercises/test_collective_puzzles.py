@@ -227,6 +227,13 @@ def ring_gather(x):
     return torch.cat(passed_on(x))[(i - np.arange(R)) % R]
 
 
+def straight(x):
+    """Every rank sends its own piece to each other rank."""
+    R, i = tt.axis_size("tp"), tt.axis_index("tp")
+    got = [tt.ring_shift(x, "tp", away) if away else x for away in range(R)]
+    return torch.cat([got[(i - place) % R] for place in range(R)])
+
+
 def by_way_of_rank_0(x):
     """All ranks send to rank 0 at the same time, and the sum goes back along a tree."""
     R, i, know = tt.axis_size("tp"), tt.axis_index("tp"), 1
@@ -352,7 +359,7 @@ def folded(x):
 @pytest.mark.parametrize(
     ("number", "program", "hint"),
     [
-        (1, chain, "takes 7 rounds on 8 ranks, where 3 will do.\nIn your program, one more rank learns its sum"),
+        (1, chain, "takes 7 rounds on 8 ranks, where 3 will do.\nEvery rank can add something in every round"),
         (1, around, "The sums go on around the end"),
         (1, three_distances, "rank 8 of Mesh(tp=9)"),
         (1, from_the_other_side, "all ranks *after* it"),
@@ -360,18 +367,19 @@ def folded(x):
         (1, lambda x: x, "nothing has arrived"),
         (1, lists_of_numbers, "sends 84 bytes, where 36 will do.\nA sum is as small as one number"),
         (1, at_once, "rank 0 sends 7 messages in 3 rounds.\nIn each round a rank may send one message"),
-        (2, ring_gather, "takes 7 rounds on 8 ranks, where 3 will do.\nIn a ring"),
+        (2, ring_gather, "takes 7 rounds on 8 ranks, where 3 will do.\nA rank that has two pieces can send both"),
+        (2, straight, "takes 7 rounds on 8 ranks, where 3 will do.\nA rank that has two pieces can send both"),
         (2, padded, "sends 288 bytes, where 84 will do.\nA rank has 1 piece before round 1"),
         (2, paired, "Put piece j at place j"),
-        (2, lambda x: tt.all_gather(x, "tp"), "all_gather does the work"),
+        (2, lambda x: tt.all_gather(x, "tp"), "`all_gather` does the work"),
         (3, ring_gather, "takes 4 rounds on 5 ranks, where 2 will do.\n`start` begins a hop"),
         (3, blocking, "takes 4 rounds on 5 ranks, where 2 will do.\n`start` begins a hop"),
-        (3, one_message_too_many, "rank 0 sends 48 bytes, where 36 will do.\nSome rank receives a piece twice"),
+        (3, one_message_too_many, "rank 0 sends 48 bytes, where 36 will do.\nDoes a rank receive a piece twice?"),
         (3, twice_at_once, "takes 4 rounds on 5 ranks, where 2 will do."),
         (3, from_afar, "rank 0 sends to rank 2, 2 places on"),
         (3, lambda x: torch.cat(passed_on(x)), "Put piece j at place j"),
         (3, both_sides_in_turn, "Put piece j at place j"),
-        (4, trade, "takes 7 rounds on 8 ranks, where 3 will do.\nYou send each piece straight"),
+        (4, trade, "takes 7 rounds on 8 ranks, where 3 will do.\nLet the pieces for ranks 1, 3, 5"),
         (4, bruck_with_all, "sends 288 bytes, where 144 will do.\nEach message needs only half"),
         (4, bruck_unsorted, "row j is not the one from rank j"),
         (4, lambda x: x, "nothing has arrived"),
@@ -379,7 +387,7 @@ def folded(x):
         (5, by_way_of_rank_0, "rank 0 receives 7 messages in 6 rounds.\nIn each round a rank may send one message"),
         (5, doubling, "sends 288 bytes, where 168 will do.\nIn recursive doubling"),
         (5, sums_in_disorder, "not in its place"),
-        (5, lambda x: tt.all_reduce(x, "tp"), "all_reduce does the work"),
+        (5, lambda x: tt.all_gather(tt.reduce_scatter(x, "tp"), "tp"), "`all_gather` and `reduce_scatter` do the work"),
         (5, lambda x: tt.all_reduce(halved(x), "tp"), "added up twice"),
         (6, ring_sum, "takes 10 rounds on 6 ranks, where 6 will do.\nPut piece i + j"),
         (6, folded, "sends 216 bytes, where 120 will do.\nEvery rank must add up the same"),

@@ -68,6 +68,14 @@ def test_the_repair_in_jax_passes():
     assert verdict.passed, verdict
 
 
+def one_hop_more(x):
+    """The lab's bug, and then each finished sum moves on by one place: right, with 2R - 1 messages of one piece."""
+    R, i = axis_size("tp"), axis_index("tp")
+    hops = np.arange(R)
+    total = ring_shift(add_on(x.reshape(R, -1)[(i - hops) % R]), "tp")
+    return torch.stack(pass_on(total))[(i - hops) % R].reshape(x.shape)
+
+
 def unsorted(x):
     R, i = axis_size("tp"), axis_index("tp")
     return torch.stack(pass_on(add_on(x.reshape(R, -1)[(i - 1 - np.arange(R)) % R]))).reshape(x.shape)
@@ -94,11 +102,22 @@ def in_half_precision(x):
         (summing(0, 0), "the sum of piece j + 1 is where piece j belongs"),
         (summing(2, 0), "the sum of piece j - 1 is where piece j belongs"),
         (summing(1, 1), "one correction is enough"),
+        (summing(-1, 0), "the sum of piece j + 2 is where piece j belongs"),
+        (summing(2, 1), "the sum of piece j - 2 is where piece j belongs"),
         (unsorted, "in the order in which they arrived"),
         (lambda x: x, "the rank's own tensor"),
         (lambda x: all_reduce(all_reduce(x, "tp"), "tp"), "added up twice"),
     ],
-    ids=["the lab's bug", "one too far", "both repairs", "unsorted", "own", "twice"],
+    ids=[
+        "the lab's bug",
+        "one too far",
+        "both repairs",
+        "two to the left",
+        "two to the right",
+        "unsorted",
+        "own",
+        "twice",
+    ],
 )
 def test_what_is_wrong_with_an_all_reduce_is_told_and_shown(sum_up: Callable, hint: str):
     verdict = check_sum_up(sum_up)
@@ -111,6 +130,7 @@ def test_what_is_wrong_with_an_all_reduce_is_told_and_shown(sum_up: Callable, hi
     ("sum_up", "hint"),
     [
         (star, "on Mesh(tp=4) rank 0 sends 288 bytes, where in a ring each sends 144"),
+        (one_hop_more, "sends 672 bytes, where 576 would do.\nA rank needs only 2(R - 1) messages of one piece"),
         (in_half_precision, "right for small whole numbers, but not for others"),
     ],
 )

@@ -158,6 +158,7 @@ def test_what_is_left_behind_and_the_librarys_own():
 
 def test_another_cut_that_is_as_good_is_right_too():
     assert checked(lambda costs, *rest: tuple(best_cut(lambda sums: (max(sums), sums[0]))(costs, *rest))).passed
+    assert checked(lambda *args: (bound for bound in best_cut(max)(*args))).passed
 
 
 def test_an_untouched_stub():
@@ -178,6 +179,18 @@ def test_layers_are_measured():
     # a block keeps the norm's input, two statistics a token, its output, and tanh's
     assert kept[:9] == [0, *[3 * 4 * x + 2 * 64 * 4] * 8]
     assert kept[9] > 4 * x  # the head's input, and what the loss keeps
+
+
+def moves_layers_until_it_fits(costs, weights, kept, ranks, limit):
+    """The best cut without a limit, then layers from a full rank to the next: right for many models."""
+    bounds = list(best_cut(max)(costs, weights, kept, ranks, float("inf")))
+    for _ in range(100):
+        takes = [sum(weights[a:b]) + (ranks - rank) * sum(kept[a:b]) for rank, (a, b) in enumerate(pairwise(bounds))]
+        full = [rank for rank in range(ranks) if takes[rank] > limit]
+        if not full:
+            break
+        bounds[full[0] + 1 if full[0] < ranks - 1 else full[0]] += -1 if full[0] < ranks - 1 else 1
+    return bounds
 
 
 def with_empty_stages(costs, weights, kept, ranks, limit):
@@ -205,6 +218,7 @@ def reseeds(costs, weights, kept, ranks, limit):
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
+        (moves_layers_until_it_fits, "on 3 ranks of 33 bytes each"),
         (with_empty_stages, "the bounds of 3 stages are [0, ..., 4], 4 rising numbers"),
         (by_trial, "`Trial` does the work"),
         (reseeds, "my_cut: with four layers on 3 ranks, it leaves torch's global generator in another state"),
@@ -257,7 +271,7 @@ def takes_from_the_list(costs, ranks):
 
 
 def test_fill():
-    for right in (mended(), every_cut, lambda costs, ranks: np.array(every_cut(costs, ranks))):
+    for right in (mended(), every_cut, lambda *args: np.array(every_cut(*args)), lambda *args: iter(every_cut(*args))):
         verdict = check_fill(right)
         assert verdict.passed and "fill is right" in verdict.text, verdict
 

@@ -56,7 +56,10 @@ WRONG = {
         all_gather(logits, "dp"), all_gather(targets, "dp")
     ),
     "leaves torch's global generator in another state": seeded,
-    "its loss has no graph: do not detach it": lambda logits, targets: RIGHT[0](logits, targets).detach(),
+    "its loss has no graph: it is detached, or made": lambda logits, targets: RIGHT[0](logits, targets).detach(),
+    "A rank without targets needs gradients of 0 too": lambda logits, targets: (
+        RIGHT[0](logits, targets) if count(targets) else RIGHT[0](logits, targets).new_zeros(())
+    ),
     "Every token weighs 0.75 times what it should": lambda logits, targets: (
         summed(logits, targets) / all_reduce(count(targets), "dp", "max")
     ),
@@ -238,6 +241,34 @@ def without_the_biases(model):
     return by_hooks(torch.nn.ParameterList(layer.weight for layer in model))
 
 
+def in_reverse(model):
+    """Takes gradients to be complete in the reverse order of the parameters."""
+    flights = []
+
+    def finish():
+        for p in reversed(list(model.parameters())):
+            p.grad = flights.pop(0).wait()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: flights.append(start(all_reduce, p.grad, "dp", "mean")))
+    return finish
+
+
+def adds_the_mean(model):
+    flights = {}
+
+    def leave(p):
+        flights[p] = start(all_reduce, p.grad, "dp", "mean")
+
+    def finish():
+        for p in [*flights]:
+            p.grad += flights.pop(p).wait()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(leave)
+    return finish
+
+
 def seeds(model):
     torch.manual_seed(0)
     return by_hooks(model)
@@ -276,11 +307,13 @@ def test_right_replicas(fn):
         (lambda model: by_hooks(model, at_once=True), "the rank waits until each one has arrived"),
         (sends_everything, "One all_reduce per gradient is enough"),
         (in_pairs, "75% of the communication is hidden.\nBelow is one step on a modelled H100 node. Which gradients"),
-        (without_the_biases, "are not the means over the ranks"),
+        (without_the_biases, "the gradients of 0.bias, 1.bias, 2.bias and 3.bias are not the means over the ranks"),
+        (in_reverse, "p.grad has the mean of another parameter's gradients"),
+        (adds_the_mean, "the mean is added to the rank's own gradient"),
         (seeds, "leaves torch's global generator in another state"),
         (steps_too, "it changes its argument 0.weight in place"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
-        (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "are not the means over the ranks"),
+        (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "the gradients are not the means over"),
     ],
 )
 def test_wrong_replicas(fn, hint):

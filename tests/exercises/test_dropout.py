@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import jax
@@ -125,6 +126,39 @@ def test_other_blocks_that_are_right():
     expect(check_block(of_torch), True, "On a cluster, seed these differently")
 
 
+SEEDS = count()
+
+
+def coins(*shape: int) -> torch.Tensor:
+    """A mask that is another one in each call, and the same on all ranks."""
+    return (tt.dropout(torch.ones(shape), 0.5) > 0).float()
+
+
+def agreed(shape: tuple[int, ...]) -> torch.Tensor:
+    """Rank 0's own coins, sent to all."""
+    return tt.all_reduce((torch.rand(shape) < 0.5) * float(tt.axis_index("tp") == 0), "tp")
+
+
+def outside(drop: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The lab's block, with this dropout after the sum."""
+
+    def solution(x, a, b):
+        h = tt.dropout(torch.relu(tt.copy_to(x, "tp") @ a), 0.5, axis="tp")
+        return x + drop(tt.reduce_from(h @ b, "tp"))
+
+    return solution
+
+
+def sums_x_too(x, a, b):
+    h = tt.dropout(torch.relu(tt.copy_to(x, "tp") @ a), 0.5, axis="tp")
+    return tt.reduce_from(x + tt.dropout(h @ b, 0.5), "tp")
+
+
+def without_relu(x, a, b):
+    h = tt.dropout(tt.copy_to(x, "tp") @ a, 0.5, axis="tp")
+    return x + tt.dropout(tt.reduce_from(h @ b, "tp"), 0.5)
+
+
 in_pairs = masked(lambda: tt.axis_index("tp") // 2)
 one_mask_for_all_tokens = masked(lambda: tt.axis_index("tp"), lambda h: h.shape[1:])
 
@@ -136,8 +170,16 @@ one_mask_for_all_tokens = masked(lambda: tt.axis_index("tp"), lambda h: h.shape[
         (block(outside="tp"), "each rank has dropped different entries", True),
         (block(inside=None), "these have nothing to do with each other", True),
         (block(sums=False), "Is the sum over the ranks missing?", True),
-        (block(early=True), "outside, p is not 1/2", True),
+        (block(early=True), "outside, a token keeps different numbers, on Mesh(tp=4)", True),
+        (block(p_outside=0.1), "of what the block adds to x is dropped, but it should be half.", True),
+        (outside(lambda y: 2 * y * coins(len(y), 1)), "outside, whole tokens are dropped, on Mesh(tp=4)", True),
+        (outside(lambda y: 2 * y * coins(1, y.shape[1])), "the same entries of every token are dropped", True),
+        (outside(lambda y: 2 * y * agreed(y.shape)), "bytes more than the sums of y and of the gradient of x", False),
+        (sums_x_too, "outside, x is added once per rank, on Mesh(tp=4)", True),
+        (masked(lambda: next(SEEDS), lambda h: (len(h), 1)), "a rank drops all of a token's hidden features", True),
+        (without_relu, "the masks are right, but a relu is missing, on Mesh(tp=4)", True),
         (block(p_outside=0), "outside, p is not 1/2 on Mesh(tp=4).\n0% of what the block adds to x is dropped", True),
+        (block(p_inside=0, p_outside=0), "\n0% of what the block adds to x is dropped", True),
         (block(p_inside=0), "Is one of them missing", True),
         (block(p_inside=0.1), "Is one of them missing", True),
         (without_copy_to, "the gradient of x is not, on rank 0 of Mesh(tp=4)", True),
@@ -254,6 +296,16 @@ def in_place(x, p, key, axis=None):
     return x
 
 
+def of_rows(shape: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A mask that is broadcast."""
+
+    def solution(x, p, key, axis=None):
+        generator = torch.Generator().manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis))))
+        return x * (torch.rand(shape(x), generator=generator) >= p) / (1 - p)
+
+    return solution
+
+
 def of_two_dimensions(x, p, key, axis=None):
     generator = torch.Generator().manual_seed(hash((key, 0 if axis is None else tt.axis_index(axis))))
     return x * (torch.rand(x.shape[0], x.shape[1], generator=generator) >= p) / (1 - p)
@@ -269,6 +321,7 @@ def test_drop():
     expect(verdict, True, "drop is right on Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1)")
     assert len(verdict.panels) == 4
     expect(check_drop(drop(seed=lambda key, index: 1000 * key + index)), True)
+    expect(check_drop(drop(seed=lambda key, index: hash((68, key, index)))), True)  # drops 27.5% in its first draws
     expect(check_drop(forks), True)
     expect(check_drop(by_bernoulli), True)
 
@@ -295,11 +348,14 @@ def with_the_axis_name(x, p, key, axis=None):
     ("fn", "hint"),
     [
         (drop(scale=False), "every number of x must become 0 or x / 0.75"),
-        (drop(p_times=2), "with p = 0.25, 51% of the numbers are dropped"),
+        (drop(p_times=2), "with p = 0.25, 50% of the numbers are dropped"),
+        (of_rows(lambda x: x.shape[-1:]), "on Mesh(tp=4): every row of a mask is the same"),
+        (of_rows(lambda x: (*x.shape[:-1], 1)), "on Mesh(tp=4): every column of a mask is the same"),
+        (drop(seed=lambda key, index: hash((key, index)) % 1000), "draws the same mask with key"),
         (drop(seed=lambda key, index: hash(key)), "ranks 0 and 1 draw the same mask with axis='tp'"),
         (
             drop(seed=lambda key, index: key + index),
-            "Two different pairs of key and index must never give the same seed",
+            "Two different pairs of key and index must never give the same mask",
         ),
         (drop(seed=lambda key, index: index), "keys 0 and 1 give the same mask"),
         (drop(seed=lambda key, index: key << 32 | index), "looks only at the low 32 bits of a seed"),
@@ -316,7 +372,7 @@ def with_the_axis_name(x, p, key, axis=None):
         (lambda x, p, key, axis: print(end=""), "it returned None; is a `return` missing?"),
         ("drop", "this is an object of type str"),
         (of_two_dimensions, "RuntimeError on rank 0 of Mesh(tp=4)"),
-        (drop(seed=lambda key, index: key * 4 + index), "never give the same seed"),
+        (drop(seed=lambda key, index: key * 4 + index), "never give the same mask"),
         (drop(seed=lambda key, index: key * 10 + index), "on Mesh(tp=12)"),
         (drop(seed=lambda key, index: key + 10 * index), "on Mesh(tp=12)"),
         (drop(seed=lambda key, index: key + 1000 * index), "on Mesh(tp=12)"),

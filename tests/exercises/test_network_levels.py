@@ -123,6 +123,15 @@ def padded_inside_in_jax(x):
     return tj.all_reduce(y, "gpu").reshape(-1, x.shape[1])
 
 
+def around_all(x):
+    """One ring of hops over all ranks."""
+    both = ("node", "gpu")
+    rows, size, index = [x], tt.axis_size(both), tt.axis_index(both)
+    for _ in range(size - 1):
+        rows.append(tt.ring_shift(rows[-1], both))
+    return torch.cat([rows[(index - place) % size] for place in range(size)])
+
+
 def sorted_wrongly(x):
     rows = tt.all_gather(tt.all_gather(x, "node"), "gpu")
     return rows.reshape(tt.axis_size("node"), tt.axis_size("gpu"), -1).transpose(0, 1).flatten(0, 1)
@@ -203,10 +212,11 @@ def test_a_gather_of_another_kind_is_refused_in_jax():
             lambda x: tt.all_gather(x, ("node", "gpu")),
             "where 1 would do.\nIt begins with all ranks at once",
         ),
+        (around_all, "where 1 would do.\nIt begins with all ranks at once"),
         (sorted_wrongly, "`reshape` them to [GPUs, nodes, n]"),
         (lambda x: tt.all_gather(x, "gpu"), "shape [3, 5]"),
     ],
-    ids=["unsorted", "inside first", "one ring", "sorted wrongly", "inside only"],
+    ids=["unsorted", "inside first", "one gather", "one ring", "sorted wrongly", "inside only"],
 )
 def test_what_is_wrong_with_a_gather_is_told_and_shown(gather_all: Callable, hint: str):
     verdict = check_gather_all(gather_all)

@@ -13,6 +13,7 @@ from tplab.exercises.check import Verdict
 from tplab.exercises.overlap import check_gather_product, check_product_scatter
 from tplab.torch import (
     all_gather,
+    all_reduce,
     axis_index,
     axis_size,
     reduce_scatter,
@@ -116,7 +117,7 @@ def test_pieces_that_pass_over_ranks_are_remarked_on():
 def test_damage_to_gradients_and_digits_is_refused():
     for wrong, hint in (
         (lambda x, w: scatter_by_hand(x.detach(), w.detach()), "it has no gradient"),
-        (lambda x, w: scatter_by_hand(x.detach(), w), "dx is not right yet"),
+        (lambda x, w: scatter_by_hand(x.detach(), w), "\nAll of it is zero, as if x were detached"),
         (lambda x, w: scatter_by_hand(x.bfloat16(), w.bfloat16()).to(x.dtype), "dx is not right yet"),
     ):
         verdict = check_product_scatter(wrong)
@@ -171,7 +172,19 @@ def test_a_rank_that_computes_all_parts_again_for_every_hop():
     shows_a_timeline(verdict)
 
 
+def wrong_rows(x: torch.Tensor, w: torch.Tensor, away: Callable[[int], int]) -> torch.Tensor:
+    """In step k, the term for the rank that is `away` from this one."""
+    num_ranks, index, total = axis_size("tp"), axis_index("tp"), None
+    for k in range(1, num_ranks + 1):
+        part = x @ w.chunk(num_ranks)[(index + away(k)) % num_ranks].T
+        total = part if total is None else start(ring_shift, total, "tp").wait() + part
+    assert total is not None
+    return total
+
+
 def test_known_mistakes():
+    cells = [cell.source for cell in build.read_source("08_overlap").cells if cell.cell_type == "code"]
+    always = next(source for source in cells if "def tidied(" in source).replace("if 2 * k < R:", "if True:")
     for verdict, hint in (
         (
             check_gather_product(lambda x, w: gather_by_hand(x, w, order=0)),
@@ -180,6 +193,20 @@ def test_known_mistakes():
         (
             check_gather_product(lambda x, w: x @ w.chunk(axis_size("tp"), 1)[axis_index("tp")].T),
             "Add the products of the pieces that arrive",
+        ),
+        (check_gather_product(lambda x, w: gather_by_hand(x, w, order=1)), "comes from the other side"),
+        (check_gather_product(made("tidied", always)), "both ways bring the same last piece"),
+        (
+            check_product_scatter(lambda x, w: wrong_rows(x, w, lambda k: k)),
+            "Each sum adds up terms for different ranks",
+        ),
+        (
+            check_product_scatter(lambda x, w: wrong_rows(x, w, lambda k: -1)),
+            "Each sum adds up terms for different ranks",
+        ),
+        (
+            check_product_scatter(lambda x, w: all_reduce(x @ w.T, "tp").chunk(axis_size("tp"), 1)[axis_index("tp")]),
+            "what comes back from this rank's own part of y alone",
         ),
         (check_product_scatter(lambda x, w: scatter_by_hand(x, w, adds=False)), "This is the rank's own term alone"),
         (check_product_scatter(lambda x, w: scatter_by_hand(x, w, first=0)), "Which part must a rank add last"),

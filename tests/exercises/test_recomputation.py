@@ -186,6 +186,25 @@ def again_in_place(piece, kept, dy):
     return dx
 
 
+def forget_but_masks(piece, x):
+    """Which numbers every layer drops is kept, in a tensor as large as the input each."""
+    masks = []
+    hooks = [layer[-1].register_forward_hook(lambda layer, x, y: masks.append(y != 0)) for layer in piece]
+    y, kept = forget_plainly(piece, x)
+    for hook in hooks:
+        hook.remove()
+    return y, (kept, masks)
+
+
+KEPT: list[Any] = []
+
+
+def forget_in_a_list(piece, x):
+    y, kept = forget(piece, x)
+    KEPT.append(kept)
+    return y, len(KEPT) - 1
+
+
 def forget_nothing(piece, x):
     y = piece(x.detach().requires_grad_())
     return y, y
@@ -227,6 +246,11 @@ def test_the_solution():
         ((forget, lambda piece, kept, dy: again(piece, kept, dy) * torch.nan), "dx is not right"),
         ((forget, lambda piece, kept, dy: again(piece, kept, dy * torch.nan)), "is not right"),
         ((forget_nothing, again_plainly), "my_forget: what it returns still has its graph"),
+        ((forget_but_masks, again_plainly), "my_forget: it keeps 3 tensors as large as its input"),
+        (
+            (forget_in_a_list, lambda piece, place, dy: again(piece, KEPT[place], dy)),
+            "bytes are still in memory when its backward pass has ended",
+        ),
         ((forget_little, again_plainly), "my_forget: it keeps 36 numbers, and the input has 12"),
         ((forget_plainly, lambda piece, x, dy: dy.backward if x is None else None), "my_again: it returned None"),
         ((forget_plainly, lambda piece, x, dy: (dy,)), "my_again: it returned a tuple"),

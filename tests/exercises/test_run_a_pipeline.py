@@ -35,6 +35,10 @@ def returns_nothing(rank, ranks):
         (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 would do.\nThis is 1F1B"),
         (lambda rank, ranks: ranks - 1, "How many messages is that, there and back?"),
         (lambda rank, ranks: 99, "holds 8 microbatches. 7 are enough"),
+        (
+            lambda rank, ranks: 2 * (ranks - 1 - rank) - (rank == 0 and ranks == 4),  # enough for 8 microbatches
+            "With 4 ranks and 12 microbatches, the ranks run 5, 4, 2, 0 forwards ahead, and need 55 steps",
+        ),
         (lambda rank, ranks: rank, ": deadlock. With 4 ranks and 8 microbatches, the ranks run 0, 1, 2, 3"),
         (lambda rank, ranks: -1, "give whole numbers, 0 or more"),
         (lambda rank, ranks: 1.5, "give whole numbers, 0 or more"),
@@ -92,7 +96,7 @@ def worker(mistake: str = ""):
                     kept[k] = y, None  # rank 0 has no use for the gradient of its input
                     continue
                 dy = receive("pp", r + 1) if r < last else torch.ones_like(y)
-                if mistake == "backward in I":
+                if mistake == "backward in I" or (mistake == "backward in I for dx" and r > 0):
                     y.backward(dy, retain_graph=True)
                 if mistake == "all in I":
                     inputs = [*([x] if r > 0 else []), *stage.parameters()]
@@ -141,7 +145,8 @@ def test_train_split_solved():
 @pytest.mark.parametrize(
     "mistake, said",
     [
-        ("backward in I", "It is twice what it should be"),
+        ("backward in I", "\nIt is twice what it should be"),
+        ("backward in I for dx", "\nFrom rank 1 on, it is twice what it should be"),
         ("sum, not mean", "too large by the number of microbatches"),
         ("last only", "It is that of the last microbatch alone"),
         ("no W", "Nothing has been added to it"),
@@ -228,13 +233,20 @@ def all_in_w(schedule, stage, microbatches, loss):
     return worker()(SimpleNamespace(by_rank=lambda: in_b), stage, microbatches, loss)
 
 
+def forwards_first(schedule, stage, microbatches, loss):
+    """I sends, but after all forwards."""
+    rows = [sorted(row, key=lambda action: action.kind != "F") for row in schedule.by_rank()]
+    return worker()(SimpleNamespace(by_rank=lambda: rows), stage, microbatches, loss)
+
+
 @pytest.mark.parametrize(
     "fn, said",
     [
         (and_then(lambda stage: None, forgets), "with a second batch, the gradients of the first are lost"),
         (and_then(lambda stage: torch.manual_seed(0)), "it leaves torch's global generator in another state"),
         (and_then(all_off), "no longer require a gradient"),
-        (all_in_w, "the gradient of x leaves only in W"),
+        (all_in_w, "rank 1 sends its first gradient of x late"),
+        (forwards_first, "it has by then computed as much as\n7 forward passes, although its first I comes after one"),
         (computes_too_much("I"), "more FLOPs with I and W than with B"),
         (computes_too_much("W"), "more FLOPs with I and W than with B"),
     ],

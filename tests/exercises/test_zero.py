@@ -80,6 +80,11 @@ def in_place(w, dw, m):
     return w - 0.5 * tt.all_gather(m, "dp"), m
 
 
+def mean_of_models(w, dw, m):
+    w, m = step(gathers=False)(w, dw, m)
+    return tt.all_reduce(w, "dp", "mean"), m
+
+
 def test_the_lab_shows_the_forgotten_gather():
     verdict = check_step(in_the_lab("def my_step(")["my_step"])
     expect(verdict, False, "This rank's own rows are new", "Which collective")
@@ -109,6 +114,7 @@ def test_its_repairs_pass(fn: Callable[..., Any]):
         (plain_data_parallelism, "it sends 288 bytes, where 192 would do"),
         (gathers_the_gradient, "ZeRO 1 sends as much as one all_reduce of the gradients"),
         (in_place, "it changes its argument m in place"),
+        (mean_of_models, "Every row takes only 1/dp of its step"),
     ],
 )
 def test_what_is_wrong_with_a_step_is_told(fn: Callable[..., Any], hint: str):
@@ -189,6 +195,49 @@ def one_gather_per_matrix(x: Any, piece: Any) -> Any:
     return torch.relu(x @ a) @ b
 
 
+class _Again(torch.autograd.Function):
+    """The layer that frees its matrices, and gathers them again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, piece)
+        return layer(tt.all_gather)(x, piece)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, piece = ctx.saved_tensors
+        a, b = tt.all_gather(piece, "dp", 0).reshape(2, *2 * x.shape[1:])
+        h = x @ a
+        dh = grads[0] @ b.T * (h > 0)
+        row = torch.cat([(x.T @ dh).flatten(), (h.relu().T @ grads[0]).flatten()])
+        return dh @ a.T, tt.reduce_scatter(row, "dp")
+
+
+def checkpointed(x: Any, piece: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(layer(tt.all_gather), x, piece, use_reentrant=False)
+
+
+@pytest.mark.parametrize("fn", [_Again.apply, checkpointed])
+def test_a_layer_that_gathers_again_is_not_said_to_gather_once(fn: Callable[..., Any]):
+    verdict = check_layer(lambda x, piece: fn(x, piece))
+    expect(verdict, True, "y, dx, dpiece equal the unsharded result")
+    assert "gathers once" not in verdict.text
+
+
+def beside_each_other(x: Any, piece: Any) -> Any:
+    """Gathers first, and then takes the row for one matrix with a on its left."""
+    a, b = tt.all_gather(piece, "dp", 0).reshape(x.shape[1], -1).chunk(2, dim=1)
+    return torch.relu(x @ a) @ b
+
+
+def transposed(x: Any, piece: Any) -> Any:
+    a, b = tt.all_gather(piece, "dp", 0).reshape(2, *2 * x.shape[1:])
+    linear = torch.nn.functional.linear
+    return linear(linear(x, a).relu(), b)
+
+
 def without_relu(x: Any, piece: Any) -> Any:
     a, b = tt.all_gather(piece, "dp", 0).reshape(2, *2 * x.shape[1:])
     return x @ a @ b
@@ -205,12 +254,24 @@ def test_a_layer_that_sends_too_much_is_refused():
         (without_relu, "The relu is missing"),
         (layer(lambda piece, *args: tt.all_gather(piece.detach(), *args)), "no gradient reaches the piece"),
         (in_two_places, "Gather first, and cut the row then."),
+        (beside_each_other, "You cut the row as a matrix [D, 2 D]"),
+        (transposed, "this is relu(x @ a.T) @ b.T"),
         (layer(tt.all_gather, first=1), "The two matrices are swapped"),
         (layer(tt.gather_from), "Which gather has a reduce_scatter as its backward pass?"),
         (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "This is the mean"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),
     ],
-    ids=["no relu", "no gradient", "in two places", "exchanged", "gather_from", "mean", "own piece"],
+    ids=[
+        "no relu",
+        "no gradient",
+        "in two places",
+        "beside",
+        "transposed",
+        "exchanged",
+        "gather_from",
+        "mean",
+        "own piece",
+    ],
 )
 def test_what_is_wrong_with_a_layer_is_told(fn: Callable[..., Any], hint: str):
     expect(check_layer(fn), False, hint, "Mesh(dp=2)")

@@ -197,6 +197,14 @@ CAUSES = {  # the program, its arguments, out_shardings, and for each collective
         [f"all_gather: argmin of {x_} goes over {PART.format('tp')}"] * 2,
     ),
     "max": (lambda x: x.max(1), (X,), None, [f"all_reduce: reduce_max of {x_} goes over {PART.format('tp')}"]),
+    "sum of one element of each rank": (
+        lambda x: jnp.sin(x).sum(1), (placed((8, 4), None, "tp"),), None,
+        [f"all_reduce: reduce_sum of the result of sin sums over {PART.format('tp')}"],
+    ),
+    "product over one element of each rank": (
+        lambda x, w: jnp.sin(x) @ w, (placed((8, 4), None, "tp"), placed((4, 6), "tp")), None,
+        [f"all_reduce: dot_general of the result of sin and w float32[4, 6] P('tp') sums over {PART.format('tp')}"],
+    ),
     "sum": (lambda x: x.sum(0), (X,), None, [f"all_reduce: reduce_sum of {x_} sums over {PART.format('dp')}"]),
     "softmax": (
         lambda x: jax.nn.softmax(x, 1), (COLUMNS,), None,

@@ -103,16 +103,21 @@ def test_plain_jax_with_optax(layout):
         check(layout, step, params, OPTIMIZER.init(params), batch(layout), accelerator=True)
 
 
-def test_equinox(layout):
+@pytest.mark.parametrize("activation", [jax.nn.relu, None])
+def test_equinox(layout, activation):
+    """Numbers among the arguments are not traced, also where all others are arrays."""
     eqx = pytest.importorskip("equinox", reason="Equinox is not installed")
 
     class Model(eqx.Module):
         up: jax.Array
         down: jax.Array
-        activation: object = jax.nn.relu
+        activation: object
+        times: int = 2
 
         def __call__(self, x):
-            return self.activation(x @ self.up) @ self.down  # type: ignore[operator]
+            for _ in range(self.times - 1):  # a number that is not traced
+                x = (self.activation or jax.nn.relu)(x @ self.up) @ self.down  # type: ignore[operator]
+            return x
 
     def loss(model, x):
         return ((jax.vmap(model)(x) - x) ** 2).mean()
@@ -124,7 +129,7 @@ def test_equinox(layout):
         return eqx.apply_updates(model, updates), state, value
 
     up, down = np.ones((D, F), np.float32), np.ones((F, D), np.float32)
-    model = Model(put(up, layout, *layout.up), put(down, layout, *layout.down))
+    model = Model(put(up, layout, *layout.up), put(down, layout, *layout.down), activation)
     why = check(layout, step, model, OPTIMIZER.init(eqx.filter(model, eqx.is_array)), batch(layout))
     operands = " ".join(operand for one in why for cause in one.causes for operand in cause.operands)
     assert ("model.down float32" in operands) == (layout.down != ())
@@ -175,3 +180,22 @@ def test_a_step_in_explicit_mode():
         }
         x = jax.device_put(np.ones((B, D), np.float32), PartitionSpec("data"))
         check(LAYOUTS["data and model"], jax.jit(jax.value_and_grad(loss)), params, x)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no Refs")
+def test_a_step_that_writes_its_parameters_into_refs():
+    """JAX gives the results of such a step no shardings, and its arguments no names."""
+    layout = LAYOUTS["sharded over data"]
+
+    def step(_, params, x):
+        loss = lambda params: ((jax.nn.relu(x @ params["up"]) @ params["down"] - x) ** 2).mean()  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(jax.tree.map(lambda ref: ref[...], params))
+        for name, grad in grads.items():
+            params[name][...] -= grad
+        return value
+
+    up, down = np.ones((D, F), np.float32), np.ones((F, D), np.float32)
+    params = {"up": jax.new_ref(put(up, layout, *layout.up)), "down": jax.new_ref(put(down, layout, *layout.down))}
+    why = check(layout, jax.jit(step), np.ones(3), params, batch(layout))
+    operands = [operand for one in why for cause in one.causes for operand in cause.operands]
+    assert "params['down'] float32[16, 8] P('data')" in operands

@@ -54,6 +54,7 @@ def of(lab: str) -> tuple[entries.Entry, ...]:
 
 
 SHEET, H100 = find("h100"), find("h100-measured")
+PLAYBOOK = find("h100-measured", fabric="playbook")
 GPT3 = 2048, 1, 12288, 96
 UNIT = 2048 * 12288
 """s b h of GPT-3's block."""
@@ -63,6 +64,13 @@ def microseconds(program: str) -> float:
     """What lab 05 prints for its MLP half."""
     (line,) = (one for one in printed(MEMORY).splitlines() if one.startswith(f"{program} ") and one.endswith("µs"))
     return numbers(line)[-1].value
+
+
+def kept_by_swiglu() -> int:
+    """How many tensors of the hidden width eager PyTorch keeps."""
+    gate, up = (torch.ones(4, 8, requires_grad=True) for _ in range(2))
+    down = torch.ones(8, 4, requires_grad=True)
+    return len([one for one in tt.saved_tensors(lambda g, u: (F.silu(g) * u) @ down, gate, up) if one.shape == (4, 8)])
 
 
 def gathered_once() -> float:
@@ -211,6 +219,14 @@ CLAIMS = (
         "sixteen ranks process fewer tokens per second than eight",
         lambda: all(2 * a.seconds < b.seconds for microbatch in (1, 2, 4) for a, b in pairs(8, 16, microbatch)),
     ),
+    Claim(
+        BLOCK,
+        "most of the cost is latency",
+        lambda: (
+            2 * PLAYBOOK.collective_seconds("all_reduce", 1, 16)
+            > PLAYBOOK.collective_seconds("all_reduce", 4096 * 8192, 16)
+        ),
+    ),
     Claim(BLOCK, "Even where sixteen are a little faster", lambda: 1 < times_as_fast()[0] < 1.25),
     Given(BLOCK, "four times as wide as $x$"),
     Given(BLOCK, "four times as much as the one that lab 01's order needs"),
@@ -236,6 +252,7 @@ CLAIMS = (
         "instead of $8.5\\,sbh$",
         lambda: 0 < gathered_once() - 2 * 2 * 3 / 4 - 34 / 4 < 0.2,  # the rest are small tensors
     ),
+    Claim(MEMORY, "Eager PyTorch also keeps", lambda: kept_by_swiglu() == 4),  # gate, up, the product
     Quote(
         MEMORY,
         "it is 43% of what a rank keeps of GPT-3's block, and 71% of Llama's",

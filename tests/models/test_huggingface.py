@@ -724,6 +724,8 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
 
     with pytest.raises(PlanError, match=r"leaves out 2 modules that hold parameters: 'transformer\.h\.\*\.ln_1'"):
         run(program, Mesh(tp=2), gpt2(), gpt2_plan, {}, "transformer.h.*.ln_1")
+    with pytest.raises(PlanError, match=r"leaves out 1 module that holds parameters: 'transformer\.ln_f'"):
+        run(program, Mesh(tp=2), gpt2(), gpt2_plan, {}, "transformer.ln_f")
     with pytest.raises(PlanError, match="c_attn has 6 heads of 2 features, which the 4 ranks"):
         run(program, Mesh(tp=4), gpt2(heads=6), gpt2_plan, {})
     with pytest.raises(PlanError, match="k_proj has 2 heads of 2 features, which the 4 ranks"):

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.training.test_train import TRAIN
 from tplab import Mesh
+from tplab.data.text import Text
 from tplab.errors import ShapeError
 from tplab.experts import Routing
 from tplab.models.gpt import GPTConfig, GPTExperts
@@ -57,3 +59,20 @@ def test_tokens_are_shared_along_the_context_axis():
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name} is '{value}'; it must be one of"):
             Recipe(**{name: value})
+
+
+@pytest.mark.parametrize("framework", TRAIN)
+@pytest.mark.parametrize(
+    ("config", "mesh", "said"),
+    [
+        (GPTConfig(7, 8, 1, 4, 8), Mesh(tp=3), "num_heads is 4, which the 3 ranks"),
+        (GPTConfig(7, 8, 1, 4, 8, num_kv_heads=1), Mesh(tp=2), "num_kv_heads is 1, which the 2 ranks"),
+        (GPTConfig(7, 8, 1, 4, 8, hidden=5), Mesh(tp=2), "hidden is 5, which the 2 ranks"),
+        (GPTConfig(7, 8, 1, 4, 8, experts=GPTExperts(Routing(4, 1), 5)), Mesh(tp=2), "hidden is 5"),
+        (GPTConfig(7, 8, 1, 4, 8, experts=GPTExperts(Routing(4, 1), 4, shared=3)), Mesh(tp=2), "hidden is 3"),
+        (GPTConfig(7, 8, 1, 4, 8, experts=GPTExperts(Routing(5, 1), 4)), Mesh(ep=2), "experts is 5"),
+    ],
+)
+def test_what_ranks_cannot_share_is_said_before_they_run(framework: str, config: GPTConfig, mesh: Mesh, said: str):
+    with pytest.raises(ShapeError, match=said):
+        TRAIN[framework](config, Text(bytes(100)), mesh, Recipe(1, 4), show=lambda progress: None)

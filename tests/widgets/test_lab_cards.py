@@ -115,7 +115,7 @@ def test_a_knobs_measured_value_is_a_mark_that_says_by_whom():
     assert [(mark[0][0] - left) / (widths[0] + 1) for mark in marks] == pytest.approx([2])
     assert hints[-1] == (("", "2 ranks"), ("measured", "8 µs"), ("by", "the NCCL team, 2 H100"), ("bar", "2 µs"))
     assert card._legend()[-1].text == "measured by the NCCL team, 2 H100"
-    said = "A sentence. Measured by the NCCL team, 2 H100: 2 ranks 8 µs."
+    said = "A sentence. Measured by the NCCL team, 2 H100: 8 µs for 2 ranks."
     assert card.content["options"][0]["sentence"] == said
     assert repr(card) == f"A title. the size: 1. At 1: {said}"
     less = [rows[0], Row("2 ranks", {"computing": 2e-6}, "faster", measured=7e-6)]

@@ -231,7 +231,7 @@ def test_measured_plans_are_shown_with_who_measured_them():
     said = hints(plan_map(lab._bench), 0)
     assert said[str(plan)]["measured"] == "9.5 s, 61 GiB, by somebody, 2025"
     assert said[str(Plan(dp=16))]["measured"] == "7.25 s, by somebody, 2025"
-    assert "Measured by somebody, 2025: dp 4, tp 2, pp 2" in repr(lab)
+    assert "Measured by somebody, 2025: 9.5 s, 61 GiB for dp 4, tp 2, pp 2" in repr(lab)
     many = [(Plan(dp=16, microbatch=size), float(size), None) for size in (1, 2, 4)]
     lab.settings = {**lab.settings, "batch": 128}
     assert repr(layout_lab("llama3-8b", **SMALL, measured=[*many, (plan, 9.5, 61.0)], by="us")).endswith(

@@ -118,10 +118,16 @@ def test_ranks_that_exchange_in_pairs_have_one_partner_each():
         flights = [start(ring_shift, x, "tp", step) for step in (1, -1)]
         return [flight.wait() for flight in flights]
 
-    x = np.arange(4.0)
-    told = [words.sentences(score(run(fn, Mesh(tp=4), x, in_specs=P("tp")).trace))[1] for fn in (in_pairs, both_ways)]
-    assert told[0] == "every rank sends its own piece to its partner, 1 place away"
-    assert told[1].endswith("to both neighbours")
+    def shifted(step, ranks):
+        x = np.arange(float(ranks))
+        fn = step if callable(step) else lambda x: ring_shift(x, "tp", step)
+        return words.sentences(score(run(fn, Mesh(tp=ranks), x, in_specs=P("tp")).trace))[1]
+
+    assert shifted(in_pairs, 4) == "every rank sends its own piece to its partner, 1 place away"
+    assert shifted(both_ways, 4).endswith("to both neighbours")
+    assert shifted(2, 4).endswith("to its partner, 2 places away")
+    assert shifted(2, 5).endswith("to the rank 2 places on")
+    assert shifted(-2, 5).endswith("to the rank 2 places back")
 
 
 def test_a_sum_has_none_of_its_terms_names():

@@ -19,8 +19,8 @@ Rows = Counter[int]
 class Samples:
     """What was found.
 
-    kind    "same"; "nothing" was seen; "duplicates", "missing" (fewer than the reference's), "more" (as from a larger
-            batch), "other"
+    kind    "same"; "nothing" was seen; "duplicates", "repeats" (on one rank), "missing" (fewer than the reference's),
+            "more" (as from a larger batch), "other"
     words   the same as a sentence
     copies  groups of ranks that saw the same
     factor  how many of the reference's samples all ranks together have
@@ -107,10 +107,11 @@ def _compare(
         return Samples("more", words, copies, times)
     if not strangers:
         doubled = total - wanted
-        words = f"{doubled.total()} of the {count} {noun}s are on several ranks, which see different data otherwise"
-        if missing := wanted - total:
-            words += f"; {missing.total()} are on none"
-        return Samples("duplicates", words, copies, total.total() / count)
+        are_shared = any(sum(row in rows[group[0]] for group in copies) > 1 for row in doubled)
+        where = "on several ranks, which see different data otherwise" if are_shared else "on one rank once too often"
+        lost = f"; {missing.total()} are on none" if (missing := wanted - total) else ""
+        words = f"{doubled.total()} of the {count} {noun}s are {where}{lost}"
+        return Samples("duplicates" if are_shared else "repeats", words, copies, total.total() / count)
     words = f"{strangers.total()} of {total.total()} {noun}s are not among the reference's {count}"
     return Samples("other", words, copies, total.total() / count)
 

@@ -32,6 +32,8 @@ class NeedsSamples(Exception):
 _CAUSES = {
     "duplicates": "these ranks read the same samples, as if there were only one of them: cut the batch by rank, give "
     "the sampler num_replicas and rank, or draw from a different seed on each rank",
+    "repeats": "in one step, a rank trains on these samples more often than the reference, and not on others: as where "
+    "a loop has read its first batch before it starts, and then reads from the beginning",
     "missing": "what each rank cuts off is lost: let the parts add up to the batch",
     "orders": "each rank takes its part of an order of its own, so in an epoch several ranks see the same samples, and "
     "no rank sees some of the others: give all ranks' samplers one seed, and pass the same number to set_epoch",

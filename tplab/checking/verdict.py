@@ -20,7 +20,7 @@ from tplab.layout import Layout, take
 from tplab.mesh import Mesh
 from tplab.units import ranks_text
 
-NEITHER = "neither a multiple of the reference nor parts of it"
+NEITHER = "neither a multiple of the reference nor terms that add up to it"
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 TIMES = 4

@@ -72,7 +72,7 @@ def activation_tensors(
     scores    False: attention computes softmax(q k^T) again in the backward pass ("selective recomputation", section 5;
               fused attention does the same, and keeps one number per row instead)
     kv_heads  key and value heads, if they are fewer than query heads; head_width: features of a head, if not h / a
-    hidden    features of the MLP, if not 4 h; gated: they are a product of two (SwiGLU), of which both factors are kept
+    hidden    features of the MLP, if not 4 h; gated: they are a product of two (SwiGLU), whose inputs are kept (fused)
     gathered  with sequence_parallel: the inputs of the two regions are kept whole, and not gathered again
 
     The formulas are for as many key and value heads as query heads, and an MLP of 4 h hidden features with GeLU. As in

@@ -74,6 +74,11 @@ AVERAGE = Exercise(
             "of the gradient, which must not be added up.",
             lambda seen: _over(("dp", "tp"), divide=False)(seen) / seen.mesh.axis_size("dp"),
         ),
+        Mistake(
+            "mean",
+            "The sum runs over dp, and it is divided by the number of ranks along tp.",
+            lambda seen: seen.want * seen.mesh.axis_size("dp") / seen.mesh.axis_size("tp"),
+        ),
         added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
     ),
 )
@@ -99,6 +104,7 @@ SIZES = (
     (8, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
     (2**16, 8192, 28_672, 64),
     (24, 8, 8, 4),  # here the mesh whose two parts are most alike sends a third more
+    (122_880, 4096, 16_384, 16),  # the best tp would be 1.46: 1 is nearer, and 2 sends less
     (10, 10, 10, 1),
 )
 """(batch, width, hidden, ranks) of the cases."""
@@ -157,7 +163,9 @@ def _fault(given: Any, case: tuple[int, int, int, int]) -> str | None:
         return None
     parts = sent(batch, width, hidden, dp, tp)
     more = max(parts, key=lambda name: parts[name])
-    return f"Another mesh sends {1 - least / mine:.0%} less. In yours, most bytes are {more}."
+    turned = (tp, dp) in allowed and sum(sent(batch, width, hidden, tp, dp).values()) <= least * (1 + 1e-9)
+    exchanged = f" With dp and tp exchanged, ({tp}, {dp}), it would send the fewest." if turned else ""
+    return f"Another mesh sends {1 - least / mine:.0%} less. In yours, most bytes are {more}.{exchanged}"
 
 
 def _panels(case: tuple[int, int, int, int], given: Any = None) -> list[Panel]:

@@ -54,23 +54,36 @@ def _kept_to_itself(seen: Seen) -> np.ndarray:
     return _own_tokens(seen, own_weights(seen)["dx"])
 
 
-def _never_gathered(seen: Seen) -> np.ndarray:
+def _group(seen: Seen) -> list[Seen]:
+    """The same trial, as each rank of the group sees it."""
     specs = {**BLOCK_SPECS, "x": TOKENS}
     pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
-    ranks = [{name: pieces[name][rank] for name in pieces} for rank in seen.mesh.group(seen.rank, "tp")]
-    return seen.own["x"] + sum(one_norm(own)["y"] - own["x"] for own in ranks)
+    ranks = seen.mesh.group(seen.rank, "tp")
+    return [replace(seen, rank=rank, own={name: pieces[name][rank] for name in pieces}) for rank in ranks]
+
+
+def _never_gathered(seen: Seen) -> np.ndarray:
+    return seen.own["x"] + sum(one_norm(one.own)["y"] - one.own["x"] for one in _group(seen))
+
+
+def _residual(seen: Seen) -> np.ndarray:
+    """The part of dx that does not come through h."""
+    return _own_tokens(seen, one_norm(seen.tensors)["residual"])
+
+
+def _other_tokens(seen: Seen) -> np.ndarray:
+    """f on x adds up what each rank's weights contribute for its own tokens, and these are different tokens."""
+    return _residual(seen) + sum(_kept_to_itself(one) - _residual(one) for one in _group(seen))
 
 
 def _exercise(
     name: str,
     tensors: Callable[[np.random.Generator, Mesh], Tensors],
     names: tuple[str, ...],
-    again: str,
     excess: str,
     first: tuple[Mistake, ...] = (),
 ) -> Exercise:
-    """A block of these arguments on some of the tokens. `again` is the gradient that may be added up a second time, and
-    `first` has mistakes of this block alone."""
+    """A block of these arguments on some of the tokens. `first` has mistakes of this block alone."""
     return Exercise(
         name=name,
         tensors=tensors,
@@ -95,17 +108,33 @@ def _exercise(
             ),
             Mistake("dx", _KEPT, _kept_to_itself),
             Mistake(
+                "dx",
+                "y is right, but f (copy_to) on x adds up gradients of different tokens: each rank has its own.\nAll "
+                "ranks use all of h. Which of its gathers adds up their gradients?",
+                _other_tokens,
+            ),
+            Mistake(
+                "dx",
+                "y is right, but the gradients that come back through h are added up twice.\nall_gather does so in its "
+                "backward pass already, and f (copy_to) does it again.",
+                lambda seen: _residual(seen) + seen.mesh.axis_size("tp") * (seen.want - _residual(seen)),
+            ),
+            Mistake(
                 "dscale",
                 _OWN_TOKENS,
                 lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
             ),
             Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-            added_up_again(
-                again, "tp", "This is R times too large: a gradient that was already added up is added up again."
+            *(
+                added_up_again(
+                    again, "tp", "This is R times too large: a gradient that was already added up is added up again."
+                )
+                for again in ("dx", "dscale")
             ),
         ),
         fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
         excess=excess,
+        surplus="do the other {:,} gather h again, so that a rank keeps less?",
         slack=MOST,
         tolerance=TOLERANCE,
         divided="tp",
@@ -187,7 +216,6 @@ SEQUENCE_MLP = _exercise(
     "sequence_mlp",
     _mlp_tensors,
     _NAMES,
-    "dx",
     "h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only the "
     "gradient of scale has to be sent.",
 )
@@ -208,7 +236,6 @@ TOKENS_SPLIT = _exercise(
     "tokens_split",
     block_tensors,
     tuple(BLOCK_SPECS),
-    "dscale",
     "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
     "reduce_scatter add up\nand split both terms.",
     (

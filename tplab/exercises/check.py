@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
-from tplab.exercises.verdict import Verdict, beside, cause, check, differs, not_started, on, refuse, right
+from tplab.exercises.verdict import Verdict, beside, cause, check, differs, listed, not_started, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import split
 from tplab.trace.trace import Trace
@@ -91,14 +91,14 @@ def _graded(
                 sent = f"on {mesh} it sends {num_bytes:,} bytes, where {needed:,} would do"
                 if num_bytes > needed * (exercise.slack if exercise.excess else 2):
                     wasteful = wasteful or f"{sent}.\n{exercise.excess or EXCESS}"
-                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: what are the other {num_bytes - needed:,} for?"
+                remark = remark or f"\n{sent[0].upper()}{sent[1:]}: {exercise.surplus.format(num_bytes - needed)}"
     if wasteful:
         but(wasteful)
     _divided(fn, exercise, framework)
     _precise(fn, exercise, framework)
-    listed = ", ".join(map(str, exercise.meshes))
+    meshes = ", ".join(map(str, exercise.meshes))
     equal = "equals" if len(shown) == 1 else "equal"
-    text = f" is right.\n{', '.join(shown)} {equal} the unsharded result on {listed}.{remark}"
+    text = f" is right.\n{', '.join(shown)} {equal} the unsharded result on {meshes}.{remark}"
     panels = [Panel(f"your {result}, rank 0", array) for result, array in list(shown.items())[:3]]
     verdict = right(f"{text}\nThe picture shows rank 0 of {exercise.meshes[0]}.", panels)
     return then(Answer(fn, exercise, framework, traces, verdict)) if then else verdict
@@ -116,8 +116,12 @@ def _refuse(trial: Trial, exercise: Exercise) -> None:
         but(trial.damage)
     ops = sorted({event.op for event in trial.trace.events if event.kind == "collective"})
     if exercise.by_hand and ops:
-        names = f"`{'` and `'.join(ops)}` {'does' if len(ops) == 1 else 'do'} the work"
-        but(f"{names}.\nBuild it from {exercise.by_hand}.")
+        but(f"{who_works(ops)}.\nBuild it from {exercise.by_hand}.")
+
+
+def who_works(ops: Sequence[str]) -> str:
+    """ "`all_gather` and `reduce_scatter` do the work": what the learner should have written."""
+    return f"{listed(f'`{op}`' for op in ops)} {'does' if len(ops) == 1 else 'do'} the work"
 
 
 def _divided(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> None:
@@ -178,6 +182,9 @@ def _wrong(
             if want[rank].dtype.kind == "i":  # an id that is nearly right is wrong
                 one, other = (number_text(float(x[rank][off[rank]][0])) for x in (got, want))
                 by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."
+            key = result.removeprefix("d")
+            if result != key and key in exercise.gradients and not any(one[result].any() for one in found):
+                by = f"All of it is zero, as if {key} were detached, or used twice so that both cancel."
             panels = beside(f"yours, {result}", got[rank], want[rank], off[rank], apart=True)
             return f": {result} is not right yet on rank {rank} of {mesh}.", by, panels, result
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.check import Answer, Verdict, grade
+from tplab.exercises.check import Answer, Verdict, grade, who_works
 from tplab.exercises.drawn import Moving
 from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, added_up_again, own_part
 from tplab.exercises.verdict import Refused, with_task
@@ -146,8 +146,8 @@ PUZZLES = {
         (8, 9, 3, 1),  # 9: distances of 1, 2 and 4 are too few
         _doublings,
         _doublings,
-        "In your program, one more rank learns its sum in each round. But every rank can add something every time.\n"
-        "After round 1 each can know the sum of two numbers. Of how many after round 2?",
+        "Every rank can add something in every round. After round 1 each can know the sum of two numbers.\n"
+        "Of how many after round 2?",
         "A sum is as small as one number. Send sums, not the numbers that are in them.",
         _one_each,
         _running_sum,
@@ -177,7 +177,7 @@ PUZZLES = {
         (8, 4, 2, 1),
         _doublings,
         lambda ranks: ranks - 1,
-        "In a ring each rank receives one new piece per round. But a rank that has two pieces can send both at once.",
+        "A rank that has two pieces can send both at once. How many pieces can it have after round 2?",
         "A rank has 1 piece before round 1, 2 before round 2 and 4 before round 3. Send these, and nothing else.",
         _one_each,
         _gathered,
@@ -190,7 +190,7 @@ PUZZLES = {
         lambda ranks: ranks // 2,
         lambda ranks: ranks - 1,
         "`start` begins a hop without waiting for it. Start a hop in each direction before you wait for either.",
-        "Some rank receives a piece twice. Which one, if there is an even number of ranks?",
+        "Does a rank receive a piece twice? Think of an even number of ranks.",
         _one_each,
         _gathered,
         P(),
@@ -202,8 +202,8 @@ PUZZLES = {
         (8, 4, 2, 1),
         _doublings,
         lambda ranks: sum(away.bit_count() for away in range(ranks)),
-        "You send each piece straight to its rank. Let the pieces for ranks 1, 3, 5 and 7 places on share a\n"
-        "message that goes 1 place on. Which pieces share the message that goes 2 places on?",
+        "Let the pieces for ranks 1, 3, 5 and 7 places on share a message that goes 1 place on.\n"
+        "Which pieces share the message that goes 2 places on?",
         "Each message needs only half of the pieces. A piece that goes 5 places on travels 1 and then 4, and never 2.",
         _one_per_rank_each,
         _traded,
@@ -289,7 +289,7 @@ def _fault(trace: Trace, puzzle: Puzzle) -> str:
     """What is wrong with a program that returns the right result; "" if nothing is."""
     ranks, sends = trace.mesh.size, trace.select(kind="send").events
     if ops := sorted({event.op for event in trace.select(kind="collective").events}):
-        return f"{' and '.join(ops)} does the work.\nBuild it from ring_shift and ppermute."
+        return f"{who_works(ops)}.\nBuild it from ring_shift and ppermute."
     for event in sends:
         away = ((event.peer or 0) - event.rank) % ranks
         if puzzle.neighbours and away not in (1, ranks - 1):

@@ -15,14 +15,15 @@ from tplab.sharding import P
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
-def _shifted(places: int) -> Callable[[Seen], np.ndarray]:
+def _shifted(places: int, hint: str) -> Mistake:
     """The right pieces, each shifted too far to the left by this many places."""
 
     def wrong(seen: Seen) -> np.ndarray:
         pieces = seen.want.reshape(seen.mesh.axis_size("tp"), -1)
         return np.roll(pieces, -places, axis=0).reshape(seen.want.shape)
 
-    return wrong
+    where = f"the sum of piece j {places:+} is where piece j belongs".replace("+", "+ ").replace("-", "- ")
+    return Mistake("y", f"Every sum is right, but it is in the wrong place: {where}.\n{hint}", wrong)
 
 
 def _reversed_pieces(seen: Seen) -> np.ndarray:
@@ -32,7 +33,10 @@ def _reversed_pieces(seen: Seen) -> np.ndarray:
     return pieces[(index - np.arange(num_ranks)) % num_ranks].reshape(seen.want.shape)
 
 
-PIECE_BY_PIECE = "Each rank adds up one piece and passes it on: a message is one piece, and never a whole tensor."
+PIECE_BY_PIECE = (
+    "A rank needs only 2(R - 1) messages of one piece: R - 1 to add up, and R - 1 to pass on what is finished."
+)
+WHICH = "Which piece does the rank at index i finish? And which piece does the last line assume that it is?"
 
 SUM_UP = Exercise(
     name="sum_up",
@@ -44,18 +48,9 @@ SUM_UP = Exercise(
     # Four ranks first: on two, "one place to the left" and "one place to the right" are the same.
     meshes=(Mesh(tp=4), Mesh(tp=3), Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(tp=1)),
     mistakes=(
-        Mistake(
-            "y",
-            "Every sum is right, but it is in the wrong place: the sum of piece j + 1 is where piece j belongs.\n"
-            "Which piece does the rank at index i finish? And which piece does the last line assume that it is?",
-            _shifted(1),
-        ),
-        Mistake(
-            "y",
-            "Every sum is right, but it is in the wrong place: the sum of piece j - 1 is where piece j belongs.\n"
-            "You have corrected it twice, and one correction is enough.",
-            _shifted(-1),
-        ),
+        _shifted(1, WHICH),
+        _shifted(-1, "If you have corrected both halves: one correction is enough."),
+        *(_shifted(places, WHICH) for places in (2, -2)),
         Mistake("y", "The sums are in the order in which they arrived: place k has piece i - k.", _reversed_pieces),
         own_part(
             lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},

@@ -4,7 +4,7 @@ the memory of its rank."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -115,7 +115,7 @@ def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
         trial = Trial(f"layers of {costs} steps on {ranks} ranks", costs, none, none, ranks, 1)
         given = list(costs)
         with on(f"with {trial.name}"):
-            found = fill(given, ranks)
+            found = _listed(fill(given, ranks))
             if wrong_form := _form(trial, found):
                 refuse(f", {trial.name}: {wrong_form}. Every stage needs a layer.")
         if given != costs:
@@ -147,11 +147,11 @@ def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
     if any(isinstance(known.get(one), Trial) for one in cut.__code__.co_names):
         refuse(": `Trial` does the work. Here you write it yourself.")
     trial, bounds = SMALL[0], []
-    for trial in (*SMALL, *_real(layers, ids)):
+    for trial in (*SMALL, *map(_random, range(20)), *_real(layers, ids)):
         lists = list(trial.costs), list(trial.weights), list(trial.kept)
         with on(f"with {trial.name}"):
             try:
-                given = cut(*lists, trial.ranks, trial.limit)
+                given = _listed(cut(*lists, trial.ranks, trial.limit))
             except Exception as error:
                 if trial.limit < math.inf:
                     error.args = (f"{error}\n{NONE_FITS}",)
@@ -183,6 +183,23 @@ SMALL = (
 )
 
 
+def _random(seed: int) -> Trial:
+    """A small model on three ranks, each with 85% of what the cut without a limit takes, or more if nothing fits."""
+    random = np.random.default_rng(seed)
+    costs, weights, kept = random.integers(1, 7, (3, random.integers(5, 9))).tolist()
+    name = f"layers that cost {costs}, with {weights} bytes of weights, and that keep {kept} bytes"
+    trial = Trial(name, costs, weights, kept, 3, math.inf)
+    for percent in range(85, 101, 5):
+        limit = max(trial.takes(trial.best().bounds)) * percent // 100
+        fitting = replace(trial, name=f"{name}, on 3 ranks of {limit} bytes each", limit=limit)
+        try:
+            fitting.best()
+            return fitting
+        except ShapeError:
+            continue
+    return trial
+
+
 def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
     """The learner's own model on four ranks: once with plenty of memory, and once with the least that allows a cut."""
     measured = measured_layers(layers, ids)
@@ -197,6 +214,11 @@ def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
             break
         trials[1:] = [trial]
     return trials
+
+
+def _listed(given: Any) -> Any:
+    """A generator can be read only once."""
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def _form(trial: Trial, given: Any) -> str:

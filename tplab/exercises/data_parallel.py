@@ -9,7 +9,19 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Timed
-from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, on, refuse, refuse_damage, right, run_on
+from tplab.exercises.verdict import (
+    Refused,
+    Verdict,
+    beside,
+    cause,
+    check,
+    listed,
+    on,
+    refuse,
+    refuse_damage,
+    right,
+    run_on,
+)
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.trace.overlap import overlap
@@ -72,7 +84,10 @@ def _tried(my_loss: Loss, num_ranks: int) -> tuple[np.ndarray, np.ndarray, tuple
             raise TypeError(f"it returned {loss!r}; a loss is a tensor of one number")
         refuse_damage(before)
         if not loss.requires_grad:
-            raise ValueError("its loss has no graph: do not detach it. A rank without targets needs gradients of 0 too")
+            raise ValueError(
+                "its loss has no graph: it is detached, or made without the logits where no target counts. A rank "
+                "without targets needs gradients of 0 too"
+            )
         loss.backward()
         return torch.zeros_like(own) if own.grad is None else own.grad, loss.detach()
 
@@ -205,7 +220,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
 
     random = np.random.default_rng(1)
     xs = torch.tensor(random.normal(size=(num_ranks, 3, ROWS, WIDTH)))
-    model = _layers(WIDTH, LAYERS, bias=True, dtype=torch.float64)
+    model = _out_of_order(_layers(WIDTH, LAYERS, bias=True, dtype=torch.float64))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
@@ -247,9 +262,19 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
             refuse(f"{begin}: every rank keeps its own gradients. Where does the mean get back into p.grad?")
         if all(_alike(mine, [num_ranks * grad for grad in want]) for mine in got):
             refuse(f"{begin}: the gradients are added up. They must be averaged.")
+        if all(_alike(mine, [a + b for a, b in zip(alone, want)]) for mine, alone in zip(got, own)):
+            refuse(f"{begin}: the mean is added to the rank's own gradient. It must take its place.")
         if step:
             refuse(f"{begin}: step 1 was right. What is left over from it when the second backward pass begins?")
-        refuse(f"{begin}: the gradients are not the means over the ranks.")
+        if all(any(_alike([a], [b]) for b in want) for mine in got for a in mine):
+            refuse(
+                f"{begin}: p.grad has the mean of another parameter's gradients. Which parameter does a flight belong "
+                "to?\nA model may use its layers in another order than it lists their parameters."
+            )
+        names = [name for name, _ in model.named_parameters()]
+        off = [name for place, name in enumerate(names) if not all(_alike([x[place]], [want[place]]) for x in got)]
+        which = f" of {listed(off)}" if len(off) < len(names) else ""
+        refuse(f"{begin}: the gradients{which} are not the means over the ranks.")
 
 
 def _layers(width: int, count: int, bias: bool = False, **options: Any) -> Any:
@@ -257,6 +282,17 @@ def _layers(width: int, count: int, bias: bool = False, **options: Any) -> Any:
     from torch.nn.utils import skip_init
 
     return nn.Sequential(*[skip_init(nn.Linear, width, width, bias=bias, **options) for _ in range(count)])
+
+
+def _out_of_order(layers: Any) -> Any:
+    """The same layers, which run in another order than they are listed in."""
+    from torch import nn
+
+    class OutOfOrder(nn.Sequential):
+        def forward(self, input: Any) -> Any:
+            return self[3](self[1](self[2](self[0](input))))
+
+    return OutOfOrder(*layers)
 
 
 def _gradients(model: Any, xs: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from tplab.exercises.calls import library_call
 from tplab.exercises.check import MOST_WORK
 from tplab.exercises.damage import Untouched
-from tplab.exercises.exercise import Framework
+from tplab.exercises.exercise import Framework, bytes_of_a_sum
 from tplab.exercises.trials import run_of, share_of_work, weight
 from tplab.exercises.verdict import Verdict, check, differs, hint, on, refuse, right
 from tplab.mesh import Mesh
@@ -20,6 +20,7 @@ from tplab.widgets.matrices import Panel
 
 TOKENS, WIDTH = 96, 16
 BLOCK_MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(tp=1))
+NUM_SUMS = 5  # of four forward passes and one backward pass
 
 
 # --- the bug: a block with two masks ---------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
     The weights are chosen so that the result shows the masks: every hidden feature is 1, and feature f adds 2**f.
     """
-    panels: list[Panel] = []
+    panels, more = list[Panel](), 0
     for mesh in BLOCK_MESHES:
         num_features = 9 if mesh.axis_size("tp") == 3 else 8
         x, a, b = _tensors(num_features)
@@ -42,8 +43,9 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
         program = (_in_torch if framework == "torch" else _in_jax)(fn)
         specs = (P(), P(), P(None, "tp"), P("tp", None))
         with on(mesh):
-            results = run_of(framework)(program, mesh, dy.astype(np.float32), *args, in_specs=specs).per_rank
-        found, dx, again = ([np.asarray(result[place], float) for result in results] for place in (0, 1, 2))
+            out = run_of(framework)(program, mesh, dy.astype(np.float32), *args, in_specs=specs)
+        results = out.per_rank
+        found, dx, again, below = ([np.asarray(result[place], float) for result in results] for place in range(4))
         if found[0].shape != x.shape:
             refuse(f": the result has shape {list(found[0].shape)}, but x has {list(x.shape)}.")
         if (found[0] == 0).any():  # x is 1 here, and nothing that is added is < 0
@@ -55,16 +57,28 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
         _look_outside(added, mesh, num_features)
         _look_inside(added[0], mesh, num_features)
         _look_at_draws(added[0], again[0] - x, mesh)
-        if harm := next((result[3] for result in results if framework == "torch" and result[3]), ""):
+        if harm := next((result[4] for result in results if framework == "torch" and result[4]), ""):
             refuse(f": the masks are right, but {harm}")
+        if (below[0] != -x).any():
+            panel = corner("rank 0, the result", below[0], below[0] != -x)
+            refuse(f": the masks are right, but a relu is missing, on {mesh}.\n{BELOW}", [panel])
         _look_backward(dx, dy, added[0], a, b, mesh)
         panels = panels or _kept(added[0], mesh, num_features)[1]
+        more = more or out.trace.bytes_sent() - NUM_SUMS * bytes_of_a_sum(args[0], mesh) if framework == "torch" else 0
     _look_at_work(fn, framework)
+    if more > 0:
+        refuse(
+            f": the masks are right, but on {BLOCK_MESHES[0]} the ranks send {more:,} bytes more than the sums of y "
+            "and of the gradient of x need.\nRanks that share a seed can agree on a mask without any message."
+        )
     listed = ", ".join(map(str, BLOCK_MESHES))
     text = f" is right on {listed}.\nInside, each rank draws its own mask. Outside, all ranks draw the same one."
     if library_call(fn, ("dropout", "Dropout"), ("torch",)):
         text += "\ntorch's own dropout draws from each rank's generator. On a cluster, seed these differently."
     return right(text, panels)
+
+
+BELOW = "Where x is -1, every hidden feature is below 0, and relu makes it 0: then nothing is added to x."
 
 
 def _tensors(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -74,7 +88,8 @@ def _tensors(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _in_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that returns the block's result, the gradient of x, another result, and what has been damaged."""
+    """A program that returns the block's result, the gradient of x, another result, that of -x, and what has been
+    damaged."""
 
     def program(dy: Any, x: Any, *weights: Any) -> Any:
         import torch
@@ -100,7 +115,8 @@ def _in_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
                 "it seeds torch's global generator.\nAll random numbers that the program draws later are then the "
                 "same in every step."
             )
-        return y.detach(), dy if x.grad is None else x.grad, again.detach(), harm
+        below = fn(-x.detach(), *weights).detach()
+        return y.detach(), dy if x.grad is None else x.grad, again.detach(), below, harm
 
     return program
 
@@ -109,8 +125,9 @@ def _in_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     def program(dy: Any, x: Any, *weights: Any) -> Any:
         import jax
 
+        key = jax.random.key(1)
         y, backward = jax.vjp(lambda x: fn(x, *weights, jax.random.key(0)), x)
-        return y, backward(dy)[0], fn(x, *weights, jax.random.key(1))
+        return y, backward(dy)[0], fn(x, *weights, key), fn(-x, *weights, key)
 
     return program
 
@@ -133,18 +150,47 @@ def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Non
             panels = [corner(f"rank {r}, what it adds", added[r], differs) for r in (0, rank)]
             refuse(f": ranks 0 and {rank} of {mesh} return different tensors.\n{hint}", panels)
     known = [corner("rank 0, what it adds", added[0])]
+    if mistake := _of_the_sum(added[0], mesh, num_features):
+        refuse(f": outside, {mistake}", known)
     tokens = added[0][added[0].any(-1)]  # a token without any entry may have lost all of its hidden features
     share = float((tokens == 0).mean()) if tokens.size else 1.0
     if is_off(share, added[0].size):
-        hint = f"{share:.0%} of what the block adds to x is dropped, but it should be half. Drop once, after the sum."
+        hint = f"{share:.0%} of what the block adds to x is dropped, but it should be half."
         refuse(f": outside, p is not 1/2 on {mesh}.\n{hint}", known)
-    codes = added[0] / 4
-    if not ((codes == codes.round()) & (codes >= 0) & (codes < 2**num_features)).all():
+    if not _are_sums(added[0], num_features):
         hint = (
             "Each dropout doubles what it keeps, so two of them make it 4 times as large. Is one of them missing, or "
             "before the sum?"
         )
         refuse(f": what it adds to x is not what two dropouts leave, on {mesh}.\n{hint}", known)
+
+
+def _of_the_sum(added: np.ndarray, mesh: Mesh, num_features: int) -> str:
+    """What is wrong with the mask outside if it is not drawn for each entry, or not after the sum; "" if nothing is."""
+    num_ranks, zero = mesh.axis_size("tp"), added == 0
+    without = added - (num_ranks - 1)
+    if num_ranks > 1 and _are_sums(without, num_features) and (without == 0).any() and not zero.any():
+        return f"x is added once per rank, on {mesh}.\nEvery rank has all of x: add it once, after the sum."
+    if (zero.all(-1) | ~zero.any(-1)).all() and not is_off(zero.all(-1).mean(), len(zero)):
+        return f"whole tokens are dropped, on {mesh}.\n{EACH}"
+    seen = zero[~zero.all(-1)]
+    if len(seen) and seen.any() and (seen == seen[0]).all():
+        return f"the same entries of every token are dropped, on {mesh}.\n{EACH}"
+    if any(np.ptp(token[token != 0]) > 1e-3 for token in added if token.any()):
+        return (
+            f"a token keeps different numbers, on {mesh}.\nHere each hidden feature adds the same number to all "
+            "entries of a token, so those that are kept are equal.\nDrop once, after the sum: not each rank's terms."
+        )
+    return ""
+
+
+EACH = "Each number is dropped with probability p, whatever the others do."
+
+
+def _are_sums(added: np.ndarray, num_features: int) -> bool:
+    """Whether these are sums of 2**f over some of the features, four times as large."""
+    codes = added / 4
+    return bool(((codes == codes.round()) & (codes >= 0) & (codes < 2**num_features)).all())
 
 
 def _look_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> None:
@@ -153,6 +199,8 @@ def _look_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> None:
     own = np.split(kept, mesh.axis_size("tp"), axis=1)
     if (kept == kept[0]).all():
         refuse(f": inside, the same hidden features are dropped for every token, on {mesh}.", panels)
+    if own[0].shape[1] > 1 and all((piece == piece[:, :1]).all() for piece in own):
+        refuse(f": inside, a rank drops all of a token's hidden features or none, on {mesh}.\n{EACH}", panels)
     alike = [(i, j) for i, j in combinations(range(len(own)), 2) if (own[i] == own[j]).all()]
     if alike:
         hint = (

@@ -63,6 +63,7 @@ class Exercise:
     fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending up to twice as much passes,
                 with a remark
     excess      if given, sending more than `slack` times `fewest` is refused, with this hint
+    surplus     what the remark asks, of the bytes that are more than `fewest`
     divided     the axis over which the work must be divided; computing everything on every rank is refused
     by_hand     if given, what the program must be built from, in words; collectives are then refused
     not_with    the names of library functions that would do the exercise
@@ -80,6 +81,7 @@ class Exercise:
     mistakes: tuple[Mistake, ...] = ()
     fewest: Callable[[Mesh, Tensors], int] | None = None
     excess: str = ""
+    surplus: str = "what are the other {:,} for?"
     slack: float = 1.0
     divided: str = ""
     by_hand: str = ""

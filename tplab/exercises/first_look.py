@@ -155,15 +155,13 @@ LARGEST = _on_a_ring(
         ),
         Mistake("result", TOO_FEW, lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True)),
         Mistake("result", SEVEN, lambda seen: _met(seen, 7).max(keepdims=True)),
-        Mistake(
-            "result",
-            "The rank's own number is missing: this is the largest of those that arrive, and of 0.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=0),
-        ),
-        Mistake(
-            "result",
-            "The rank's own number is missing: this is the largest of those that arrive.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=-np.inf),
+        *(
+            Mistake(
+                "result",
+                f"The rank's own number is missing: this is the largest of those that arrive{also}.",
+                lambda seen, least=least: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=least),
+            )
+            for least, also in ((0, ", and of 0"), (-np.inf, ""))
         ),
         Mistake(
             "result",

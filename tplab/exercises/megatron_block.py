@@ -51,6 +51,11 @@ def _added_before(seen: Seen) -> np.ndarray:
     return seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"]
 
 
+def _mean(seen: Seen) -> np.ndarray:
+    """The mean of the ranks' terms, and the bias."""
+    return seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.mesh.axis_size("tp")
+
+
 DOWN = Exercise(
     name="down",
     tensors=lambda rng, mesh: {
@@ -69,6 +74,12 @@ DOWN = Exercise(
             _added_before,
         ),
         Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
+        Mistake("y", "These are the mean of the ranks' terms and the bias. Add the terms up.", _mean),
+        Mistake(
+            "y",
+            "y has the bias R times too often: each rank adds it before the sum, and it is added once more after it.",
+            lambda seen: seen.want + seen.mesh.axis_size("tp") * seen.own["bias"],
+        ),
         own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
         *bias_mistakes(),
         added_up_again(

@@ -81,7 +81,7 @@ def few_rows(answer: Answer, again: str, added: str = "", late: str = "") -> Non
         trace, row = answer.run(mesh).trace, 4 * answer.tensors(mesh)["x"].shape[1]  # bytes in float32
         inside = np.array([trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]) / row
         across = np.array([trace.bytes_sent(rank=rank) for rank in mesh.ranks]) / row - inside
-        begins = next((event.axis for event in trace.events if event.kind == "collective"), "")
+        begins = next((event.axis for event in trace.events if event.kind in ("collective", "send")), "")
         first = late if late and begins == "gpu" else "Which of the two levels should come first?"
         if "," in begins:
             first = "It begins with all ranks at once. Use one level at a time: which of the two should come first?"

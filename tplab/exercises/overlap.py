@@ -42,29 +42,45 @@ def _plain(tensors: Tensors) -> Tensors:
     return {"y": y, "dx": dy @ w, "dw": dy.T @ x}
 
 
-def _in_order(seen: Seen) -> np.ndarray:
-    """The k-th piece to arrive, multiplied by the columns for rank k."""
-    num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
-    pieces = np.split(seen.tensors["x"], num_ranks, 1)
-    columns = np.split(seen.own["w"], num_ranks, 1)
-    return np.sum([pieces[(index - k) % num_ranks] @ columns[k].T for k in range(num_ranks)], 0)
+def _index(seen: Seen) -> int:
+    return seen.mesh.index(seen.rank, "tp")
 
 
-def _own_piece(seen: Seen) -> np.ndarray:
-    num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
-    return seen.own["x"] @ np.split(seen.own["w"], num_ranks, 1)[index].T
+def _in_parts(seen: Seen, array: np.ndarray, dim: int = 1) -> list[np.ndarray]:
+    """An array in as many parts as there are ranks."""
+    return np.split(array, seen.mesh.axis_size("tp"), dim)
 
 
-def _own_part(seen: Seen) -> np.ndarray:
-    """The term that this rank alone adds to its own part of the result."""
-    num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
-    return np.split(seen.own["x"] @ seen.own["w"].T, num_ranks, 1)[index]
+def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
+    """The k-th piece to arrive, which is that of rank i - k, multiplied by the columns for rank `columns(k)`."""
+    pieces, parts = _in_parts(seen, seen.tensors["x"]), _in_parts(seen, seen.own["w"])
+    num_ranks = len(parts)
+    return np.sum(
+        [pieces[(_index(seen) - k) % num_ranks] @ parts[columns(k) % num_ranks].T for k in range(num_ranks)], 0
+    )
 
 
-def _next_part(seen: Seen) -> np.ndarray:
-    """The sum that belongs to the next rank."""
-    num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
-    return np.split(_plain(seen.tensors)["y"], num_ranks, 1)[(index + 1) % num_ranks]
+def _last_twice(seen: Seen) -> np.ndarray:
+    num_ranks, last = seen.mesh.axis_size("tp"), (_index(seen) + seen.mesh.axis_size("tp") // 2)
+    pieces, parts = (_in_parts(seen, array) for array in (seen.tensors["x"], seen.own["w"]))
+    return seen.want + (num_ranks % 2 == 0) * (pieces[last % num_ranks] @ parts[last % num_ranks].T)
+
+
+def _sum_of_terms(seen: Seen, way: int, part: int | None) -> np.ndarray:
+    """What ends up on a rank if each of the ranks that are k before it, on a ring that goes this way, adds its term for
+    the rank that is k before itself; or always for the one that is `part` away."""
+    x, w = (_in_parts(seen, seen.tensors[key]) for key in ("x", "w"))
+    num_ranks, total = len(x), np.zeros(())
+    for k in range(num_ranks):
+        rank = (_index(seen) - way * k) % num_ranks
+        to = rank - way * k if part is None else rank + part
+        total = total + x[rank] @ _in_parts(seen, w[rank], 0)[to % num_ranks].T
+    return total
+
+
+def _own_dy(seen: Seen) -> np.ndarray:
+    """The gradient of this rank's part of y."""
+    return _in_parts(seen, weight(_plain(seen.tensors)["y"]))[_index(seen)]
 
 
 GATHER = Exercise(
@@ -81,12 +97,23 @@ GATHER = Exercise(
         Mistake(
             "y",
             "The k-th piece to arrive comes from rank i - k. Multiply it by the columns of w for that rank.",
-            _in_order,
+            lambda seen: _pieces_times(seen, lambda k: k),
         ),
         Mistake(
             "y",
             "This is the product of the rank's own piece alone. Add the products of the pieces that arrive.",
-            _own_piece,
+            lambda seen: seen.own["x"] @ _in_parts(seen, seen.own["w"])[_index(seen)].T,
+        ),
+        Mistake(
+            "y",
+            "Each piece is multiplied by the columns of w for the piece that comes from the other side. From which "
+            "rank does it come?",
+            lambda seen: _pieces_times(seen, lambda k: _index(seen) + k),
+        ),
+        Mistake(
+            "y",
+            "Where the number of ranks is even, both ways bring the same last piece, and its product is added twice.",
+            _last_twice,
         ),
     ),
     meshes=MESHES,
@@ -103,11 +130,31 @@ SCATTER = Exercise(
     tolerance=1e-5,  # float32 will do
     not_with=("matmul_reduce_scatter",),
     mistakes=(
-        Mistake("y", "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.", _own_part),
+        Mistake(
+            "y",
+            "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.",
+            lambda seen: _in_parts(seen, seen.own["x"] @ seen.own["w"].T)[_index(seen)],
+        ),
         Mistake(
             "y",
             "This is the sum for the next rank. Which part must a rank add last, so that its own sum ends with it?",
-            _next_part,
+            lambda seen: _in_parts(seen, _plain(seen.tensors)["y"])[(_index(seen) + 1) % seen.mesh.axis_size("tp")],
+        ),
+        *(
+            Mistake(
+                "y",
+                "Each sum adds up terms for different ranks. On which rank does it end, and which rows of w are that "
+                "rank's?",
+                lambda seen, way=way, part=part: _sum_of_terms(seen, way, part),
+            )
+            for way in (1, -1)
+            for part in (None, -1, 1, 0)
+        ),
+        Mistake(
+            "dx",
+            "This is what comes back from this rank's own part of y alone. The other ranks' parts depend on its x, "
+            "too.",
+            lambda seen: _own_dy(seen) @ _in_parts(seen, seen.own["w"], 0)[_index(seen)],
         ),
     ),
     meshes=MESHES,

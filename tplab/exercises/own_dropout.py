@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.damage import Untouched
-from tplab.exercises.dropout import corner, is_off
+from tplab.exercises.dropout import EACH, corner, is_off
 from tplab.exercises.verdict import Verdict, check, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Panel
@@ -155,12 +155,15 @@ def _look(masks: _Masks, mesh: Mesh) -> None:
     if not all((np.isclose(mask, 1 / (1 - _P)) | (mask == 0)).all() for drawn in masks.values() for mask in drawn):
         text = f"with p = {_P}, every number of x must become 0 or x / {1 - _P}. The table shows y / x."
         refuse(f", on {mesh}: {text}", shown)
-    share = float(np.mean([mask == 0 for drawn in masks.values() for mask in drawn[:1]]))
-    if is_off(share, first.size * len(masks), _P):
+    together = [("row", first[:1]), ("column", first[:, :1])]
+    if alike := next((which for which, one in together if ((first == 0) == (one == 0)).all()), ""):
+        refuse(f", on {mesh}: every {alike} of a mask is the same.\n{EACH}", shown)
+    different = {mask.tobytes(): mask for drawn in masks.values() for mask in drawn}.values()  # others say nothing new
+    share = float(np.mean([mask == 0 for mask in different]))
+    if is_off(share, first.size * len(different), _P):
         refuse(f", on {mesh}: with p = {_P}, {share:.0%} of the numbers are dropped.", shown)
     if len({int((mask == 0).sum()) for drawn in masks.values() for mask in drawn}) == 1:
-        text = "every mask drops equally many numbers. Each number is dropped with probability p, whatever the others"
-        refuse(f", on {mesh}: {text} do.", shown)
+        refuse(f", on {mesh}: every mask drops equally many numbers.\n{EACH}", shown)
     for (axis, _), drawn in masks.items():
         _look_at_ranks(axis, drawn, mesh)
     _look_at_keys(masks, _AXES[len(mesh.shape)], mesh)
@@ -207,7 +210,7 @@ def _look_at_keys(masks: _Masks, axes: Sequence[Any], mesh: Mesh, apart: Any = N
                 else:
                     hint = (
                         f"with axis={axis!r}, rank {rank} draws the same mask with key {key} as rank {other} with key "
-                        f"{other_key}.\nTwo different pairs of key and index must never give the same seed."
+                        f"{other_key}.\nTwo different pairs of key and index must never give the same mask."
                     )
                 panels = [corner(f"key {other_key}, rank {other}", masks[other_axis, other_key][other])]
                 refuse(f", on {mesh}: {hint}", [*panels, corner(f"key {key}, rank {rank}", mask)])

@@ -24,7 +24,7 @@ def check_recomputed(forget: Forget, again: Again) -> Verdict:
     x, y, dx, dy [B, D]. The gradients of the weights are added to `.grad`.
     """
     panels = [_compare(forget, again, dropout, every) for dropout in (0.0, 0.5) for every in (2, 1, LAYERS)]
-    _look_at_memory(forget)
+    _look_at_memory(forget, again)
     _look_in_flight(forget, again)
     text = " are right: y, dx and every gradient of a weight, with dropout and without.\n"
     text += "The random generator is left as it was found, and two microbatches may be in flight."
@@ -201,23 +201,32 @@ def _model(dropout: float, rows: int = ROWS) -> tuple[list[Any], Any, Any]:
     return layers, x, dy
 
 
-def _look_at_memory(forget: Forget) -> None:
-    """Refuse a forward pass that keeps activations somewhere else: in a closure, an object, or a global."""
+def _look_at_memory(forget: Forget, again: Again) -> None:
+    """Refuse a forward pass that keeps activations somewhere else: in a closure, an object, or a global; and what is
+    still there after the backward pass."""
     import torch
 
     from tplab.torch import LiveBytes
 
     with torch.random.fork_rng(devices=[]), LiveBytes() as live:
-        layers, x, _ = _model(0.5, rows=256)
+        layers, x, dy = _model(0.5, rows=256)
+        x, size = x.clone(), x.nbytes
         piece, before = torch.nn.Sequential(*layers), live.now()
         held = forget(piece, x)
         for layer in layers:
             layer[-1].masks.clear()  # they are the check's
         kept, states = live.now() - before, 4 * torch.get_rng_state().nbytes
-        del held  # what it returns counts too
-    if kept > 2 * x.nbytes + states:
-        text = f"for an x of {x.nbytes:,} bytes, {kept:,} bytes are still in memory after it."
+        again(piece, held[1], dy)
+        for layer in layers:
+            layer[-1].masks.clear()
+        del held, x  # what it returns counts too
+        left = live.now() + size - before - sum(one.nbytes for one in _gradients(layers).values())
+    if kept > 2 * size + states:
+        text = f"for an x of {size:,} bytes, {kept:,} bytes are still in memory after it."
         refuse(f": {text} Something keeps activations.", of="my_forget")
+    if left > size // 2:
+        text = f"for an x of {size:,} bytes, {left:,} bytes are still in memory when its backward pass has ended."
+        refuse(f": {text} What was kept must be forgotten then.", of="my_again")
 
 
 def _holds_too_much(y: Any, kept: Any, x: Any) -> str:
@@ -232,6 +241,8 @@ def _holds_too_much(y: Any, kept: Any, x: Any) -> str:
     floats = sum(one.numel() for one in tensors if one.is_floating_point())
     if floats > x.numel():
         return f"it keeps {floats} numbers, and the input has {x.numel()}. Keep that, and compute the rest again."
+    if (large := sum(one.numel() == x.numel() for one in tensors)) > 1:
+        return f"it keeps {large} tensors as large as its input. Keep that, and draw the same numbers again."
     return ""
 
 

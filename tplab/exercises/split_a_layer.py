@@ -84,6 +84,14 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
         ),
         Mistake(
             result,
+            "This is the gradient of the mean of all squares. The loss is their sum.",
+            lambda seen: seen.want / seen.tensors["target"].size,
+        ),
+        added_up_again(
+            result, "tp", "This is R times too large. Every rank has the whole dz already; was it added up once more?"
+        ),
+        Mistake(
+            result,
             "The sign is wrong: dz is 2 * (z - target), and this is the gradient for 2 * (target - z).",
             lambda seen: -seen.want,
         ),
@@ -193,12 +201,13 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             )
             for one in (0, -1)
         ),
-        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
         Mistake(
             "dbias",
-            "y is right, but here the gradient of the bias is zero: it is detached, or used twice so that both cancel.",
-            lambda seen: 0 * seen.want,
+            "y is right, but on each rank the bias is added once and taken off R - 1 times, and its gradient counts "
+            "both.\nAdd the bias once, after the sum.",
+            lambda seen: (2 - seen.mesh.axis_size("tp")) * seen.want,
         ),
+        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
     )
 
 
@@ -256,22 +265,23 @@ def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> 
 
 
 def _gated(tensors: Tensors) -> Tensors:
-    """z = (silu(x @ a) * (x @ g)) @ b, and the gradients of sum(z * weight)."""
-    x, a, g, b = (tensors[name] for name in "xagb")
-    u, v = x @ a, x @ g
+    """z = (silu(x @ a) * (x @ c)) @ b, and the gradients of sum(z * weight)."""
+    x, a, c, b = (tensors[name] for name in "xacb")
+    u, v = x @ a, x @ c
     gate = 1 / (1 + np.exp(-u))
     y = u * gate * v
     z = y @ b
     dz = weight(z)
     dy = dz @ b.T
     du, dv = dy * v * gate * (1 + u * (1 - gate)), dy * u * gate
-    by_a, by_g = du @ a.T, dv @ g.T
-    weights = {"da": x.T @ du, "dg": x.T @ dv, "db": y.T @ dz}
-    return {"z": z, "dx": by_a + by_g, **weights, "dx through a": by_a, "dx through g": by_g}
+    by_a, by_c = du @ a.T, dv @ c.T
+    weights = {"da": x.T @ du, "dc": x.T @ dv, "db": y.T @ dz}
+    return {"z": z, "dx": by_a + by_c, **weights, "dx through a": by_a, "dx through c": by_c}
 
 
-def _one_way(summed: str, alone: str, hint: str) -> Mistake:
-    """x enters the layer through a and through g; the gradients of only one of these paths are added up."""
+def _one_way(summed: str, alone: str) -> Mistake:
+    """x enters the layer through a and through c; the gradients of only one of these paths are added up."""
+    hint = f"The gradients that come through {summed} are added up, but x also goes through {alone}."
 
     def wrong(seen: Seen) -> np.ndarray:
         return _gated(seen.tensors)[f"dx through {summed}"] + _gated(seen.own)[f"dx through {alone}"]
@@ -284,25 +294,30 @@ GATED = Exercise(
     tensors=lambda rng, mesh: {
         "x": rng.normal(size=(3, 4)),
         "a": rng.normal(size=(4, 12)),
-        "g": rng.normal(size=(4, 12)),
+        "c": rng.normal(size=(4, 12)),
         "b": rng.normal(size=(12, 4)),
     },
-    specs={"x": P(), "a": COLUMNS, "g": COLUMNS, "b": ROWS},
+    specs={"x": P(), "a": COLUMNS, "c": COLUMNS, "b": ROWS},
     plain=_gated,
     results={"z": P()},
-    gradients=("x", "a", "g", "b"),
+    gradients=("x", "a", "c", "b"),
     mistakes=(
         own_part(_gated, "z", "This is the rank's own term. b is split by rows, so the sum is missing."),
+        Mistake(
+            "z",
+            "silu is applied to x @ c. It belongs to x @ a.",
+            lambda seen: _gated({**seen.tensors, "a": seen.tensors["c"], "c": seen.tensors["a"]})["z"],
+        ),
         added_up_again("z", "tp", "This is R times too large: it was added up twice, or it was whole before the sum."),
         own_part(
             _gated,
             "dx",
             "This is the rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do that?",
         ),
-        _one_way("a", "g", "The gradients that come through a are added up, but x also goes through g."),
-        _one_way("g", "a", "The gradients that come through g are added up, but x also goes through a."),
+        _one_way("a", "c"),
+        _one_way("c", "a"),
         added_up_again("dx", "tp", "This is R times too large: gradients that were added up are added up again."),
-        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, APART) for name in "agb"),
+        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, APART) for name in "acb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
     excess=(
@@ -315,8 +330,8 @@ GATED = Exercise(
 
 
 def check_gated(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the gated layer (silu(x @ a) * (x @ g)) @ b, with the right gradients.
+    """Whether `fn` is the gated layer (silu(x @ a) * (x @ c)) @ b, with the right gradients.
 
-    x [B, D]   a, g [D, F/tp]   b [F/tp, K]   ->   z [B, K], the same on every rank of axis "tp"
+    x [B, D]   a, c [D, F/tp]   b [F/tp, K]   ->   z [B, K], the same on every rank of axis "tp"
     """
     return grade(fn, GATED, framework)

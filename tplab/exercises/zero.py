@@ -98,6 +98,12 @@ STEP = Exercise(
             "The gradients of all ranks were added up, so the step is too long: take their mean.",
             lambda seen: _stepped(seen.tensors, seen.mesh.axis_size("dp"))["w"],
         ),
+        Mistake(
+            "w",
+            "Every row takes only 1/dp of its step. If you take the mean of all ranks' w: only one of them has stepped "
+            "a row.",
+            lambda seen: seen.tensors["w"] + (seen.want - seen.tensors["w"]) / seen.mesh.axis_size("dp"),
+        ),
         Mistake("w", "This step leaves out the momentum of before.", _without_momentum),
         Mistake("w", "The momentum of before is multiplied by 0.9 first.", _without_decay),
         Mistake(
@@ -131,8 +137,8 @@ def check_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdic
 
 def _layer_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     num_ranks = mesh.axis_size("dp")
-    width = max(2, num_ranks)
-    return {"x": rng.normal(size=(2 * num_ranks, width)), "piece": rng.normal(size=2 * width * width)}
+    width = 2 * num_ranks  # with one row per rank and matrix, different mistakes would look the same
+    return {"x": rng.normal(size=(2 * width, width)), "piece": rng.normal(size=2 * width * width)}
 
 
 def _layer(tensors: Tensors) -> Tensors:
@@ -161,19 +167,15 @@ def _own_rows_only(seen: Seen) -> np.ndarray:
     return whole[cut(whole.size, num_ranks, "equal")[index]]
 
 
-def _in_two_places(seen: Seen) -> np.ndarray:
-    """The layer's result if every rank's piece is cut in two, and the halves are gathered separately."""
-    x = seen.tensors["x"]
-    pieces = seen.tensors["piece"].reshape(seen.mesh.axis_size("dp"), 2, -1)
-    a, b = pieces.swapaxes(0, 1).reshape(2, x.shape[1], x.shape[1])
-    return np.maximum(seen.own["x"] @ a, 0) @ b
+def _with(matrices: Callable[[np.ndarray, int, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+    """The layer's result with other `matrices(row, width, ranks)` [2, D, D] than a and b."""
 
+    def wrong(seen: Seen) -> np.ndarray:
+        x = seen.own["x"]
+        a, b = matrices(seen.tensors["piece"], x.shape[1], seen.mesh.axis_size("dp"))
+        return np.maximum(x @ a, 0) @ b
 
-def _exchanged(seen: Seen) -> np.ndarray:
-    """The layer's result if the second matrix comes first."""
-    x = seen.tensors["x"]
-    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    return np.maximum(seen.own["x"] @ b, 0) @ a
+    return wrong
 
 
 def _linear(seen: Seen) -> np.ndarray:
@@ -191,12 +193,27 @@ LAYER = Exercise(
     gradients=("x", "piece"),
     mistakes=(
         Mistake("y", "The relu is missing between the two matrices.", _linear),
-        Mistake("y", "The two matrices are swapped: a comes first in the row of numbers, and b second.", _exchanged),
+        Mistake(
+            "y",
+            "The two matrices are swapped: a comes first in the row of numbers, and b second.",
+            _with(lambda row, d, _: row.reshape(2, d, d)[::-1]),
+        ),
         Mistake(
             "y",
             "You cut this rank's piece in two, as if it held a part of a and a part of b. It is one part of the row.\n"
             "On two ranks, rank 0 has all of a, and rank 1 has all of b. Gather first, and cut the row then.",
-            _in_two_places,
+            _with(lambda row, d, ranks: row.reshape(ranks, 2, -1).swapaxes(0, 1).reshape(2, d, d)),
+        ),
+        Mistake(
+            "y",
+            "Both matrices are transposed: this is relu(x @ a.T) @ b.T, as `F.linear` computes.",
+            _with(lambda row, d, _: row.reshape(2, d, d).swapaxes(1, 2)),
+        ),
+        Mistake(
+            "y",
+            "a is the first half of the row, and b the second. You cut the row as a matrix [D, 2 D] with a on its left "
+            "and b on its right.",
+            _with(lambda row, d, _: row.reshape(d, 2, d).swapaxes(0, 1)),
         ),
         Mistake(
             "dpiece",
@@ -236,12 +253,13 @@ def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
 
 def _in_pieces(answer: Answer) -> Verdict:
-    """Refuse sums that every rank gets."""
+    """Refuse sums that every rank gets, and say of a layer that gathers once what that keeps."""
     if any(event.op == "all_reduce" for trace in answer.traces for event in trace.events):
         but(
             "an all_reduce gives every rank the sums for all pieces.\nA rank needs the sum for its own piece only, "
             "which takes half of the bytes."
         )
-    if sum(event.op == "all_gather" for event in answer.traces[0].select(rank=0, kind="collective").events) == 1:
+    both = answer.traces[1]  # the forward pass and the backward pass
+    if sum(event.op == "all_gather" for event in both.select(rank=0, kind="collective").events) == 1:
         answer.verdict.text += "\nIt gathers once: both matrices stay until the backward pass. A class frees them."
     return answer.verdict

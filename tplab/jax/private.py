@@ -79,6 +79,21 @@ def out_shardings_of(traced: Any) -> tuple[Any, ...]:
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
 
 
+def is_ref(leaf: Any) -> bool:
+    """Whether it is an array that can be written to. Before 0.8 JAX has none under a public name."""
+    return isinstance(leaf, getattr(jax, "Ref", ()))
+
+
+def new_ref(x: Any) -> Any:
+    """A Ref that holds `x`."""
+    return jax.new_ref(x)  # type: ignore[attr-defined]
+
+
+def kept_of(compiled: Any) -> list[int]:
+    """The places of the arguments that a compiled program uses, in order; [] where JAX does not say."""
+    return sorted(getattr(getattr(compiled, "_executable", None), "_kept_var_idx", ()))
+
+
 def changed(traced: Any, **params: Any) -> Any:
     """A traced function with another "jaxpr" or other "out_shardings"."""
     new = copy(traced)

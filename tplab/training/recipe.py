@@ -10,10 +10,11 @@ from tplab.data.buckets import BUCKET_BYTES
 from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
-from tplab.models.checks import DISPATCHES, SEQUENCE_SCHEMES, SequenceScheme
+from tplab.models.checks import DISPATCHES, SEQUENCE_SCHEMES, SequenceScheme, check_heads
 from tplab.models.gpt import GPTConfig
 from tplab.schedules import Schedule, one_f_one_b
 from tplab.sequence import LAYOUTS, LayoutName, TokenLayout
+from tplab.sharding import share
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """The names of the axes for data, pipeline, expert, context and tensor parallelism."""
@@ -84,7 +85,9 @@ class Recipe:
         return self.learning_rate * (self.final + (1 - self.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
 
     def check_mesh(self, mesh: Mesh, config: GPTConfig) -> None:
-        """Raise ValueError if the ZeRO stage does not support the pipelines or the experts."""
+        """Raise ValueError if the ZeRO stage does not support the pipelines or the experts, and ShapeError if the ranks
+        cannot share heads, features or experts equally."""
+        self._check_sizes(mesh, config)
         if self.zero == 3 and config.experts is not None:
             raise ValueError(
                 "zero=3 would share every parameter over the ranks of 'ep' too, which hold different experts; take "
@@ -96,6 +99,17 @@ class Recipe:
                 f"zero={self.zero} with pipelines of {mesh.axis_size('pp')} ranks would {what} for each of the "
                 f"{self.microbatches} microbatches; take zero=1, which sends once per step, or a mesh with pp=1"
             )
+
+    @staticmethod
+    def _check_sizes(mesh: Mesh, config: GPTConfig) -> None:
+        ranks, experts = mesh.axis_size("tp"), config.experts
+        num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+        check_heads(config.width, config.num_heads, num_kv_heads, ranks, "tp", None)
+        hidden = [config.hidden_width] if experts is None or experts.blocks is not None else []
+        for size in hidden if experts is None else (*hidden, experts.hidden, experts.shared):
+            share(size, ranks, "hidden is", axis="tp")
+        if experts is not None:
+            share(experts.routing.experts, mesh.axis_size("ep"), "experts is", axis="ep")
 
     def tokens_on(self, mesh: Mesh, length: int) -> TokenLayout:
         """Which tokens of a sequence each context-parallel rank has. Raises ShapeError where they cannot share it."""

@@ -149,11 +149,11 @@ class Knob(Card):
         return f"{f'{amount:,.0f}' if amount == int(amount) else plain(amount)} {self.unit}".strip()
 
     def said(self, bars: Bars) -> str:
-        """ "Measured by the NCCL team: 2.4 ms on 4 ranks.", or nothing if nothing was measured."""
-        values = [f"{row.label} {self.text(row.measured)}" for row in bars.rows if row.measured is not None]
+        """ "Measured by the NCCL team: 2.4 ms for 4 ranks.", or nothing if nothing was measured."""
+        values = [f"{self.text(row.measured)} for {row.label}" for row in bars.rows if row.measured is not None]
         if len(values) > MANY:
             return f"Measured by {self.by}: the marks on {len(values)} rows."
-        return f"Measured by {self.by}: {', '.join(values)}." if values else ""
+        return f"Measured by {self.by}: {'; '.join(values)}." if values else ""
 
     def _behind(self, row: Row) -> str:
         """The text after a bar's total."""

@@ -204,6 +204,49 @@ def test_what_is_started_overlaps_and_may_be_waited_for_in_any_order(num_ranks: 
 
 
 @each_size
+def test_a_future_has_what_the_program_receives(num_ranks: int):
+    """As over nccl: not what the rank has sent. Where nothing comes back, it has nothing."""
+
+    def program() -> dict[str, tuple[Any, Any, Any]]:
+        rank, found = dist.get_rank(), {}
+
+        def row(n: int = num_ranks) -> list[Tensor]:
+            return [torch.zeros(2, dtype=torch.float64) for _ in range(n)]
+
+        def ask(name: str, function: Any, outputs: list[Tensor], *args: Any, **kwargs: Any) -> None:
+            work = function(*args, **kwargs, async_op=True)
+            found[name] = work.get_future().wait(), work.result(), outputs
+
+        mine, pieces = put_in(rank, 2), list(put_in(rank, num_ranks, 2))
+        is_root, root = rank == num_ranks - 1, num_ranks - 1
+        ask("all_gather", dist.all_gather, out := row(), out, mine)
+        ask("all_gather_into_tensor", dist.all_gather_into_tensor, out := row(1), out[0].resize_(2 * num_ranks), mine)
+        ask("reduce_scatter", dist.reduce_scatter, out := row(1), out[0], pieces)
+        ask("reduce_scatter_tensor", dist.reduce_scatter_tensor, out := row(1), out[0], torch.cat(pieces))
+        ask("all_to_all", dist.all_to_all, out := row(), out, pieces)
+        ask(
+            "all_to_all_single",
+            dist.all_to_all_single,
+            out := row(1),
+            out[0].resize_(num_ranks),
+            mine[:1].repeat(num_ranks),
+        )
+        ask("gather", dist.gather, out := row() if is_root else [], mine, out if is_root else None, dst=root)
+        ask("scatter", dist.scatter, out := row(1), out[0], pieces if is_root else None, src=root)
+        ask("all_reduce", dist.all_reduce, out := [mine.clone()], out[0])
+        ask("broadcast", dist.broadcast, out := [mine.clone()], out[0], src=root)
+        ask("barrier", dist.barrier, [])
+        return found
+
+    for found in on(num_ranks, program).per_rank:
+        for name, (future, result, outputs) in found.items():
+            assert len(future) == len(result) == len(outputs), name
+            for x, y, output in zip(future, result, outputs, strict=True):
+                same(x, output)
+                same(y, output)
+
+
+@each_size
 def test_futures(num_ranks: int):
     def program() -> Tensor:
         x = put_in(dist.get_rank(), 4)

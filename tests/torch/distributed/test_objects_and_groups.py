@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -238,6 +239,27 @@ def test_groups_may_be_destroyed_and_made_again():
         return [first, second, reduced(None), dist.get_backend()]
 
     assert on(2, program).per_rank == [[1, 1, 1, "gloo"]] * 2
+
+
+def test_a_second_world_is_found_by_its_name():
+    """Functional collectives look a group up by its name, which is "0" for each world, also in a thread of the rank."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    def summed(found: list[float]) -> None:
+        found.append(float(all_reduce(torch.ones(2), "sum", "0")[0]))
+
+    def program() -> list[float]:
+        found: list[float] = []
+        for _ in range(3):
+            dist.init_process_group("gloo")
+            summed(found)
+            thread = Thread(target=summed, args=(found,))
+            thread.start()
+            thread.join()
+            dist.destroy_process_group()
+        return found
+
+    assert on(3, program).per_rank == [[3.0] * 6] * 3
 
 
 # --- the store -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tplab.checking.observed import Way, factor_between, first_fit
 from tplab.checking.same_model import NOT_FINITE, Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, NEITHER, Rounding, coarsest
 from tplab.jax.checking.bench import Bench
+from tplab.jax.checking.given import Given, under
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
@@ -47,7 +48,9 @@ def same_model(
     its factor, its line and its usual cause. Every device's copy of each result is looked at, not only the first one's.
 
     step    a mesh -> a training step, jitted or not; `lambda mesh: step` where it has no mesh in it
-    args    what the step is called with; the first one is the parameters. All are whole, and the same for both meshes
+    args    what the step is called with; the first one is the parameters. All are whole, and the same for both meshes,
+            on which arrays with Explicit axes lie as their types say. Refs are left as they are; what the step writes
+            into them is compared, too
     mesh, reference_mesh   without the second, one of the same axes with one device
     Which result is what is read from names, as in {"loss": ..., "grads": ...} or an object's fields; without any, a
     single number is the loss, and what is like the parameters is their new values.
@@ -61,26 +64,26 @@ def same_model(
         raise ValueError("give the mesh on which the step is to run: mesh=Mesh(dp=4), or one of JAX's")
     mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_mesh(mesh, "simulated")
     if reference_mesh is None:
-        reference_mesh = Mesh(**dict.fromkeys(mesh.axis_names, 1))
+        alone = jax_mesh(Mesh(**dict.fromkeys(mesh.axis_names, 1)), "simulated")
+        reference_mesh = jax.sharding.Mesh(alone.devices, mesh.axis_names, axis_types=mesh.axis_types)
     if not isinstance(reference_mesh, jax.sharding.Mesh):
         reference_mesh = jax_mesh(reference_mesh, "simulated")
     about = f"{_text(mesh)}, compared with {_text(reference_mesh)}"
     if mesh.size == 1:
         return cannot_tell("the mesh has one device", about=about)
-    args = [jax.tree.map(_host, arg) for arg in args]
-    ours, theirs = step(mesh), step(reference_mesh)
-    if not callable(ours):
-        raise TypeError(f"step takes a mesh and returns a training step, as `lambda mesh: step`, not {ours!r}")
-    jaxpr = jax.make_jaxpr(ours)(*args).jaxpr
+    given = Given(args)
+    args = given.whole
+    ours, theirs = (given.to(step, each) for each in (mesh, reference_mesh))
+    jaxpr = under(mesh, jax.make_jaxpr(ours))(*args).jaxpr
     computed = [v.aval for eqn, _ in equations_of(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
     dtype = coarsest(str(aval.dtype) for aval in computed)
     others = [_nudged(args, EPSILON[dtype], seed) for seed in range(2)]
     try:
-        want, *again = [_results(theirs, given) for given in (args, *others)]
+        want, *again = [_results(under(reference_mesh, theirs), each) for each in (args, *others)]
     except (TypeError, ValueError) as error:
         first = str(error).partition(chr(10))[0]
         return could_not_run(f"the reference raised {type(error).__name__}: {first}", about=about)
-    got = _results(ours, args)
+    got = _results(under(mesh, ours), args)
     if [one.name for one in got] != [one.name for one in want]:
         return cannot_tell("the step returns something else on one device", about=about)
     if not got:
@@ -238,13 +241,6 @@ def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
             _Result(place, jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64), pieces)
         )
     return found
-
-
-def _host(leaf: Any) -> Any:
-    """An argument without a place on a mesh. Random keys stay as they are."""
-    if isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return np.asarray(leaf)
-    return leaf
 
 
 def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:

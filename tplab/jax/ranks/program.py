@@ -221,7 +221,7 @@ class Compiled:
         with nullcontext() if function in self._has_run else spare.returned():  # XLA compiles at the first call
             try:
                 results = function(self.key(seed), *placed)
-            except TypeError as error:  # differentiated in a way that the program does not allow
+            except (TypeError, jax.errors.JaxRuntimeError) as error:  # differentiated or compiled as it cannot be
                 explain(error)
                 raise
         self._has_run.add(function)

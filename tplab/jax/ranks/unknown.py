@@ -13,12 +13,14 @@ from tplab.lines import line_text
 
 
 def explain(error: Exception) -> None:
-    """Note what to do, and at which line, on an error that JAX raised while it traced or differentiated a program, if
-    its cause is how `run` works."""
+    """Note what to do, and at which line, on an error that JAX raised while it traced, differentiated or compiled a
+    program, if its cause is how `run` works, or where it runs."""
     if asks_for_numbers(error):
         error.add_note("\n".join(filter(None, (_place(error) + _ONE_TRACE_FOR_ALL, _instead(error)))))
     elif isinstance(error, TypeError) and "forward-mode" in str(error):
         error.add_note(_place(error) + _NO_FORWARD_MODE)
+    elif "ragged-all-to-all" in str(error):
+        error.add_note(_NOT_ON_CPUS)
 
 
 def asks_for_numbers(error: Exception) -> bool:
@@ -68,6 +70,10 @@ _NO_FORWARD_MODE = (
     "what is differentiated forwards here defines only its backward pass: parameters that shard_parameters has "
     "divided, for instance, are gathered again in it. Use jax.grad or jax.vjp; a Hessian-vector product is the "
     "gradient of jnp.vdot(jax.grad(loss)(params), direction)."
+)
+_NOT_ON_CPUS = (
+    "XLA for CPUs has no ragged_all_to_all. Given shapes (jax.ShapeDtypeStruct), `run` compiles nothing, and its trace "
+    "counts rows as if they were spread evenly. To run it on CPUs, send a fixed number of rows, with all_to_all."
 )
 _UNKNOWN_YET = (
     jax.errors.ConcretizationTypeError,

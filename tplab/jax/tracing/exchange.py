@@ -99,6 +99,7 @@ EXCHANGES = {
     "all_gather_invariant": _GATHER,
     "reduce_scatter": Exchange("reduce_scatter", "sum"),
     "all_to_all": Exchange("all_to_all"),
+    "ragged_all_to_all": Exchange("all_to_all"),
     "ppermute": Exchange("ppermute"),
 }
 """By the names of JAX's primitives, and of those that tplab adds: `tplab.jax.comm`."""

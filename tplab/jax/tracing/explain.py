@@ -186,15 +186,18 @@ class _Why:
     def _of_sum(self, place: Spot, given: Spot, sent: Carried, axis: str, num_ranks: int, index: int | None) -> Cause:
         """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
-        operation = self._name(made)
+        operation, own = self._name(made), place.one.primitive
         where = self._line(place if index is None else made) or self._line(made) or self._line(place)
+        is_sum = is_product(made.one) or made.one.op == "reduce" or operation == "dot_general"
         operands = self._operands(made, where)
+        if not is_sum and own.startswith("reduce_") and own not in _WRITTEN:  # of one element per rank: not there
+            operation, operands, is_sum = own, (self._text(made, where),), True
         of = f" of {' and '.join(operands)}" if operands else ""
         if (written := place.one.primitive) in _WRITTEN:
             operands = (self._text(made, where),)
             why = self._as_written(place, written, operands[0])
-        elif is_product(made.one) or made.one.op == "reduce":
-            what = "sums over" if is_product(made.one) or "add" in operation or "sum" in operation else "goes over"
+        elif is_sum:
+            what = "sums over" if any(word in operation for word in ("dot", "conv", "add", "sum")) else "goes over"
             why = f"{operation}{of} {what} a dim that is sharded over {axis}, so each rank has only its part"
         else:
             why = f"after {operation}{of} each rank has only a part of the result"
@@ -374,12 +377,12 @@ class _Why:
             for given in self.flow.operands(place):
                 source = self.flow.source(given)
                 key = source.computation, source.one.name
-                if key in seen or source.one.op in _CONSTANT:
+                is_spread = source.one.op == "broadcast" and made.one.primitive == "dot_general"  # of one element
+                if key in seen or (source.one.op in _CONSTANT and not is_spread):
                     continue
                 seen.add(key)
-                is_part = source.one.op != "parameter" and (
-                    source.one.origin in ("", made.one.origin) or self._is_place(source, made)
-                )
+                is_own = source.one.origin in ("", made.one.origin) or self._is_place(source, made)
+                is_part = source.one.op != "parameter" and (is_own or is_spread)
                 if is_part and not is_product(source.one):
                     pending.append(source)
                 else:

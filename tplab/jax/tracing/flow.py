@@ -171,7 +171,7 @@ class Flow:
             return None
         one = place.one
         name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # of `lowered`, by the reader's names
-        name = self._names.get(name, name)
+        name = self._names.get(re.sub(r"^(Arg_\d+)\.\d+$", r"\1", name), name)
         pieces = self._pieces(one)
         array = one.arrays[0]
         if pieces is None:

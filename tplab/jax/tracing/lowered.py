@@ -19,7 +19,8 @@ from jax.tree_util import SequenceKey
 
 from tplab import spare
 from tplab.errors import TraceError
-from tplab.jax.private import as_written, changed, out_shardings_of
+from tplab.jax.private import as_written, changed, kept_of, out_shardings_of
+from tplab.jax.ranks.unknown import explain
 from tplab.jax.tracing.asked import Ask, Asked
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.jaxprs import equations_of
@@ -62,7 +63,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
         )
     if hasattr(fn, "as_text") and (args or kwargs):
         raise TypeError("this function is compiled already, for arguments of its own: trace(compiled), without any")
-    if type(fn).__module__.startswith("equinox"):
+    if is_filtered := type(fn).__module__.startswith("equinox"):
         fn = getattr(fn, "__wrapped__", fn)  # filter_jit traces arrays and uses the rest as it is, as we do
     jaxpr, traced, asked = None, None, Asked(None)
     if hasattr(fn, "as_text"):
@@ -70,7 +71,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
     else:
         with as_written() if numbered else nullcontext():
             if not hasattr(fn, "lower"):
-                traced = _jitted(fn, args, kwargs)
+                traced = _jitted(fn, args, kwargs, is_filtered)
             elif hasattr(fn, "trace"):
                 traced = fn.trace(*args, **kwargs)
             traced = getattr(traced, "traced", traced)  # Flax's is wrapped
@@ -83,7 +84,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
     title = module.name if hasattr(fn, "as_text") else _title(fn)
-    return Lowered(title, module, mesh, _names(fn, args, kwargs), asked, traced)
+    return Lowered(title, module, mesh, _names(fn, args, kwargs, kept_of(compiled)), asked, traced)
 
 
 def _numbered(traced: Any, asked: Asked) -> Any:
@@ -95,7 +96,11 @@ def _numbered(traced: Any, asked: Asked) -> Any:
 
 def _compiled(lowered: Any) -> Any:
     with spare.returned():
-        return lowered.compile()
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            explain(error)
+            raise
 
 
 @contextmanager
@@ -119,11 +124,11 @@ def _title(fn: Any) -> str:
 # --- a function that is not jitted -----------------------------------------------------------------------------------
 
 
-def _jitted(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _jitted(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], is_filtered: bool) -> Any:
     """`fn` as `jit` traces it. It may use arguments that are not arrays, such as the activation of an Equinox layer, as
-    they are; then only the arrays among its results count, too."""
+    they are; then only the arrays among its results count, too. `is_filtered`: numbers are used as they are, always."""
     found, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
-    if all(_is_array(leaf) or isinstance(leaf, bool | int | float | complex) for _, leaf in found):
+    if all(_is_array(leaf) or (isinstance(leaf, _NUMBERS) and not is_filtered) for _, leaf in found):
         return jax.jit(fn).trace(*args, **kwargs)
     names = [_name(fn, path) for path, _ in found]
 
@@ -135,6 +140,9 @@ def _jitted(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
     del program.__wrapped__  # its arguments are its own
     return jax.jit(program).trace({name: leaf for name, (_, leaf) in zip(names, found, strict=True) if _is_array(leaf)})
+
+
+_NUMBERS = bool, int, float, complex
 
 
 def _is_array(leaf: Any) -> bool:
@@ -153,11 +161,13 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
     return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str]:
-    """The names of a pmap's arguments, "flat_args[0]", and of the parameters of Flax NNX's models and optimizers: JAX
-    gets them as lists, "model.states[0][1]"."""
+def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], kept: Sequence[int]) -> dict[str, str]:
+    """The names of a pmap's arguments, "flat_args[0]", of all arguments where some are Refs, "Arg_0" for the first one
+    that is `kept`, and of the parameters of Flax NNX's models and optimizers, which are lists: "model.states[0][1]"."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     names = {f"flat_args[{number}]": _name(fn, path) for number, (path, _) in enumerate(found)}
+    arrays = [path for path, leaf in found if _is_array(leaf) or isinstance(leaf, _NUMBERS)]
+    names |= {f"Arg_{number}": _name(fn, arrays[place]) for number, place in enumerate(kept) if place < len(arrays)}
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return names
@@ -176,8 +186,9 @@ def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, st
 def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[Any, int]]:
     """Axis -> size, for the meshes of the arguments and results, and for those that the function names itself."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    with suppress(AttributeError):  # until JAX 0.7 a pmap does not know them
-        shardings += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    for name in ("input_shardings", "output_shardings"):
+        with suppress(AttributeError, ValueError):  # of a pmap until JAX 0.7; of results, where arguments are Refs
+            shardings += jax.tree.leaves(getattr(compiled, name))
     for eqn, _ in equations_of(jaxpr.jaxpr) if jaxpr is not None else ():
         if eqn.primitive.name == "shard_map":
             yield dict(eqn.params["mesh"].shape)

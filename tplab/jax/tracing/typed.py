@@ -113,7 +113,9 @@ class _Typist:
         name, params, avals = eqn.primitive.name, eqn.params, [variable.aval for variable in eqn.outvars]
         about: dict[str, Any] = {"stack": stack, "phase": "backward" if back else "forward"}
         if name in EXCHANGES:
-            return [self._exchange(eqn, x, aval, about, count) for x, aval in zip(inputs, avals, strict=True)]
+            return [
+                self._exchange(eqn, x, aval, about, count) for x, aval in zip(inputs[: len(avals)], avals, strict=True)
+            ]
         if name in ("pvary", "pcast"):
             names = params.get("axes", params.get("axis_name", ()))
             return [self._varied(x, aval, (names,) if isinstance(names, str) else tuple(names), about)

@@ -85,6 +85,8 @@ class Walk:
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         name, params = eqn.primitive.name, eqn.params
         if name in EXCHANGES:
+            if name == "ragged_all_to_all":  # what it sends, as if spread evenly; then where each rank's rows are
+                inputs = [Held(eqn.invars[0].aval, {task for held in inputs for task in held.needs})]
             return [self._exchange(eqn, x, out.aval, ranks, where) for x, out in zip(inputs, eqn.outvars, strict=True)]
         if name in ("pvary", "pcast"):
             return inputs  # a statement about types

@@ -26,15 +26,17 @@ StandIn = tuple[Any, str, Callable[..., Any]]
 function, and what the function is called with."""
 
 
-def _collective(rank: Watched, original: Any, group: Group, /, call: Any, put: Any, opts: Any, take: Any) -> Any:
+def _collective(
+    rank: Watched, original: Any, group: Group, /, call: Any, put: Any, opts: Any, take: Any, into: Any
+) -> Any:
     """One of torch.distributed: its tensors are still the script's own."""
     if rank.is_looking:
-        return original(group, call, put, opts, take)
+        return original(group, call, put, opts, take, into)
     is_open = opts is None or opts.asyncOp
     rank.send(call, put, is_open)
 
     def run(take: Any) -> Any:
-        return original(group, call, put, opts, take)
+        return original(group, call, put, opts, take, into)
 
     with rank.calls(SimulatedRank):
         return rank.mending.collective(run, call, put, take, Taken)
@@ -128,7 +130,7 @@ def require_sync(
 
 
 GROUPS: Sequence[StandIn] = (
-    (Group, "_run", _collective),
+    (Group, "_carry", _collective),
     (asked, "in_memory", _in_memory),
     (Group, "allgather", _all_gather),
     *((Group, name, _all_gather_single) for name in ("all_gather_single", "_allgather_base")),

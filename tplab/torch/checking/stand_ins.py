@@ -26,6 +26,7 @@ from tplab.torch.checking.chance import CHANCE, states
 from tplab.torch.checking.groups import GROUPS, StandIn, require_sync
 from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
+from tplab.torch.checking.pieces import is_stateless
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.meter import tensors_in
@@ -110,7 +111,8 @@ class StandIns:
         try:
             found = call(module, *args, **kwargs)
             seen.returns(found)
-            rank.computed.update((id(x), x) for x in tensors_in(found) if not x.requires_grad)
+            if not is_stateless(module):
+                rank.computed.update((id(x), x) for x in tensors_in(found) if not x.requires_grad)
             return found
         finally:
             rank.depth = 0

@@ -18,7 +18,7 @@ from tplab.torch.checking.mending import Back, Through
 from tplab.torch.checking.names import OF_A_BATCH, address_of, parameters_of
 from tplab.torch.checking.origins import NORMS, SQUARES, ByHand
 from tplab.torch.checking.pending import Call
-from tplab.torch.checking.pieces import array_of, data_in, is_loss, nudged, replaced
+from tplab.torch.checking.pieces import array_of, data_in, has_no_samples, nudged, replaced
 from tplab.torch.checking.plan import Plan
 from tplab.torch.checking.trail import line_of_return
 from tplab.torch.checking.watched_steps import WatchedSteps
@@ -135,7 +135,7 @@ class Watched(WatchedSteps):
                 self._see_buffers()
         self._has_begun = True
         data = {name: x for name, x in data_in(args, kwargs).items() if id(x) not in self.computed}
-        if not data or is_loss(module, args, kwargs):
+        if not data or has_no_samples(module, args, kwargs):
             return args, kwargs, call
         self.recorder.begin_with(data.values())
         call.lines["forward"] = self.line()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -34,8 +34,12 @@ class Asked:
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._messages: dict[tuple[Any, ...], Call] = {}
 
-    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Any:
-        """Run a collective; if `opts.asyncOp` is true, the program waits for it itself."""
+    def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> Any:
+        """Run a collective; if `opts.asyncOp` is true, the program waits for it itself.
+
+        into      where the program finds the result, also as that of the collective's future
+        is_taker  whether this rank gets a result
+        """
         raise NotImplementedError  # this is no ABC, as torch's own class of process groups has another metaclass
 
     def _together(self, works: Sequence[Any], opts: Any) -> Any:
@@ -49,7 +53,7 @@ class Asked:
 
     def _all_reduce(self, x: Tensor, opts: Any, **given: Any) -> Any:
         call = self._call("all_reduce", _reduction(opts, x, given))
-        return self._run(call, x, opts, lambda y: _write(x, y))
+        return self._run(call, x, opts, [x])
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return self._together([self._all_reduce(x, _Started(opts)) for x in tensors], opts)
@@ -58,24 +62,22 @@ class Asked:
         x, root = in_memory("reduce", several(tensors)[0], elementwise=True), self._root(opts, given)
         takes = (x.numel(),) * len(self.place.group) if root == self.place.index else ()
         call = self._call("reduce", (root, *_reduction(opts, x, given)), None, takes)
-        return self._run(call, x, opts, lambda y: _write(x, y) if root == self.place.index else None)
+        return self._run(call, x, opts, [x], root == self.place.index)
 
     def broadcast(self, tensors: Any, opts: Any = None, **given: Any) -> Any:
         x, root = in_memory("broadcast", several(tensors)[0], elementwise=True), self._root(opts, given)
-        return self._run(
-            self._call("broadcast", (root,)), x, opts, lambda y: _write(x, y) if root != self.place.index else None
-        )
+        return self._run(self._call("broadcast", (root,)), x, opts, [x], root != self.place.index)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
         (x,) = several(inputs)
         places: Sequence[Tensor] = outputs if isinstance(outputs[0], Tensor) else outputs[0]
         self._check_count("all_gather", places)
         call = self._call("all_gather", (0,), None, _sizes(places))
-        return self._run(call, flat(x), opts, lambda y: self._deal(places, y))
+        return self._run(call, flat(x), opts, places)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None, **_: Any) -> Any:
         self._check_numel("all_gather_into_tensor", "output", output, x.numel() * len(self.place.group))
-        return self._run(self._call("all_gather", (0,)), _rows(x), opts, lambda y: _write(output, y))
+        return self._run(self._call("all_gather", (0,)), _rows(x), opts, [output])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """output_lists[rank][i] gets that rank's inputs[i]."""
@@ -98,14 +100,14 @@ class Asked:
             pieces, output = [in_memory("reduce_scatter", x) for x in clones], in_memory("reduce_scatter", output)
         sizes = _sizes(pieces)
         call = self._call("reduce_scatter", (0, *_reduction(opts, output, given), sizes))
-        return self._run(call, pieces, opts, lambda y: _write(output, y))
+        return self._run(call, pieces, opts, [output])
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None, **given: Any) -> Any:
         self._check_numel("reduce_scatter_tensor", "input", x, output.numel() * len(self.place.group))
         x = _rows(x) if x.dim() and x.shape[0] % len(self.place.group) == 0 else flat(x)
         sizes = (x.shape[0] // len(self.place.group),) * len(self.place.group)
         call = self._call("reduce_scatter", (0, *_reduction(opts, x, given), sizes))
-        return self._run(call, x, opts, lambda y: _write(output, y))
+        return self._run(call, x, opts, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         pairs = zip(outputs, inputs, strict=True)
@@ -139,13 +141,13 @@ class Asked:
             for splits, tensor in ((input_splits, x), (output_splits, output))
         )
         call = self._call("all_to_all", (), sizes, takes)
-        return self._run(call, _rows(x), opts, lambda y: self._write_all("all_to_all_single", output, y))
+        return self._run(call, _rows(x), opts, [output])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, **_: Any) -> Any:
         for tensors in (outputs, inputs):
             self._check_count("all_to_all", tensors)
         call = self._call("all_to_all", (), _sizes(inputs), _sizes(outputs))
-        return self._run(call, inputs, opts, lambda y: self._deal(outputs, y))
+        return self._run(call, inputs, opts, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         (x,) = several(inputs)
@@ -155,7 +157,7 @@ class Asked:
         if is_root:
             self._check_count("gather", places)
         call = self._call("gather", (root,), None, _sizes(places) if is_root else ())
-        return self._run(call, flat(x), opts, lambda y: self._deal(places, y) if is_root else None)
+        return self._run(call, flat(x), opts, places if is_root else [], is_root)
 
     def gather_single(self, output: Tensor, x: Tensor, opts: Any = None, **given: Any) -> Any:
         root, num = self._root(opts, given), len(self.place.group)
@@ -163,7 +165,7 @@ class Asked:
         if is_root:
             self._check_numel("gather_single", "output", output, x.numel() * num)
         call = self._call("gather", (root,), None, (x.numel(),) * num if is_root else ())
-        return self._run(call, flat(x), opts, lambda y: _write(output, y) if is_root else None)
+        return self._run(call, flat(x), opts, [output] if is_root else [], is_root)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **given: Any) -> Any:
         output, root = in_memory("scatter", several(outputs)[0]), self._root(opts, given)
@@ -173,14 +175,11 @@ class Asked:
             x, sizes = pieces, _sizes(pieces)
         else:
             x, sizes = output.new_empty(0), (0,) * len(self.place.group)
-        return self._run(
-            self._call("scatter", (root,), sizes), x, opts, lambda y: self._write_all("scatter", output, y)
-        )
+        return self._run(self._call("scatter", (root,), sizes), x, opts, [output])
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
-        return self._run(
-            self._call("barrier", ()), torch.empty(0, dtype=torch.float32, device="cpu"), opts, lambda y: None
-        )
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        return self._run(self._call("barrier", ()), nothing, opts, [], False)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """The error for a deadlock names a rank that never arrives."""
@@ -211,14 +210,14 @@ class Asked:
             call = self._messages[key] = Call(op, self.label, place, (other,), peers)
         return call
 
-    def _deal(self, places: Sequence[Tensor], y: Tensor) -> None:
-        """Write what came from all ranks into one tensor per rank."""
+    def _deal(self, op: str, places: Sequence[Tensor], y: Tensor) -> None:
+        """Write what has come into one tensor, or into one per rank."""
+        if len(places) == 1:
+            self._check_numel(op, "output", places[0], y.numel())
+            _write(places[0], y)
+            return
         for place, piece in zip(places, y.split(list(_sizes(places))), strict=True):
             _write(place, piece)
-
-    def _write_all(self, op: str, output: Tensor, y: Tensor) -> None:
-        self._check_numel(op, "output", output, y.numel())
-        _write(output, y)
 
     def _root(self, opts: Any, given: dict[str, Any]) -> int:
         """The position of the rank that everything comes from, or goes to."""

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from tplab.torch.distributed.attention import cpu_kernels, flex_attention_on_cpu, tables_with_attention
+from tplab.torch.distributed.batch_norm import sync_batch_norm_on_cpu
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
 from tplab.torch.distributed.replaced import Replaced, Value
@@ -182,6 +183,7 @@ class CudaOnCpu:
         mine += [(home, "is_nccl_available", lambda: True) for home in (dist, c10d)]
         return [
             *mine,
+            *sync_batch_norm_on_cpu(),
             (torch, "Generator", _Generator),
             (Tensor, "record_stream", lambda x, stream: None),
             (torch, "compile", _not_compiled),

@@ -132,14 +132,14 @@ class Group(Asked, dist.ProcessGroup):
         """`dist.send` waits for this at once: until the receiver has said that it will take the message."""
         x = self._to_pass_on("send", tensors)
         call = self._message("send", target, tag)
-        return Started(self.member, self._begun(call, _dense(x)), x, None)
+        return Started(self.member, self._begun(call, _dense(x)), x, None, [x])
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         return self.receive(self._to_pass_on("recv", tensors), source, tag)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
         call = self._message("receive", source, tag)
-        return Started(self.member, self._begun(call, _dense(x)), x, lambda y: self._write_all("recv", x, y), source)
+        return Started(self.member, self._begun(call, _dense(x)), x, lambda y: self._deal("recv", [x], y), [x], source)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return AnyMessage(self, self._to_pass_on("recv", tensors), tag)
@@ -154,14 +154,17 @@ class Group(Asked, dist.ProcessGroup):
 
     # --- how ----------------------------------------------------------------------------------------------------
 
-    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> Work:
-        """Run the collective, or start it if the program will wait for it itself. `take` gets the result."""
+    def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> Work:
+        return self._carry(call, put, opts, lambda y: self._deal(call.op, into, y) if is_taker else None, into)
+
+    def _carry(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None], into: Sequence[Tensor]) -> Work:
+        """Run the collective, or start it if the program will wait for it itself. `take` writes into `into`."""
         x = _dense(put) if isinstance(put, Tensor) else _joined(put)
         if call.reduction == "sum" and (factor := factor_of(opts)) is not None:
             with no_dispatch():
                 x = (x * factor).to(x.dtype)
         if opts is None or opts.asyncOp:
-            return Started(self.member, self._begun(call, x), x, take, queue=self.unfinished)
+            return Started(self.member, self._begun(call, x), x, take, into, queue=self.unfinished)
         with on_one_stream(self.member, x):
             result = self.member.here().do(call, x, is_lent=True)
             while self.unfinished:  # everything started before this is done too

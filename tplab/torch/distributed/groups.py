@@ -58,13 +58,14 @@ class Groups:
 
     def register(self) -> None:
         """Let torch's C++ code find all groups by name, in the thread that runs."""
-        names: set[str] = vars(self._registered).setdefault("names", set())
-        if len(names) != len(self.pg_names):
-            for group, name in self.pg_names.items():
-                if name not in names:
-                    names.add(name)
-                    c10d_C._register_process_group(name, group)
-            names &= set(self.pg_names.values())
+        known: dict[Any, str] = vars(self._registered).setdefault("groups", {})
+        if known == self.pg_names:
+            return
+        for group in known.keys() - self.pg_names.keys():  # destroyed, and its name may be another group's now
+            c10d_C._unregister_process_group(known.pop(group))
+        for group in self.pg_names.keys() - known.keys():
+            known[group] = self.pg_names[group]
+            c10d_C._register_process_group(known[group], group)
 
     # --- what the program calls, by way of torch ------------------------------------------------------------------
 

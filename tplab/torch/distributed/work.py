@@ -68,7 +68,9 @@ class Taken(Work):
 class Started(Work):
     """A collective or a message on its way.
 
+    x       what is sent
     take    writes the result where the program wants it; None for a message sent
+    into    where that is
     queue   what its group has started but not yet waited for, the oldest first
     is_done whether the program has it
     """
@@ -79,6 +81,7 @@ class Started(Work):
         pending: Any,
         x: Tensor,
         take: Callable[[Tensor], None] | None,
+        into: Sequence[Tensor],
         source: int = -1,
         queue: deque[Started] | None = None,
     ):
@@ -86,7 +89,7 @@ class Started(Work):
         self._member, self._queue = member, queue
         if queue is not None:
             queue.append(self)
-        self._pending, self._x, self._take, self._source = pending, x, take, source
+        self._pending, self._x, self._take, self._into, self._source = pending, x, take, into, source
         self.is_done = self._is_finishing = False
         self._has_data = False
         self._num_asked = 0
@@ -133,7 +136,7 @@ class Started(Work):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return [self._x]
+        return [*self._into]
 
     def get_future(self) -> Future[Any]:
         """A completed future with the result. torch's C++ code waits for futures where no other rank could take its
@@ -144,7 +147,7 @@ class Started(Work):
         else:
             self._write(self._member.here().fetch(self._pending))
             at_end_of_backward(self.wait)
-        return _done([self._x])
+        return _done([*self._into])
 
 
 class Several(Work):

@@ -233,8 +233,9 @@ def _check_all_are_named(modules: Mapping[str, nn.Module], found: Mapping[str, o
     left = [name for name, module in modules.items() if name not in found and list(module.parameters(recurse=False))]
     if left:
         patterns = list(dict.fromkeys(_pattern(name) for name in left))
+        what = "1 module that holds" if len(left) == 1 else f"{len(left)} modules that hold"
         raise PlanError(
-            f"the plan leaves out {len(left)} modules that hold parameters: {', '.join(map(repr, patterns))}; plan "
+            f"the plan leaves out {what} parameters: {', '.join(map(repr, patterns))}; plan "
             "those that every rank holds whole as 'replicate'"
         )
 

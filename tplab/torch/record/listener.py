@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Listener(Asked):
         (x,) = several(tensors)
         self._heard.append(Heard(op, x.nbytes, tuple(x.shape), dtype_name(x.dtype), "", peer, tag, True, _gpu(x)))
 
-    def _run(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None]) -> None:
+    def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> None:
         pieces = [put] if isinstance(put, Tensor) else put
         numel = sum(piece.numel() for piece in pieces)
         shape = tuple(put.shape) if isinstance(put, Tensor) else (numel,)

@@ -63,8 +63,10 @@ def train(
     device    where ranks compute, as for `run`: "cuda" for simulated ranks that share one GPU. Under torchrun each rank
               has a GPU of its own, if there are enough
 
-    On any mesh it is the same model on the same batches: losses are those of one device, up to rounding.
-    Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines;
+    On any mesh it is the same model on the same batches: losses are those of one device, up to rounding. With dropout,
+    masks depend on the mesh and on the framework.
+    Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines; ShapeError
+    for heads, features, experts or tokens that ranks cannot share equally;
     FileExistsError for an existing checkpoint without `resume`; CheckpointError for one that is damaged.
     Ctrl-C on simulated ranks: the current step is finished, and what was trained until then is returned. Elsewhere only
     the newest checkpoint is kept.

@@ -20,16 +20,17 @@ def paragraphs(text: str) -> list[str]:
 
 
 def below(text: str, png: bytes) -> bytes:
-    """A PNG of this picture below a text, whose first line is the title. An animated picture stays animated."""
+    """A PNG of this picture below a text, whose first paragraph is the title. An animated picture stays animated."""
     picture = Image.open(io.BytesIO(png))
     heading, *lines = paragraphs(text)
     room = picture.width - 2 * MARGIN
-    title, *more = textwrap.wrap(heading, int(room / 8.4))
-    lines = more + [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]
-    pen = Pen(picture.width, 30 + 17 * len(lines) + 8)
-    pen.text(MARGIN, 18, title, size=13, bold=True, anchor="lm")
-    for index, line in enumerate(lines):
-        pen.text(MARGIN, 40 + 17 * index, line, size=11.5, anchor="lm")
+    title = textwrap.wrap(heading, int(room / 8.4))
+    lines = [part for line in lines for part in textwrap.wrap(line, int(room / 6.6))]
+    pen = Pen(picture.width, 21 + 17 * len(title + lines))
+    for index, line in enumerate(title + lines):
+        is_title = index < len(title)
+        y = 18 + 17 * index + (0 if is_title else 5)
+        pen.text(MARGIN, y, line, size=13 if is_title else 11.5, bold=is_title, anchor="lm")
     top, sheets, milliseconds = pen.image(), [], []
     for frame in ImageSequence.Iterator(picture):
         sheet = Image.new("RGB", (picture.width, top.height + picture.height), PAPER)

@@ -278,11 +278,12 @@ class _News:
             return "the other rank" + along
         # Each rank sends once, to the rank that it receives from.
         in_pairs = len({rank for rank, _ in pairs}) == len(rows) and {(peer, rank) for rank, peer in pairs} == pairs
-        if in_pairs and len(hops) == 2 and not sum(hops):
-            away = max(hops)
+        away = max(map(abs, hops))
+        if in_pairs and all(abs(hop) == away for hop in hops):
             return f"its partner, {away} place{'s' * (away > 1)} away" + along
         found = known.get(tuple(sorted(hops)))
-        return (found or (f"the rank {hops.pop()} further" if len(hops) == 1 else "others")) + along
+        far = f"the rank {away} places {'on' if max(hops) > 0 else 'back'}"
+        return (found or (far if len(hops) == 1 else "others")) + along
 
     def _members(self, label: str | None, rank: int) -> Sequence[int]:
         """The ranks of the group of this label that `rank` is in; () if the label does not say."""

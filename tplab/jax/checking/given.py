@@ -1,0 +1,75 @@
+"""What a step is given: whole arrays, of which each run makes what the step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tplab.jax.private import devices_around, is_ref, new_ref
+
+
+class Given:
+    """The arguments of a step.
+
+    whole   they as whole arrays, without a place on a mesh; for a Ref, what it holds
+    """
+
+    def __init__(self, args: Sequence[Any]):
+        leaves, self._tree = jax.tree.flatten(list(args))
+        self._are_refs = [is_ref(leaf) for leaf in leaves]
+        leaves = [leaf[...] if is_ref(leaf) else leaf for leaf in leaves]
+        self._specs = [_explicit(leaf) for leaf in leaves]
+        self.whole = jax.tree.unflatten(self._tree, [_host(leaf) for leaf in leaves])
+
+    def to(self, make: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+        """The step of a mesh as a function of whole arrays. It gets those with Explicit axes as their types say, and
+        Refs of its own: what they hold in the end is among its results."""
+        step = under(mesh, make)(mesh)
+        if not callable(step):
+            raise TypeError(f"step takes a mesh and returns a training step, as `lambda mesh: step`, not {step!r}")
+        if not any(self._are_refs) and not any(self._specs):
+            return step
+
+        def call(*whole: Any) -> Any:
+            given = [
+                leaf if spec is None else jax.device_put(leaf, NamedSharding(mesh, spec))
+                for leaf, spec in zip(jax.tree.leaves(list(whole)), self._specs, strict=True)
+            ]
+            given = [new_ref(leaf) if is_one else leaf for leaf, is_one in zip(given, self._are_refs, strict=True)]
+            returned = step(*jax.tree.unflatten(self._tree, given))
+            if not any(self._are_refs):
+                return returned
+            written = [leaf[...] if is_ref(leaf) else None for leaf in given]
+            return {"returned": returned, "written": jax.tree.unflatten(self._tree, written)}
+
+        return call
+
+
+def under(mesh: jax.sharding.Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, for which `mesh` is set where another one is: it may have specs without a mesh."""
+
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh) if devices_around() else nullcontext():
+            return fn(*args)
+
+    return call
+
+
+def _explicit(leaf: Any) -> jax.sharding.PartitionSpec | None:
+    """How an array lies along Explicit axes, which is part of its type; None where it has none."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    spec = jax.typeof(leaf).sharding.spec
+    return spec if any(names is not None for names in spec) else None
+
+
+def _host(leaf: Any) -> Any:
+    """An argument without a place on a mesh. Random keys stay as they are."""
+    if isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return np.asarray(leaf)
+    return leaf
