@@ -102,7 +102,7 @@ def is_stateless(module: nn.Module) -> bool:
 
 
 def has_no_samples(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether what a module is called with are no samples, as it is stateless, or compares what a model has computed."""
+    """Whether what a module is called with are no samples: it is stateless, or compares what a model has computed."""
     has_own = next(module.parameters(), None) is not None
     takes_results = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
     return is_stateless(module) or (takes_results and not has_own)
