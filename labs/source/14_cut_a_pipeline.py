@@ -33,7 +33,7 @@ from tplab.schedules import measured_costs, simulate
 from tplab.widgets import Bars, Row, gantt, knob, pipeline_lab
 
 # %% tags=["opening-picture"]
-def step(stages, microbatches=8):  # 1F1B over stages of these costs; F = I = W
+def step(stages, microbatches=8):  # 1F1B; a backward pass takes two forward passes
     rows = one_f_one_b(len(stages), microbatches).by_rank()
     schedule = Schedule(rows, name=f"stages of {stages} steps")
     return simulate(schedule, Costs(stages, stages, stages))

@@ -424,7 +424,7 @@ check_replicas(my_replicas)
 # |---|---|---|---|
 # | `data_parallel(model, "dp")` | `DistributedDataParallel(model)` | `--overlap-grad-reduce` | `jax.grad` of replicated parameters |
 # | `bucket_bytes` | `bucket_cap_mb=25` | `--ddp-bucket-size`, in parameters | `xla_gpu_all_reduce_combine_threshold_bytes` |
-# | `no_sync()` | `model.no_sync()` | `no_sync_func` | differentiate by `lax.pcast(params, "dp", to="varying")` in each part, then one `lax.pmean` |
+# | `no_sync()` | `model.no_sync()` | `no_sync_func` | differentiate by `lax.pcast(params, "dp", to="varying")` (`pvary` before JAX 0.8) in each part, then one `lax.pmean` |
 # | your `my_loss` | your own code | `--calculate-per-token-loss` | `lax.psum` of the counts |
 #
 # ## To take away

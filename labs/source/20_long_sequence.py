@@ -186,8 +186,7 @@ timeline(on_h100(2048))
 
 # %% [markdown]
 # The wide bars (*matmul*) are tiles, and they hide the messages below them. The narrow ones (*elementwise* and *copy*)
-# are `merge`, in float32. Together they take about a fifth as long as the tiles. A fused kernel could merge while it
-# computes.
+# are mostly `merge`, in float32. Together they take about a fifth as long as the tiles.
 #
 # ## Turn the knob
 #
@@ -296,8 +295,8 @@ for run in ring_attention():
 
 # %% [markdown]
 # By the forecast for H100s, the ring takes 111 ms, 16% longer than measured here. (Its FlashAttention 2 was fitted to
-# two of these rows.) Zigzag and stripe are rings that give all ranks equal work, and are much faster: see the next
-# lab. `llama3_allgather` is the gather, which with documents is between the two rings. We know of no measurement of
+# two of these rows.) Zigzag and stripe, of the next lab, are rings whose ranks have about equal work, and are much
+# faster. `llama3_allgather` is the gather, which with documents is between the two rings. We know of no measurement of
 # the exchange of heads on this machine.
 #
 # **Decide.** Exchanging heads sends the fewest bytes, and gives all ranks the same work. But here $R$ can be at most 8,
@@ -358,7 +357,8 @@ check_gradients(attention)
 # In a language model, a token must not see later tokens. Write the forward pass `causal_ring`, from `attend`, `merge`,
 # `ring_shift` and `axis_index`. The ranks hold consecutive parts of the sequence, and rank 0 the first. At step $t$ of
 # the ring, which rank do your keys come from? You need either the whole tile, or its lower triangle (`causal=True`), or
-# nothing of it. Skip the tiles that you do not need, but still pass keys and values on.
+# nothing of it. Skip the tiles that you do not need, but still pass keys and values on. Merge each tile as it comes,
+# so that no rank holds the keys and values of all.
 
 # %%
 def causal_ring(q, k, v):  # [S/cp, d] each   ->   o [S/cp, d]

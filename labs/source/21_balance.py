@@ -116,8 +116,8 @@ knob("A causal ring", "ranks", options, start=2, about=about, unit="%")
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# Contiguous falls towards one half, zigzag stays at 100%, and striped at more than 99%. Striped loses the $n$ scores of a
-# diagonal in some of the tiles, together less than one part in $n$.
+# Contiguous falls towards one half, zigzag stays at 100%, and striped at more than 99%. With $n$ tokens per rank, some
+# striped tiles lack the $n$ scores of a diagonal. Together they are less than one part in $n$.
 #
 # </details>
 #
@@ -176,9 +176,10 @@ timeline(traces["contiguous"])
 timeline(traces["zigzag"])
 
 # %% [markdown]
-# By counting scores, zigzag should be 15/8 times as fast. Here it is 1.7 times as fast, because merging results takes time
-# too. Keys from a lower rank are seen by both pieces of a rank's queries, and keys from a higher rank by the late piece alone. So
-# the higher a rank is, the more it has to merge, which is the staircase in the picture.
+# By counting scores, zigzag should be 15/8 times as fast. Here it is 1.7 times as fast: half a tile takes a little more
+# than half as long as a whole one, and merging results takes time too. Keys from a lower rank are seen by both pieces
+# of a rank's queries, and keys from a higher rank by the late piece alone. So the higher a rank is, the more it has to
+# merge, which is the staircase in the picture.
 
 # %% [markdown]
 # ## What others have measured
@@ -197,9 +198,8 @@ timeline(traces["zigzag"])
 # H100s, is 12% and 8% above these times.
 #
 # For contiguous, balance explains nearly all of the loss. For the other two it explains nothing, and 10 to 30% of the time
-# is still lost. A ring calls the kernel eight times on small tiles and merges the results. Striped tiles are all triangles,
-# which suit the kernel even less.
-#
+# is still lost. A ring calls the kernel eight times on small tiles and merges the results. The balance of striped is
+# nearly that of zigzag, so it does not explain why striped is slower.
 
 # %% [markdown]
 # ## What it costs: decide

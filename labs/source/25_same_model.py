@@ -3,8 +3,8 @@
 #
 # **Six ranks train, and the loss falls. Is it the model that one rank would train?**
 #
-# Time: one hour. Prerequisites: gradients and buckets from [lab 16](16_data_parallel.ipynb), and scripts on simulated
-# ranks from [lab 24](24_your_own_program.ipynb).
+# Time: one hour. Prerequisites: `copy_to` from [lab 01](01_split_a_layer.ipynb), averaged gradients from
+# [lab 16](16_data_parallel.ipynb), and scripts on simulated ranks from [lab 24](24_your_own_program.ipynb).
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/tplab/tplab/blob/main/labs/25_same_model.ipynb) [![Open on Binder](https://mybinder.org/badge_logo.svg)](https://mybinder.org/v2/gh/tplab/tplab/main?urlpath=lab/tree/labs/25_same_model.ipynb)
 #

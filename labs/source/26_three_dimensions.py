@@ -134,7 +134,7 @@ for axis, numbers in by_hand.items():
 
 # %% [markdown]
 # The formula leaves out the layer norms, which are too small to show. It also matters *when* the bytes travel. Here is
-# a step with the pipeline across the nodes. Each rank's last message is the gradient of the tied embedding.
+# a step with the pipeline across the nodes. The last large message of each rank is the gradient of the tied embedding.
 
 # %%
 timeline(trace)
@@ -253,10 +253,10 @@ knob("A step on 2 x 2 x 2 GPUs, in 2 nodes of 4", "between the nodes", networks,
 #
 # On InfiniBand, by the data sheet, a step takes 41.5, 43.0 and 54.7 ms: only tensor parallelism across the nodes costs
 # much. On Ethernet, a step takes 7.0 times as long with the pipeline across the nodes, 7.4 times with data parallelism,
-# and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of the
-# Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)) are 57, 60 and 82 ms. The first two orders are close, and
-# no one has measured which is ahead. [Lab 04](04_megatron_block.ipynb) has measurements of tensor parallelism across
-# nodes.
+# and 15 times with tensor parallelism. The forecasts for InfiniBand are 53, 55 and 67 ms, and those for the network of
+# the Ultra-Scale Playbook ([lab 03](03_network_levels.ipynb)) are 57, 60 and 82 ms. The first two orders are close, and
+# we know of no measurement that says which is ahead. [Lab 04](04_megatron_block.ipynb) has measurements of tensor
+# parallelism across nodes.
 #
 # </details>
 
@@ -307,12 +307,12 @@ check_layouts(my_layouts)
 # %% [markdown]
 # <details><summary>Why each winner wins</summary>
 #
-# With two microbatches, two even stages are idle for a third of the time, and these for more of it, because the last one
-# also has the head. In one node, that costs more than the sending it saves. Of the layouts without a pipeline, `4 dp x 2
-# tp` sends the fewest bytes per rank. On four
-# machines of two, all three dimensions are best: `tp` stays on NVLink, and with `pp` each rank averages only the
-# gradients of its own stage across the network. On eight machines no axis has fast links. There, `4 dp x 2 pp` is the
-# fastest, although three dimensions send a little less: messages of `tp` add to the time of a stage, and so to the bubble.
+# With two microbatches, two even stages are idle for a third of the time. Here they are idle for longer, because the
+# last one also has the head. In one node, that costs more than the sending it saves. Of the layouts without a pipeline,
+# `4 dp x 2 tp` sends the fewest bytes per rank. On four machines of two, all three dimensions are best: `tp` stays on
+# NVLink, and with `pp` each rank averages only the gradients of its own stage across the network. On eight machines no
+# axis has fast links. There, `4 dp x 2 pp` is the fastest, although three dimensions send a little less: messages of
+# `tp` add to the time of a stage, and so to the bubble.
 #
 # In one node two layouts are close: 25 ms for `4 dp x 2 tp`, and 27 ms for `8 dp`, of which it spends 6 ms averaging
 # gradients. If that were hidden behind the backward pass, `8 dp` would be the fastest.
@@ -334,7 +334,8 @@ check_layouts(my_layouts)
 #   parallelism sends once per step.
 # - What a pipeline sends does not grow with the number of its blocks, so it may cross slow links. The price is the
 #   bubble: with few microbatches, a layout without it can be faster.
-# - The mesh must not change the result. The gradient norm is a sum over ranks that counts every copied parameter once.
+# - The mesh must not change the result. The square of the gradient norm is a sum over ranks that counts every copied
+#   parameter once.
 
 # %% [markdown]
 # **Sources.** Narayanan et al. 2021, [Efficient large-scale training on GPU

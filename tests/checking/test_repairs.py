@@ -53,6 +53,11 @@ def test_where_none_works_the_cause_is_not_known():
     assert "the cause is not known; these changes were tried and are not enough: x; y; z" in str(report)
 
 
+def test_of_many_that_do_not_help_two_are_told():
+    finding = Finding("gradient", "w", 0, "other", tried=tuple("abcdefg"))
+    assert str(finding).endswith("these changes were tried and are not enough: a; b; and 5 more")
+
+
 def test_a_fault_without_any_repair_says_so():
     assert "the cause is not known" in str(Script().judged(fault("a")))
 

@@ -99,6 +99,12 @@ def only_q(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return tt.ring_attention(tt.rope(q, by_hand(q.shape[2])), k, v, "cp", layout="zigzag")
 
 
+def k_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n = q.shape[2]
+    q, k = tt.rope(q, by_hand(n)), tt.rope(k, tt.axis_index("cp") * n + torch.arange(n))
+    return tt.ring_attention(q, k, v, "cp", layout="zigzag")
+
+
 def only_k(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return tt.ring_attention(q, tt.rope(k, by_hand(q.shape[2])), v, "cp", layout="zigzag")
 
@@ -120,6 +126,9 @@ def as_if_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (layer_with(lambda n: tt.axis_index("cp") * n + torch.arange(n)), "consecutive"),
         (layer_with(lambda n: torch.arange(n) * tt.axis_size("cp") + tt.axis_index("cp")), "striped"),
         (layer_with(for_two_ranks), "Mesh(cp=3)"),
+        (layer_with(lambda n: torch.cat(by_hand(n).chunk(2)[::-1])), "early piece comes first"),
+        (layer_with(lambda n: by_hand(n)[: n // 2].repeat(2)), "positions of the early one"),
+        (k_consecutive, "q is right, and k still has"),
         (layer_with(backwards), "The late piece is not reversed"),
         (layer_with(one_piece_late), "pieces count from 0"),
         (layer_with(up_to_four), "cp=6"),
@@ -144,15 +153,19 @@ attend, merge = IN_LAB["attend"], IN_LAB["merge"]
 
 
 def ring_with(
-    hops: Callable[[int, int], int], window_of: Callable[[int], int] = lambda w: w, looks_back: bool = True
+    hops: Callable[[int, int], int],
+    window_of: Callable[[int], int] = lambda w: w,
+    looks_back: bool = True,
+    far: Callable[[int, int], int] = lambda t, n: t * n,
+    way: int = 1,
 ) -> Callable[..., Tensor]:
     def window_ring(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         n, num = len(q), tt.axis_size("cp")
         o, lse = attend(q, k, v, 0, window_of(window))
         for t in range(1, min(num - 1, hops(window, n)) + 1):
-            k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+            k, v = tt.ring_shift(k, "cp", way), tt.ring_shift(v, "cp", way)
             if t <= tt.axis_index("cp") or not looks_back:
-                o, lse = merge(o, lse, *attend(q, k, v, t * n, window_of(window)))
+                o, lse = merge(o, lse, *attend(q, k, v, far(t, n), window_of(window)))
         return o
 
     return window_ring
@@ -208,6 +221,9 @@ def library(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         (ring_with(fewest, window_of=lambda w: w + 1), "window + 1"),
         (ring_with(fewest, window_of=lambda w: w - 1), "window was 2"),
         (ring_with(fewest, looks_back=False), "no beginning"),
+        (ring_with(fewest, far=lambda t, n: t), "`distance` counts tokens"),
+        (ring_with(fewest, far=lambda t, n: 0), "`distance` counts tokens"),
+        (ring_with(fewest, way=-1), "Which way do they hop?"),
         (gathers_first, "does the work"),
         (library, "does the work"),
         (ends_early, "rank"),

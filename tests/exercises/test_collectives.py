@@ -56,6 +56,11 @@ def test_a_program_in_jax_without_the_word_is_told_of_it():
     assert verdict.passed is False and 'add "jax" to its arguments' in verdict.text, verdict
 
 
+def test_a_program_in_torch_is_not_taken_for_one_in_jax():
+    verdict = check_sum_up(lambda x: tplab.torch.device_mesh())
+    assert verdict.passed is False and "OutsideRunError" in verdict.text and "JAX" not in verdict.text, verdict
+
+
 def test_the_repair_in_jax_passes():
     def sum_up(x):
         R, i = tplab.jax.axis_size("tp"), tplab.jax.axis_index("tp")

@@ -353,7 +353,7 @@ def test_sum_up_must_be_built_of_hops_with_one_piece_each():
     expect(check_sum_up(lambda x: tt.all_reduce(x, "tp")), False, "`all_reduce` does the work")
     halves = check_sum_up(lambda x: tt.all_gather(tt.reduce_scatter(x[0], "tp"), "tp")[None])
     expect(halves, False, "`all_gather` and `reduce_scatter` do the work")
-    expect(check_sum_up(gathers_by_hand), False, "a message is one piece, and never a whole tensor")
+    expect(check_sum_up(gathers_by_hand), False, "A rank needs only 2(R - 1) messages of one piece")
 
 
 # ----------------------------------------------------------------------- right numbers in the wrong way: 03, 08, 10, 12

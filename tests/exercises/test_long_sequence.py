@@ -81,6 +81,9 @@ SHIFT = 'k, v, dk, dv = (tt.ring_shift(x, "cp") for x in (k, v, dk, dv))'
         ((SHIFT, 'k, v = (tt.ring_shift(x, "cp") for x in (k, v))'), "Whose keys"),
         ((SHIFT, 'k, dk, dv = (tt.ring_shift(x, "cp") for x in (k, dk, dv))'), "v is still this rank's own"),
         (('for _ in range(tt.axis_size("cp")):', "for _ in range(1):"), "own tile was computed"),
+        ((RETURN, "    return dq / tt.axis_size('cp'), dk, dv"), "What all tiles add to it is a sum"),
+        ((RETURN, "    return dq, dv, dk"), "dk and dv are exchanged"),
+        ((RETURN, "    return parts[0], dk, dv"), "Only the last tile"),
         ((RETURN, "    return dq, *(tt.ring_shift(x, 'cp', -1) for x in (dk, dv))"), "How many hops"),
         ((RETURN, "    return dq, *(tt.ring_shift(x, 'cp') for x in (dk, dv))"), "How many hops"),
         (("ctx.save_for_backward(q, *ours, o, lse)", "ctx.save_for_backward(q, k, v, o, lse)"), "dk"),
@@ -211,6 +214,35 @@ def loop(which: Callable[[int, int], str | None], averaged: bool = False) -> Cal
     return ring
 
 
+def added_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o, _ = attend(q, k, v, causal=True)
+    for t in range(1, tt.axis_size("cp")):
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+        if t <= tt.axis_index("cp"):
+            o = o + attend(q, k, v)[0]
+    return o
+
+
+def hops_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o, lse = attend(q, k, v, causal=True)
+    for t in range(1, tt.axis_size("cp")):
+        if t <= tt.axis_index("cp"):
+            o, lse = merge(o, lse, *attend(q, k, v))
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+    return o
+
+
+def collects_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sends and computes as little as possible, and holds the keys and values of all ranks before it."""
+    keys, values = [k], [v]
+    for _ in range(1, tt.axis_size("cp")):
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+        keys, values = [k, *keys], [v, *values]
+    k, v = (torch.cat(kept[-1 - tt.axis_index("cp") :]) for kept in (keys, values))
+    sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    return (q @ k.T / q.shape[-1] ** 0.5).masked_fill(~sees, -torch.inf).softmax(-1) @ v
+
+
 def masked_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Right, but it computes what it then masks."""
     o, lse = attend(q, k, v, causal=True)
@@ -254,6 +286,10 @@ def gathers_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (loop(lambda t, r: "triangle" if t == 0 else None), "own tile alone"),
         (loop(lambda t, r: ("all" if t else "triangle") if t <= r else None, averaged=True), "averaged"),
         (lambda q, k, v: attend(q, k, v, causal=True)[0], "own tile alone"),
+        (loop(lambda t, r: ("all" if t else "triangle") if t < max(r, 1) else None), "that of rank 0's keys"),
+        (added_up, "were added up"),
+        (hops_last, "before the hop"),
+        (collects_first, "Merge each tile as it comes"),
         (masked_everywhere, "Skip those"),
         (in_place, "in place"),
         (keys_alone_travel, "v is still this rank's own"),

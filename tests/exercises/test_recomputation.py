@@ -270,6 +270,17 @@ def test_known_mistakes(mine: Any, said: str):
     assert verdict.passed is False and said in verdict.text, verdict
 
 
+def test_what_the_lab_says_of_eight_sequences():
+    from tests.labs.prose import printed, sentences
+    from tplab.cost import H100_MEASURED
+    from tplab.forecast.memory import usable_bytes
+
+    lab = "15_recomputation"
+    assert "sequences per microbatch: 8. Rank 0: 150.3 GB" in printed(lab)
+    assert round(150.3e9 / usable_bytes(H100_MEASURED.chip), 1) == 1.8
+    assert "With eight, it needs 1.8 times the memory that there is." in sentences(lab)
+
+
 def test_an_untouched_stub():
     def my_again(piece, kept, dy): ...
 

@@ -82,7 +82,16 @@ def in_one_piece(net, x, y):
     return all_reduce(loss, "dp", "mean")
 
 
-STEPS = [solution, by_averages, by_world, in_halves, mean_over_both, by_torch_distributed, in_one_piece]
+def by_gathering(net, x, y):
+    """The mean of all gradients, on each rank; on four ranks it sends twice as much as a ring that adds them up."""
+    loss = (net(x) - y).square().mean()
+    loss.backward()
+    for p in net.parameters():
+        p.grad = all_gather(p.grad[None], "dp", dim=0).mean(0)
+    return all_gather(loss.detach()[None], "dp", dim=0).mean()
+
+
+STEPS = [by_gathering, solution, by_averages, by_world, in_halves, mean_over_both, by_torch_distributed, in_one_piece]
 
 
 @pytest.mark.parametrize("right", STEPS)
@@ -162,6 +171,18 @@ def retains_its_graph(net, x, y):
     return all_reduce(loss, "dp", "mean")
 
 
+def clears_its_gradients(net, x, y):
+    loss = solution(net, x, y)
+    net.zero_grad()
+    return loss
+
+
+def adds_one_again(net, x, y):
+    loss = solution(net, x, y)
+    net.scale.grad = all_reduce(net.scale.grad, "tp")
+    return loss
+
+
 def freezes(net, x, y):
     loss = solution(net, x, y)
     net.requires_grad_(False)
@@ -223,7 +244,10 @@ def in_double(net, x, y):
         (with_step(world, summed_over_both, summed_over_both), "the gradient of up on rank 0 is no multiple"),
         (with_step(one, lambda grad: grad, averaged), "is no multiple of that of the whole batch"),
         (with_step(one, averaged, lambda loss: loss), "all gradients are right, and the loss that rank 0 returns is"),
-        (gathers_outputs, "rank 0 sends 2,352 bytes along 'dp', and an all_reduce of the gradients sends 624"),
+        (
+            gathers_outputs,
+            "rank 0 sends 2,352 bytes along 'dp', and an all_reduce of the gradients and the loss sends 632",
+        ),
         (over_the_world, "the gradient of up on rank 0 is no multiple"),
         (loss_on_rank_0, "the loss that rank 1 returns is 0 times"),
         (retains_its_graph, "the graph of this step is still in memory"),
@@ -231,7 +255,9 @@ def in_double(net, x, y):
         (returns_words, "it must return the loss, one number; it returned str"),
         (gathers_first, "the model gets more rows than the rank's own"),
         (backward_of_the_sum, "the gradient of scale on rank 0 is 2 times"),
-        (no_backward, "scale has no gradient. Call loss.backward()"),
+        (no_backward, "scale has no gradient after the step. Call loss.backward()"),
+        (clears_its_gradients, "leave what it gives in `.grad`"),
+        (adds_one_again, "on rank 0 is 2 times that of the whole batch.\nThose of the other parameters are right"),
         (returns_nothing, "it must return the loss; is a `return` missing?"),
         (changes_x, "it changes its argument x in place"),
         (steps_too, "it changes the weights"),

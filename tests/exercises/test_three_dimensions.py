@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tplab.exercises import three_dimensions
 from tplab.exercises.three_dimensions import LAYOUTS, check_clipping, check_layouts
-from tplab.torch import all_gather, all_reduce, axis_size, clip_gradients
+from tplab.torch import all_gather, all_reduce, axis_index, axis_size, clip_gradients, device_mesh
 
 
 def untouched(stages, max_norm, specs): ...
@@ -71,6 +72,23 @@ def by_branch(stages, max_norm, specs):
             parameter.grad = parameter.grad * (max_norm / norm)
 
 
+def by_torch_distributed(stages, max_norm, specs):
+    later = {place for places in stages.tied for place in places[1:]}
+    total = torch.zeros(())
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            if (number, name) not in later and ("tp" in specs[number][name] or axis_index("tp") == 0):
+                total = total + parameter.grad.square().sum()
+    for axis in ("pp", "tp"):
+        dist.all_reduce(total, group=device_mesh().get_group(axis))
+    torch.nn.utils.clip_grads_with_norm_(stages.parameters(), max_norm, total.sqrt())
+
+
+def summed_over_one_axis(stages, max_norm, specs):
+    squares = torch.stack([parameter.grad.square().sum() for parameter in stages.parameters()]).sum()
+    scaled(stages, max_norm, all_reduce(squares, "tp"))
+
+
 def to_nothing(stages, max_norm, specs):
     """The new gradients are made, and forgotten."""
     for parameter in stages.parameters():
@@ -119,7 +137,7 @@ def steps_too(stages, max_norm, specs):
         (by_branch, True, "scales by the same factor"),
         (clip_of(lambda most, norm: most / (norm + 1e-6)), False, "The norm is below max_norm"),
         (clip_of(lambda most, norm: torch.clamp(0.1 / norm, max=1.0)), False, "With max_norm 0.05 on Mesh(dp=1, pp=1"),
-        (clip_of(lambda most, norm: min(1.0, most / norm**2)), False, "The factor is too large"),
+        (clip_of(lambda most, norm: min(1.0, most / norm**2)), False, "Take the root"),
         (clip_of(lambda most, norm: min(1.0, most / norm), untied=False), False, "counted twice"),
         (to_nothing, False, "Are the new gradients written to `.grad`?"),
         (clip_gradients, False, "`clip_gradients` does the work"),
@@ -129,7 +147,9 @@ def steps_too(stages, max_norm, specs):
         (leaves_out_one, False, "multiply all gradients by the same factor"),
         (seeds, False, "leaves torch's global generator in another state"),
         (steps_too, False, "it changes its argument 0.0.embedding.weight in place"),
+        (by_torch_distributed, True, "scales by the same factor"),
         (own_norm, False, "The ranks do not agree"),
+        (summed_over_one_axis, False, "Over which ranks must the squares still be added up?"),
         (sum_over_all, False, "counted twice"),
         (adds_norms, False, "are norms added and not squares?"),
         (largest, False, "is something missing in the norm that other ranks hold?"),

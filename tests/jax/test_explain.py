@@ -458,6 +458,19 @@ def test_results_of_one_line_that_are_asked_differently():
     assert cut.startswith("out_shardings asks for P(None, 'dp') of result[1], which cuts ")
 
 
+def test_a_sum_of_the_forward_pass_that_is_sent_with_gradients():
+    def loss(w, x):
+        return lax.pmean(((x @ w) ** 2).mean(), "dp")
+
+    mapped = jax.shard_map(loss, mesh=jax_mesh(GRID), in_specs=(PartitionSpec(), PartitionSpec("dp")),
+                           out_specs=PartitionSpec())  # fmt: skip
+    (total,) = explain(jax.jit(jax.value_and_grad(mapped)), placed((16, 4)), ROWS)
+    assert [cause.why for cause in total.causes] == [
+        "your program has psum of the result of div",
+        "the gradient of your program has psum of the result of dot_general",
+    ]
+
+
 def test_a_piece_of_a_sum_that_all_ranks_take_alike_is_no_reduce_scatter():
     """It has the size of a rank's own piece, but its place is one of the program."""
     product, weight = placed((16, 8), None, "dp"), placed((8, 4), "dp")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import tplab.jax as lab  # before JAX is used
 from tplab import Mesh, P
 from tplab.errors import ClusterError, MeshError, OutsideRunError, ReplicationError, ShapeError, SpecError
 from tplab.jax import all_gather, all_reduce, axis_index, copy_to, rank_key, ring_shift, run
-from tplab.jax.private import in_float64
+from tplab.jax.private import in_float64, pvary
 
 TP2, TP4, GRID = Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=4)
 
@@ -527,6 +528,24 @@ def test_replication_that_nothing_makes_so():
     with pytest.raises(ReplicationError, match="axis 'dp' and 'tp'"):
         run(lambda x: x, GRID, x, in_specs=P(("dp", "tp")), out_specs=P())
     run(lambda x: all_reduce(x, "dp"), GRID, x, in_specs=P("dp"), out_specs=P())
+
+
+def test_a_carry_that_begins_the_same_on_all_ranks():
+    def program(x, begin=lambda zeros: zeros):
+        return lax.scan(lambda total, _: (total + x, None), begin(jnp.zeros(2)), None, length=3)[0]
+
+    about = {"in_specs": P("dp"), "out_specs": P("dp")}
+    with pytest.raises(TypeError, match="must have equal types") as caught:
+        run(program, Mesh(dp=2), np.ones(4, np.float32), **about)
+    assert "zeros become that by jax.lax.pcast(x, axis, to='varying')" in " ".join(caught.value.__notes__)
+    program = partial(program, begin=lambda zeros: pvary(zeros, ("dp",)))
+    np.testing.assert_array_equal(run(program, Mesh(dp=2), np.ones(4, np.float32), **about).value, [3] * 4)
+
+
+def test_a_sum_over_groups_of_an_axis():
+    with pytest.raises(NotImplementedError) as caught:
+        run(lambda x: lax.psum(x, "dp", axis_index_groups=[[0, 1], [2, 3]]), Mesh(dp=4), np.ones(4))
+    assert re.search(r"test_run.py:\d+.*: JAX has no types for this.* an axis for", " ".join(caught.value.__notes__))
 
 
 def test_copies_for_work_that_is_divided_differ_as_far_as_types_know():

@@ -101,7 +101,7 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
         words = ", ".join(f"{x:.4g}" for x in found.factors)
         return Wrong(name, "by rank", f"{words} times the reference's, rank by rank", scales=found.factors, **facts)
     if kind == "parts":
-        return Wrong(name, "own", "of the rank's own part alone", **facts)
+        return Wrong(name, "own", "each rank has only what its own part gives", **facts)
     wrong = _ranks([h for h, _, _ in bad])
     ranks = wrong if len(wrong) < len(holders) else ()
     words = f"off by {facts['error']:.2g} of its largest element, and rounding by less than {slack / size:.2g}"

@@ -90,8 +90,9 @@ class Finding:
 
     @property
     def untold(self) -> str:
-        """What to say where no repair was enough."""
-        tried = f"; these changes were tried and are not enough: {'; '.join(self.tried)}" if self.tried else ""
+        """What to say where no repair was enough. Of many, two stand for all."""
+        told = self.tried if len(self.tried) < 4 else (*self.tried[:2], f"and {len(self.tried) - 2} more")
+        tried = f"; these changes were tried and are not enough: {'; '.join(told)}" if told else ""
         return f"the cause is not known{tried}"
 
     @property

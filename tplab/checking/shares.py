@@ -121,7 +121,7 @@ def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]]
         words = f"of the part of {ranks_text(sorted(held))} alone"
         return Shares("own", words, None, tuple(sorted(left)))
     if all(there for of, there in zip(ranks, is_there) if rank in of):
-        return Shares("own", f"of the rank's own part alone for microbatches {_listed(gone)}")
+        return Shares("own", f"each rank has only what its own part gives for microbatches {_listed(gone)}")
     return _weights(has, should)
 
 

@@ -49,9 +49,9 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray, names: str = "qk") -> np.ndarray:
-    """Causal attention over tokens that are in this order, q and k (or one of them) rotated by these positions."""
-    q, k = (_rope(tensors[name], positions * (name in names)) for name in "qk")
+def _rotated(tensors: Tensors, order: np.ndarray, of_q: np.ndarray, of_k: np.ndarray) -> np.ndarray:
+    """Causal attention over tokens that are in this order, q and k rotated by these positions."""
+    q, k = _rope(tensors["q"], of_q), _rope(tensors["k"], of_k)
     return attend(q, k, tensors["v"], order[:, None] >= order)
 
 
@@ -64,7 +64,7 @@ def _ranks_of(tensors: Tensors) -> int:
 def _with_positions(tensors: Tensors) -> Tensors:
     """The right output, and the gradients of sum(o * weight(o))."""
     order = _order(tensors["q"].shape[2], _ranks_of(tensors))
-    o = _rotated(tensors, order, order)
+    o = _rotated(tensors, order, order, order)
     q, k = (_rope(tensors[name], order) for name in ("q", "k"))
     do, scale = weight(o), WIDTH**-0.5
     scores = np.where(order[:, None] >= order, q @ k.swapaxes(-1, -2) * scale, -np.inf)
@@ -75,25 +75,38 @@ def _with_positions(tensors: Tensors) -> Tensors:
     return {"o": o, "dq": dq, "dk": dk, "dv": p.swapaxes(-1, -2) @ do}
 
 
-def _mistaken(positions: Callable[[int, int], np.ndarray], names: str = "qk") -> Callable[[Seen], np.ndarray]:
-    """What comes out where q and k of all ranks are rotated by positions(number of tokens, ranks)."""
+Places = Callable[[int, int], np.ndarray]
+"""(number of tokens, ranks) -> the positions by which all ranks rotate."""
+
+
+def _consecutive(size: int, num_ranks: int) -> np.ndarray:
+    return np.arange(size)
+
+
+def _unrotated(size: int, num_ranks: int) -> np.ndarray:
+    return np.zeros(size)
+
+
+def _mistaken(hint: str, of_q: Places, of_k: Places | None = None) -> Mistake:
+    """The mistake of rotating q and k by these positions."""
 
     def wrong(seen: Seen) -> np.ndarray:
         size, num_ranks = seen.tensors["q"].shape[2], seen.mesh.axis_size("cp")
-        o = _rotated(seen.tensors, _order(size, num_ranks), positions(size, num_ranks), names)
+        places = [of(size, num_ranks) for of in (of_q, of_k or of_q)]
+        o = _rotated(seen.tensors, _order(size, num_ranks), *places)
         return np.split(o, num_ranks, 2)[seen.mesh.index(seen.rank, "cp")]
 
-    return wrong
+    return Mistake("o", hint, wrong)
 
 
-def _late(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """What comes out where the positions of each rank's late piece are changed so."""
+def _pieces(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Places:
+    """The positions where each rank's early and late piece [ranks, n] are changed so."""
 
     def positions(size: int, num_ranks: int) -> np.ndarray:
         early, late = _order(size, num_ranks).reshape(num_ranks, 2, -1).swapaxes(0, 1)
-        return np.stack([early, change(late)], 1).ravel()
+        return np.stack(change(early, late), 1).ravel()
 
-    return _mistaken(positions)
+    return positions
 
 
 POSITIONS = Exercise(
@@ -107,33 +120,34 @@ POSITIONS = Exercise(
     tolerance=ROUNDING,
     by_hand="what each rank has: attention over the ring, and positions that a rank can work out for itself",
     mistakes=(
-        Mistake(
-            "o",
+        _mistaken(
             "The positions are those of consecutive tokens. In zigzag a rank holds two pieces of the sequence.\n"
             "Which positions do its tokens have?",
-            _mistaken(lambda size, _: np.arange(size)),
+            _consecutive,
         ),
-        Mistake(
-            "o",
+        _mistaken(
             "The positions begin at 0 on every rank. Which positions of the whole sequence do this rank's tokens have?",
-            _mistaken(lambda size, num_ranks: np.tile(np.arange(size // num_ranks), num_ranks)),
+            lambda size, num_ranks: np.tile(np.arange(size // num_ranks), num_ranks),
         ),
-        Mistake(
-            "o",
+        _mistaken(
             "These are positions of the striped layout, and the tokens came in zigzag.",
-            _mistaken(lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order),
+            lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order,
         ),
-        Mistake(
-            "o",
-            "q and k are not rotated at all, so attention does not know where a token is.",
-            _mistaken(_order, ""),
+        _mistaken("q and k are not rotated at all, so attention does not know where a token is.", _unrotated),
+        _mistaken("Only q is rotated. k needs its positions too.", _order, _unrotated),
+        _mistaken("Only k is rotated. q needs its positions too.", _unrotated, _order),
+        _mistaken("q is right, and k still has the positions of consecutive tokens.", _order, _consecutive),
+        _mistaken("k is right, and q still has the positions of consecutive tokens.", _consecutive, _order),
+        _mistaken(
+            "The late piece is not reversed: its positions rise as well.",
+            _pieces(lambda early, late: (early, late[:, ::-1])),
         ),
-        Mistake("o", "Only q is rotated. k needs its positions too.", _mistaken(_order, "q")),
-        Mistake("o", "Only k is rotated. q needs its positions too.", _mistaken(_order, "k")),
-        Mistake("o", "The late piece is not reversed: its positions rise as well.", _late(lambda late: late[:, ::-1])),
-        Mistake(
-            "o", "Piece 2p - 1 - r is the late one: pieces count from 0.", _late(lambda late: late + late.shape[1])
+        _mistaken(
+            "Piece 2p - 1 - r is the late one: pieces count from 0.",
+            _pieces(lambda early, late: (early, late + late.shape[1])),
         ),
+        _mistaken("A rank's early piece comes first.", _pieces(lambda early, late: (late, early))),
+        _mistaken("Both pieces have the positions of the early one.", _pieces(lambda early, late: (early, early))),
     ),
 )
 
@@ -147,6 +161,9 @@ def check_positions(fn: Callable[..., Any]) -> Verdict:
 
 
 # --- a window ------------------------------------------------------------------------------------------------------
+
+Far = Callable[[int, int], int]
+"""(step, tokens on a rank) -> the distance that a tile is given."""
 
 CASES = ((3, 2), (3, 3), (3, 4), (3, 5), (4, 1), (4, 5), (4, 6), (5, 8), (5, 12), (3, 100))
 """(tokens on each rank, window): windows inside of a tile, as long as one, and longer."""
@@ -175,15 +192,17 @@ def _off_by_one(window: int, seen: Seen) -> np.ndarray:
     return np.split(_windowed(window + 1, seen.tensors)["o"], seen.mesh.axis_size("cp"))[_ring_index(seen)]
 
 
-def _around_the_ring(window: int, seen: Seen) -> np.ndarray:
-    """The first ranks also see keys from the end of the sequence, as if these came before their queries."""
-    num_ranks, index = seen.mesh.axis_size("cp"), _ring_index(seen)
-    each = len(seen.own["q"])
-    hops, cut = _hops(window, each, num_ranks), {name: np.split(seen.tensors[name], num_ranks) for name in NAMES}
-    back = range(hops, -1, -1)
-    k, v = (np.concatenate([cut[name][(index - t) % num_ranks] for t in back]) for name in ("k", "v"))
-    places = np.arange(each)[:, None] + hops * each - np.arange(len(k))
-    return attend(cut["q"][index], k, v, (places >= 0) & (places < window))
+def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False, far: Far | None = None) -> np.ndarray:
+    """What a ring with enough hops gives: the keys of the rank `back` places before at each step, also `wraps` around,
+    at the distance far(step, tokens on a rank)."""
+    num_ranks, me, own = seen.mesh.axis_size("cp"), _ring_index(seen), seen.own
+    each = len(own["q"])
+    cut = {name: np.split(seen.tensors[name], num_ranks) for name in "kv"}
+    steps = [t for t in range(_hops(window, each, num_ranks) + 1) if wraps or t <= me]
+    k, v = (np.concatenate([cut[name][(me - back * t) % num_ranks] for t in steps]) for name in "kv")
+    rows, columns = np.arange(each)[:, None], np.arange(each)
+    away = np.concatenate([rows - columns + (far(t, each) if far else t * each) for t in steps], 1)
+    return attend(own["q"], k, v, (away >= 0) & (away < window))
 
 
 def _ring_index(seen: Seen) -> int:
@@ -217,7 +236,20 @@ def _window_exercise(each: int, window: int) -> Exercise:
                 "o",
                 "The first ranks see keys from the end of the sequence: a ring has no beginning. Which ranks have no "
                 "rank t places before them?",
-                partial(_around_the_ring, window),
+                partial(_ring, window, wraps=True),
+            ),
+            *(
+                Mistake(
+                    "o",
+                    "`distance` counts tokens: after t hops, it is t times the tokens of a rank.",
+                    partial(_ring, window, far=far),
+                )
+                for far in (lambda t, each: t, lambda t, each: 0)
+            ),
+            Mistake(
+                "o",
+                "The keys come from the ranks after this one. Which way do they hop?",
+                partial(_ring, window, back=-1),
             ),
         ),
     )
@@ -241,5 +273,5 @@ def check_window_ring(fn: Callable[..., Any]) -> Verdict:
             verdict.text += f"\nThe window was {window}, with {each} tokens on each rank."
             return verdict
     sizes = ", ".join(f"{window} ({each})" for each, window in CASES)
-    text = f"{name} is right.\nIt sends as little as possible for windows (and tokens on each rank) of {sizes}."
+    text = f"{name} is right.\nIt makes no hop too many for windows (and tokens on each rank) of {sizes}."
     return Verdict(True, text, verdict.panels)

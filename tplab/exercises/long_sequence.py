@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,8 @@ _SHORT = (
 
 
 _STALE_V = "k has travelled, but v is still this rank's own. Both travel, and each tile needs both of one rank."
+_MEAN = "dq is divided by the number of ranks. What all tiles add to it is a sum."
+_LAST = "Only the last tile is left in dq. Add up what all of them give."
 _LOCAL = "Only this rank's own tile was computed. Its queries have seen the keys of all ranks."
 
 
@@ -130,7 +132,7 @@ GRADIENTS = Exercise(
     results={"o": TOKENS},
     gradients=NAMES,
     not_with=LIBRARY,
-    by_hand="hops (`ring_shift`), so that no rank holds all keys and values",
+    by_hand="hops (`ring_shift`)",
     fewest=lambda mesh, tensors: (
         # forward k and v, R - 1 hops; backward k, v, dk and dv, R hops
         (6 * mesh.axis_size("cp") - 2) * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
@@ -144,6 +146,9 @@ GRADIENTS = Exercise(
         Mistake("dk", _STALE, lambda seen: _sum_of_tiles(seen, lambda _, j: (j, j), 1)),
         Mistake("dk", _AT_HOME, lambda seen: _sum_of_tiles(seen, lambda me, j: (me, j), 1)),
         *(Mistake("dk", _SHORT, lambda seen, hops=hops: _on_its_way(seen, 1, hops)) for hops in (1, -1)),
+        Mistake("dq", _MEAN, lambda seen: seen.want / seen.mesh.axis_size("cp")),
+        Mistake("dq", _LAST, lambda seen: _tile(seen, _index(seen), (_index(seen) + 1) % seen.mesh.axis_size("cp"))[0]),
+        Mistake("dk", "dk and dv are exchanged.", lambda seen: _on_its_way(seen, 2, 0)),
     ),
 )
 
@@ -163,7 +168,7 @@ def check_gradients(fn: Callable[..., Any]) -> Verdict:
 
 def _keeps_little(answer: Answer) -> Verdict:
     kept, panels = _held(answer, 8)[-1], answer.verdict.panels
-    few, many = (max(_held(answer, ranks, backward=True)) for ranks in (4, 8))
+    few, many = (max(_held(answer, ranks, num_passes=2)) for ranks in (4, 8))
     if kept > MOST_KEPT:
         but(
             f"on {Mesh(cp=8)} a rank keeps {kept:.0f} times as much as its q\n"
@@ -180,14 +185,15 @@ def _keeps_little(answer: Answer) -> Verdict:
     return answer.verdict
 
 
-def _held(answer: Answer, num_ranks: int, backward: bool = False) -> list[float]:
-    """What the fullest rank holds at each moment of a forward pass, or of both passes, relative to its q."""
+def _held(answer: Answer, num_ranks: int, num_passes: int = 1) -> list[float]:
+    """What the fullest rank holds at each moment, relative to its q: of a forward pass without gradients (0), of one
+    with them (1), or of both passes (2)."""
 
     def program(*arguments: Any) -> Any:
-        out = answer.fn(*(argument.requires_grad_() for argument in arguments))
-        if backward:
+        out = answer.fn(*(argument.requires_grad_(num_passes > 0) for argument in arguments))
+        if num_passes == 2:
             out.sum().backward()
-        return out.detach() if backward else out
+        return out.detach() if num_passes == 2 else out
 
     rng, mesh = np.random.default_rng(0), Mesh(cp=num_ranks)
     tensors = [rng.standard_normal((16 * num_ranks, 16)) for _ in NAMES]
@@ -204,35 +210,28 @@ def _causal(tensors: Tensors) -> Tensors:
     return {"o": attend(q, k, v, np.tri(len(q), dtype=bool))}
 
 
-def _masked_by(seen: Seen, seen_by: Callable[[int, int], str]) -> np.ndarray:
-    """Attention where the tile of this rank's queries with rank j's keys is "all", "triangle" or "none"."""
-    pieces, index = _pieces(seen), _index(seen)
-    size = len(pieces[0]["q"])
-    shapes = {
-        "all": np.ones((size, size), bool),
-        "triangle": np.tri(size, dtype=bool),
-        "none": np.zeros((size, size), bool),
-    }
-    mask = np.concatenate([shapes[seen_by(index, j)] for j in range(len(pieces))], 1)
-    return attend(pieces[index]["q"], seen.tensors["k"], seen.tensors["v"], mask)
+Tile = tuple[int, int, bool]
+"""The rank whose k a tile has, the one whose v it has, and whether it is cut to a triangle."""
 
 
-def _mean_of_parts(seen: Seen) -> np.ndarray:
-    """The plain mean of the partial results."""
-    pieces, index = _pieces(seen), _index(seen)
-    size = len(pieces[0]["q"])
-    own, triangle = pieces[index], np.tri(size, dtype=bool)
-    mine = [attend(own["q"], one["k"], one["v"]) for one in pieces[:index]]
-    return np.mean([*mine, attend(own["q"], own["k"], own["v"], triangle)], 0)
+def _over(seen: Seen, tiles: Sequence[Tile]) -> np.ndarray:
+    """Attention of this rank's queries over these tiles, merged."""
+    pieces = _pieces(seen)
+    own = pieces[_index(seen)]["q"]
+    k, v = (np.concatenate([pieces[tile[i]][name] for tile in tiles]) for i, name in enumerate("kv"))
+    mask = [np.tri(len(own), dtype=bool) if cut else np.ones((len(own), len(own)), bool) for *_, cut in tiles]
+    return attend(own, k, v, np.concatenate(mask, 1))
 
 
-def _own_values(seen: Seen) -> np.ndarray:
-    """Keys of this rank and of all earlier ones, each with this rank's own values."""
-    pieces, index = _pieces(seen), _index(seen)
-    size = len(pieces[0]["q"])
-    k = np.concatenate([one["k"] for one in pieces[: index + 1]])
-    mask = np.concatenate([np.ones((size, index * size), bool), np.tri(size, dtype=bool)], 1)
-    return attend(pieces[index]["q"], k, np.tile(pieces[index]["v"], (index + 1, 1)), mask)
+def _instead(hint: str, tiles: Callable[[int, int], list[Tile]]) -> Mistake:
+    """The mistake of merging tiles(this rank, ranks)."""
+    return Mistake("o", hint, lambda seen: _over(seen, tiles(_index(seen), seen.mesh.axis_size("cp"))))
+
+
+def _parts(seen: Seen) -> list[np.ndarray]:
+    """The right partial results, not merged."""
+    me = _index(seen)
+    return [_over(seen, [(j, j, j == me)]) for j in range(me + 1)]
 
 
 CAUSAL = Exercise(
@@ -242,49 +241,66 @@ CAUSAL = Exercise(
     plain=_causal,
     results={"o": TOKENS},
     not_with=LIBRARY,
-    by_hand="hops (`ring_shift`), so that no rank holds all keys and values",
+    by_hand="hops (`ring_shift`)",
     fewest=lambda mesh, tensors: (
         (mesh.axis_size("cp") - 1) * 2 * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
     ),
     tolerance=1e-5,
     meshes=MESHES,
     mistakes=(
-        Mistake("o", "Each token sees all others, later ones too.", lambda seen: _masked_by(seen, lambda *_: "all")),
-        Mistake(
-            "o",
+        _instead("Each token sees all others, later ones too.", lambda me, num: [(j, j, False) for j in range(num)]),
+        _instead(
             "Every tile was cut to a triangle. All keys of an earlier rank are earlier than your queries, so you need "
             "the whole tile.",
-            lambda seen: _masked_by(seen, lambda me, j: "triangle"),
+            lambda me, num: [(j, j, True) for j in range(num)],
         ),
-        Mistake(
-            "o",
+        _instead(
             "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.",
-            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "all" if j > me else "none"),
+            lambda me, num: [(j, j, j == me) for j in range(me, num)],
         ),
-        Mistake(
-            "o",
+        _instead(
             "Keys of later ranks are masked nowhere. Which tiles do you not need at all?",
-            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "all"),
+            lambda me, num: [(j, j, j == me) for j in range(num)],
         ),
-        Mistake(
-            "o",
+        _instead(
             "Tiles of earlier ranks were cut to a triangle. All their keys are earlier than your queries.",
-            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j <= me else "none"),
+            lambda me, num: [(j, j, True) for j in range(me + 1)],
         ),
-        Mistake(
-            "o",
+        _instead(
             "This rank's own tile is needed only below its diagonal: pass `causal=True` there.",
-            lambda seen: _masked_by(seen, lambda me, j: "all" if j <= me else "none"),
+            lambda me, num: [(j, j, False) for j in range(me + 1)],
+        ),
+        _instead(
+            "Each rank sees its own tile alone. Merge those that come from earlier ranks.",
+            lambda me, num: [(me, me, True)],
+        ),
+        _instead(
+            "k has travelled, but v is still this rank's own. Both must travel.",
+            lambda me, num: [(j, me, j == me) for j in range(me + 1)],
+        ),
+        _instead(
+            "Every tile is there but that of rank 0's keys. At which step do these arrive?",
+            lambda me, num: [(j, j, j == me) for j in range(min(1, me), me + 1)],
+        ),
+        _instead(
+            "At each step the tile is computed before the hop, so your own keys count twice, and rank 0's not at all.",
+            lambda me, num: [(me, me, True), *((j, j, False) for j in range(1, me + 1))],
         ),
         Mistake(
             "o",
-            "Each rank sees its own tile alone. Merge those that come from earlier ranks.",
-            lambda seen: _masked_by(seen, lambda me, j: "triangle" if j == me else "none"),
+            "The partial results were averaged. `merge` weighs them by their log-sum-exps.",
+            lambda seen: np.mean(_parts(seen), 0),
         ),
-        Mistake("o", "k has travelled, but v is still this rank's own. Both must travel.", _own_values),
-        Mistake("o", "The partial results were averaged. `merge` weighs them by their log-sum-exps.", _mean_of_parts),
+        Mistake(
+            "o",
+            "The partial results were added up. `merge` weighs them by their log-sum-exps.",
+            lambda seen: np.sum(_parts(seen), 0),
+        ),
     ),
 )
+MOST_MORE = 8
+"""What a rank may hold more, in bytes of its q, for four more ranks: their keys and values are as much."""
+
 MOST_TILES = 0.75
 """On four ranks, 10 of 16 tiles are needed: 0.63 of the FLOPs of all tiles."""
 
@@ -305,6 +321,13 @@ def _skips_tiles(answer: Answer) -> Verdict:
             f"four ranks together compute {min(share, 1):.0%} of the\n"
             "square of scores, and 10 of its 16 tiles would do. Which tiles are masked completely? Skip those,\n"
             "instead of computing and masking them.",
+            answer.verdict.panels,
+        )
+    few, many = (max(_held(answer, ranks, num_passes=0)) for ranks in (4, 8))
+    if many - few >= MOST_MORE:
+        but(
+            f"a rank holds {few:.0f} times as much as its q on 4 ranks,\nand {many:.0f} times on 8. Merge each tile as "
+            "it comes, and keep only the k and v that you pass on.",
             answer.verdict.panels,
         )
     return answer.says(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from tplab.exercises.damage import Graphs, Untouched
@@ -34,12 +33,11 @@ def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
         shown = _compare(seen, mesh)
         panels = panels or shown
         ranks, parts = mesh.axis_size("dp"), mesh.axis_size("tp")
-        needed = 2 * (ranks - 1) * 8 * (WIDTH + 2 * WIDTH * HIDDEN // parts) // ranks
+        needed = 2 * (ranks - 1) * 8 * (WIDTH + 2 * WIDTH * HIDDEN // parts + 1) // ranks  # and the loss
         if num_bytes > 2 * needed:
             refuse(
                 f" on {mesh}: the gradients are right, but rank 0 sends {num_bytes:,} bytes along 'dp', and an "
-                f"all_reduce of the gradients sends {needed:,}.\nDoes it gather rows of other ranks, or what the model "
-                "makes of them?"
+                f"all_reduce of the gradients and the loss sends {needed:,}.\nWhat of it do the ranks not need?"
             )
     meshes = ", ".join(map(str, STEP_MESHES))
     return right(f" is right.\nThe loss and all gradients are those of one rank on {meshes}.", panels)
@@ -106,7 +104,7 @@ def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[See
         parameters = dict(net.named_parameters())
         for key, parameter in parameters.items():
             if parameter.grad is None:
-                refuse(f" on {mesh}: {key} has no gradient. Call loss.backward().")
+                refuse(f" on {mesh}: {key} has no gradient after the step. {EMPTY}")
         if graphs.alive:
             refuse(f" on {mesh}: the graph of this step is still in memory. Call backward() without retain_graph.")
         if frozen := [key for key, parameter in parameters.items() if not parameter.requires_grad]:
@@ -123,6 +121,7 @@ def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[See
     return out.per_rank, out.trace.bytes_sent(rank=0, axis="dp")
 
 
+EMPTY = "Call loss.backward(), and leave what it gives in `.grad`: the caller's optimizer needs it."
 STEPPED = "it changes the weights. Leave the gradients in `net`: the caller's optimizer does the step."
 
 
@@ -144,15 +143,19 @@ def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
     x, y = _batch()
     error = (torch.tanh(x * whole["scale"] @ whole["up"]) @ whole["down"] - y).square().mean()
     error.backward()
-    panels: list[Panel] = []
-    for (key, dim), (rank, (_, found)) in product(WEIGHTS.items(), enumerate(seen)):
-        want = whole[key].grad
-        assert want is not None
-        piece = want if dim is None else want.chunk(mesh.axis_size("tp"), dim)[mesh.index(rank, "tp")]
-        shown = _panels(found[key], piece, f"your gradient of {key}, rank {rank}")
-        if not torch.allclose(found[key].double(), piece, rtol=1e-5, atol=1e-9):
-            refuse(f" on {mesh}: the gradient of {key} {_gradient_hint(found[key].double(), piece, rank)}", shown)
-        panels = panels or shown
+    right = {key: _pieces(value.grad, key, mesh) for key, value in whole.items()}
+    wrong = [
+        (key, rank)
+        for key, pieces in right.items()
+        for rank, (_, found) in enumerate(seen)
+        if not torch.allclose(found[key].double(), pieces[rank], rtol=1e-5, atol=1e-9)
+    ]
+    key, rank = wrong[0] if wrong else ("scale", 0)
+    found, want = seen[rank][1][key], right[key][rank]
+    panels = _panels(found, want, f"your gradient of {key}, rank {rank}")
+    if wrong:
+        hint = _gradient_hint(found.double(), want, rank, is_alone=len({key for key, _ in wrong}) == 1)
+        refuse(f" on {mesh}: the gradient of {key} {hint}", panels)
     for rank, (loss, _) in enumerate(seen):
         if differs(loss, error.item(), 1e-5 * error.item()):
             refuse(
@@ -164,17 +167,24 @@ def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
     return panels
 
 
-def _gradient_hint(found: Tensor, want: Tensor, rank: int) -> str:
-    ratio = _ratio([found], want)
-    if ratio is None:
-        return (
-            f"on rank {rank} is no multiple of that of the whole batch.\nAre gradients combined that belong together, "
-            "those of the copies along 'dp', and only those?"
-        )
-    return (
-        f"on rank {rank} is {ratio:.4g} times that of the whole batch.\nWhat do the loss and the sum of the gradients "
-        "divide it by?"
+def _pieces(whole: Any, key: str, mesh: Mesh) -> list[Tensor]:
+    """A parameter's gradient, cut as every rank has it."""
+    if (dim := WEIGHTS[key]) is None:
+        return [whole] * mesh.size
+    return [whole.chunk(mesh.axis_size("tp"), dim)[mesh.index(rank, "tp")] for rank in mesh.ranks]
+
+
+def _gradient_hint(found: Tensor, want: Tensor, rank: int, is_alone: bool) -> str:
+    ratio = _ratio(found, want)
+    times = "no multiple of" if ratio is None else f"{ratio:.4g} times"
+    asks = (
+        "Those of the other parameters are right. What is done to this one alone?"
+        if is_alone
+        else "Are gradients combined that belong together, those of the copies along 'dp', and only those?"
+        if ratio is None
+        else "What do the loss and the sum of the gradients divide it by?"
     )
+    return f"on rank {rank} is {times} that of the whole batch.\n{asks}"
 
 
 def _panels(found: Tensor, want: Tensor, title: str) -> list[Panel]:
@@ -188,8 +198,7 @@ def _described(value: Any) -> str:
     return f"a tensor [{', '.join(map(str, shape))}]" if shape is not None else f"{type(value).__name__}"
 
 
-def _ratio(found: Sequence[Tensor], want: Tensor) -> float | None:
-    """The one number by which all of these are a multiple of `want`; None if there is none."""
-    scale = float((found[0].double() * want).sum() / want.square().sum())
-    is_multiple = all(bool((one.double() - scale * want).norm() <= 1e-5 * want.norm()) for one in found)
-    return scale if is_multiple else None
+def _ratio(found: Tensor, want: Tensor) -> float | None:
+    """The number by which this is a multiple of `want`; None if there is none."""
+    scale = float((found * want).sum() / want.square().sum())
+    return scale if (found - scale * want).norm() <= 1e-5 * want.norm() else None

@@ -165,7 +165,7 @@ def check_clipping(clip: Clip) -> Verdict:
             rank, scale = next(iter(wrong.items()))
             refuse(
                 f": With max_norm {most:g} on {mesh}, rank {rank} multiplies its gradients by {scale:.6g}, but one "
-                f"device by {whole:.6g}.\n{_why(scales, whole)}"
+                f"device by {whole:.6g}.\n{_why(scales, whole, most)}"
             )
         extra, held = sent - _scales(mesh, lambda *_: None, most)[1], sum(num_bytes for _, num_bytes in found)
         if extra > held / 4:
@@ -188,18 +188,20 @@ NEAR = 1e-4
 """A share that no mistake is as small as; torch adds 1e-6 to the norm, and others do not."""
 
 
-def _why(scales: list[float], whole: float) -> str:
+def _why(scales: list[float], whole: float, most: float) -> str:
     if not all(scale == scale for scale in scales):
         return "That is not a number."
     if max(scales) / min(scales) > 1 + NEAR:
         return (
-            "The ranks do not agree, so copies of a parameter drift apart: each rank has the norm of what it holds, "
-            "and the norm of the model is a sum over ranks."
+            "The ranks do not agree, so copies of a parameter drift apart. Over which ranks must the squares still be "
+            "added up?"
         )
     if whole == 1:
         return "The norm is below max_norm: gradients that are small enough stay as they are."
     if abs(scales[0] - 1) <= NEAR:
         return "Nothing was scaled. Are the new gradients written to `.grad`?"
+    if abs(scales[0] * most / whole**2 - 1) <= NEAR:
+        return "This is max_norm divided by the square of the norm. Take the root."
     if scales[0] < whole:
         return "The factor is too small: is something counted twice in the norm, or are norms added and not squares?"
     return "The factor is too large: is something missing in the norm that other ranks hold?"
@@ -241,7 +243,7 @@ def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[tuple[floa
         norms = [torch.stack([grad.norm() for grad in grads.values()]).norm() for grads in (before, after)]
         return float(norms[1] / norms[0]), sum(grad.nbytes for grad in before.values())
 
-    out = run_on(mesh, program)
+    out = run_on(mesh, program, distributed=True)
     return out.per_rank, out.trace.bytes_sent()
 
 

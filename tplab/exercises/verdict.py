@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, pairwise
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -193,10 +194,10 @@ def _told(error: BaseException, fns: Sequence[Any]) -> Refused:
     if isinstance(cause, Refused):
         return cause
     codes = [getattr(getattr(fn, "forward", fn), "__code__", None) for fn in fns]
-    files = {code.co_filename for code in codes if code}
-    mine = [one.line for one in traceback.extract_tb(cause.__traceback__) if one.filename in files and one.line]
+    files, through = {code.co_filename for code in codes if code}, traceback.extract_tb(cause.__traceback__)
+    mine = [one.line for one in through if one.filename in files and one.line]
     line = f"\nin the line: {mine[-1]}" if mine else ""
-    if isinstance(cause, OutsideRunError):
+    if isinstance(cause, OutsideRunError) and any("jax" in Path(one.filename).parts for one in through[-1:]):
         line += '\nIs your program in JAX? If the check takes JAX, add "jax" to its arguments.'
     return Refused(Verdict(False, f": {type(cause).__name__}{rank}{where}: {cause}{line}"))
 

@@ -2,6 +2,7 @@
 
 from tests.labs.entries import Claim, Given, Quote
 from tests.labs.prose import milliseconds
+from tplab.cost import find
 from tplab.cost.measured import RingAttention, ring_attention
 from tplab.sequence import AttentionMask, LayoutName, TokenLayout, efficiency
 
@@ -22,6 +23,11 @@ def reached(name: str) -> list[float]:
 
 def model(name: LayoutName, tokens: int = 128, ranks: int = 8) -> float:
     return 100 * efficiency(TokenLayout(name, tokens * ranks, ranks), AttentionMask(True))
+
+
+def tile(keys: int, queries: int = 8192) -> float:
+    chip = find("h100-measured").chip
+    return chip.attention_seconds(1, 32, queries, keys, 128, kv_heads=8, kernel="flash2")
 
 
 def took() -> list[float]:
@@ -48,6 +54,18 @@ CLAIMS = (
         lambda: all(model("zigzag", ranks=p) == 100 and model("striped", ranks=p) > 99 for p in (2, 4, 8, 16)),
     ),
     Claim("Here it is 1.7 times as fast", lambda: [clock("contiguous") / clock("zigzag")]),
+    Claim(
+        "half a tile takes a little more than half as long as a whole one",
+        lambda: 0.51 < tile(4096) / tile(8192) < 0.53 and 0.51 < tile(8192, queries=4096) / tile(8192) < 0.53,
+    ),
+    Claim(
+        "The balance of striped is nearly that of zigzag, so it does not explain why striped is slower",
+        lambda: (
+            model("striped", 8192) > 99.9
+            and model("zigzag", 8192) == 100
+            and all(s < z for s, z in zip(reached("striped"), reached("zigzag")))
+        ),
+    ),
     Claim(
         "zigzag should be 15/8 times as fast",
         lambda: abs(model("zigzag", 8192) / model("contiguous", 8192) - 15 / 8) < 0.001,

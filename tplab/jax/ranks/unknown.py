@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 from pathlib import Path
 from traceback import walk_tb
 
@@ -19,6 +20,10 @@ def explain(error: Exception) -> None:
         error.add_note("\n".join(filter(None, (_place(error) + _ONE_TRACE_FOR_ALL, _instead(error)))))
     elif isinstance(error, TypeError) and "forward-mode" in str(error):
         error.add_note(_place(error) + _NO_FORWARD_MODE)
+    elif isinstance(error, TypeError) and re.search("manual (axis types|axes) do not match", str(error)):
+        error.add_note(_VARYING)
+    elif isinstance(error, NotImplementedError) and not str(error):
+        error.add_note(_place(error) + _NO_TYPES)
     elif "ragged-all-to-all" in str(error):
         error.add_note(_NOT_ON_CPUS)
 
@@ -70,6 +75,14 @@ _NO_FORWARD_MODE = (
     "what is differentiated forwards here defines only its backward pass: parameters that shard_parameters has "
     "divided, for instance, are gathered again in it. Use jax.grad or jax.vjp; a Hessian-vector product is the "
     "gradient of jnp.vdot(jax.grad(loss)(params), direction)."
+)
+_VARYING = (
+    "`run` keeps JAX's types of what may differ on ranks: zeros become that by jax.lax.pcast(x, axis, to='varying'). "
+    "A program that was written without them can be traced as it is: tplab.jax.trace(jax.shard_map(program, mesh=mesh, "
+    "in_specs=..., out_specs=..., check_vma=False), *args)."
+)
+_NO_TYPES = (
+    "JAX has no types for this, as for a sum over axis_index_groups. Give the mesh an axis for the ranks of a group."
 )
 _NOT_ON_CPUS = (
     "XLA for CPUs has no ragged_all_to_all. Given shapes (jax.ShapeDtypeStruct), `run` compiles nothing, and its trace "

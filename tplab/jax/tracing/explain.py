@@ -195,7 +195,8 @@ class _Why:
         of = f" of {' and '.join(operands)}" if operands else ""
         if (written := place.one.primitive) in _WRITTEN:
             operands = (self._text(made, where),)
-            why = self._as_written(place, written, operands[0])
+            own = place if index is None or made.one.phase == "backward" else made  # XLA names all as one of them
+            why = self._as_written(own, written, operands[0])
         elif is_sum:
             what = "sums over" if any(word in operation for word in ("dot", "conv", "add", "sum")) else "goes over"
             why = f"{operation}{of} {what} a dim that is sharded over {axis}, so each rank has only its part"
