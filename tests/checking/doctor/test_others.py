@@ -235,6 +235,11 @@ OTHERS = (
         (("        with torch.no_grad():\n",
           "        n = n * dist.get_world_size()\n        with torch.no_grad():\n"),),
     ),
+    Other(
+        "second_head_of_each_part", 2, ("samples",), "y2 = F.pad(y1", "labels are shifted after the sequence is cut",
+        (("F.pad(y1[:, 1:], (0, 1), value=-100)",
+          "F.pad(ids[:, 2:], (0, 1), value=-100).chunk(world, 1)[rank]"),),
+    ),
 )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def _loss(rank: Watched, original: Any, /, input: Any, target: Any, *args: Any, 
         return original(input, target, *args, **kwargs)
     target, seen = rank.target(target, kwargs.get("ignore_index", -100))
     with rank.calls(original):
-        value = original(input, target, *args, **kwargs)
+        value = rank.mending.weighted(original(input, target, *args, **kwargs))
     seen.returns(value)
     is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
     if is_number and not torch.is_grad_enabled():
