@@ -534,7 +534,7 @@ def test_a_carry_that_begins_the_same_on_all_ranks():
     def program(x, begin=lambda zeros: zeros):
         return lax.scan(lambda total, _: (total + x, None), begin(jnp.zeros(2)), None, length=3)[0]
 
-    about = {"in_specs": P("dp"), "out_specs": P("dp")}
+    about: dict[str, Any] = {"in_specs": P("dp"), "out_specs": P("dp")}
     with pytest.raises(TypeError, match="must have equal types") as caught:
         run(program, Mesh(dp=2), np.ones(4, np.float32), **about)
     assert "zeros become that by jax.lax.pcast(x, axis, to='varying')" in " ".join(caught.value.__notes__)

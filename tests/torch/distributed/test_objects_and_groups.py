@@ -246,7 +246,8 @@ def test_a_second_world_is_found_by_its_name():
     from torch.distributed._functional_collectives import all_reduce
 
     def summed(found: list[float]) -> None:
-        found.append(float(all_reduce(torch.ones(2), "sum", "0")[0]))
+        name: Any = "0"
+        found.append(float(all_reduce(torch.ones(2), "sum", name)[0]))
 
     def program() -> list[float]:
         found: list[float] = []
