@@ -77,7 +77,8 @@ def _finding(case: Case) -> Finding:
     if mixing(facts, case.names):
         what = "experts" if any("expert" in name for name in case.names) else "shards"
         words, where = f"mixed with the gradients of other {what}", mixing(facts, case.names)
-    tried = [*of_forward(facts, facts.line_of_value())] if kind == "other" else []
+    is_odd = kind == "other" or (is_scaled and not facts.sizes.named(factor))
+    tried = [*of_forward(facts, facts.line_of_value())] if is_odd else []
     return facts.fault(
         "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
         hypotheses=[*hypotheses(case), *tried],

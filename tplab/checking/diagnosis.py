@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tplab.checking.blame import loss_and_gradients
 from tplab.checking.facts import Facts, Found, NothingToTell, same
@@ -18,7 +19,7 @@ from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import Finding, Row, SameModel, What, named, of_idle
 from tplab.checking.samples import seeds_by_rank
-from tplab.checking.seen_samples import are_drawn, dropout, samples, targets
+from tplab.checking.seen_samples import dropout, samples, targets
 from tplab.checking.starts import weights
 from tplab.checking.trail import Trails
 from tplab.checking.updates import buffers, parameters, settings, skipped, states
@@ -46,15 +47,15 @@ class Diagnosis:
     ours, theirs   of each rank, of each rank of the reference
     again          of the reference once more, with its sums in another order
     about          what is compared, in words
-    is_fed         whether the reference was given the samples of the ranks
+    handed         the samples of the ranks that the reference was given; with `is_drawn`, all that they draw
     trails         every operation of the step that is first wrong; `facts.wants_trails` says whether they would help
     """
 
     def __init__(
         self, ours: Sequence[Seen], theirs: Sequence[Seen], again: Sequence[Seen] | None = None, *, about: str = "",
-        notes: Sequence[str] = (), is_fed: bool = False, trails: Trails | None = None,
+        notes: Sequence[str] = (), handed: Any = None, trails: Trails | None = None,
     ):  # fmt: skip
-        self.about, self.is_fed, self.notes = about, is_fed, list(notes)
+        self.about, self.handed, self.notes = about, handed, list(notes)
         kinds = {kind for one in ours for kind in one.kinds}
         if "torch.compile" in kinds:
             self.notes.append("torch.compile left the programs as they are: what it changes was not compared")
@@ -70,7 +71,7 @@ class Diagnosis:
         try:
             if any(finite(self.facts)) or any(isinstance(one, Finding) for one in weights(self.facts, may_ask=True)):
                 return
-            if not self.is_fed:
+            if not self.handed:
                 list(samples(self.facts, may_ask=True))
         except NothingToTell:
             pass
@@ -85,7 +86,7 @@ class Diagnosis:
                     break
             else:
                 self.facts.number = count
-                if not self.is_fed and all(len(one.steps) > count for one in seen):  # what comes after the last step
+                if not self.handed and all(len(one.steps) > count for one in seen):  # what comes after the last step
                     self._collect(log(self.facts))
                 reason = "" if self.findings else nothing_learnt(self.facts, count)
         except NothingToTell as error:
@@ -117,8 +118,7 @@ class Diagnosis:
 
     def _not_fed(self) -> str:
         """Why a difference may come from data that the reference was not given; "" if it was given all."""
-        step = self.facts.mine[0]
-        if not self.is_fed or step.targets or not step.losses or are_drawn(self.facts):
+        if not self.handed or self.handed.is_drawn or (step := self.facts.mine[0]).targets or not step.losses:
             return ""
         return (
             "the reference was given what the model is called with, as each rank draws its own, and not what the loss "
@@ -135,7 +135,7 @@ class Diagnosis:
             self._collect(weights(self.facts, may_ask=False))
         if self.findings:
             self._follows("samples")
-        elif self.is_fed:
+        elif self.handed:
             self.rows.append(self.facts.row("samples", None, "the reference was given those that the ranks drew"))
         else:
             self._collect(samples(self.facts, may_ask=False))
@@ -145,7 +145,7 @@ class Diagnosis:
                     if what != "dropout":
                         self._follows(what)  # type: ignore[arg-type]
                     break
-                if not (what == "log" and self.is_fed and seeds_by_rank(self.facts.ours)):
+                if not (what == "log" and self.handed and seeds_by_rank(self.facts.ours)):
                     self._collect(compare(self.facts))
 
     def _collect(self, found: Found) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,15 @@ from tplab.checking.same_model import named
 from tplab.checking.sends import lines_of_reduction, over, partitions
 from tplab.checking.trail import Op, Trails
 from tplab.units import plain, ranks_text
+
+COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda parts: parts.mean(0),
+    "sum": lambda parts: parts.sum(0),
+    "maximum": lambda parts: parts.max(0),
+    "logsumexp": lambda parts: np.logaddexp.reduce(parts, axis=0),
+    "root of the sum of squares": lambda parts: np.sqrt(np.square(parts).sum(0)),
+}
+"""How what ranks have computed of their parts makes up what is computed of the whole."""
 
 
 def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
@@ -33,12 +42,13 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         return
     if (op := trails.first_wrong()) is not None and op.line == line:
         yield from _by_another_number(trails, op)
-        yield from of_parts(facts, trails, op)
+        yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_limits(facts, trails)
     yield from _of_other_groups(facts)
     yield from _of_targets(facts, trails)
-    yield from _in_its_place(facts, trails, line)
+    for at in dict.fromkeys([line, *trails.wrong_sums]):
+        yield from _in_its_place(facts, trails, at, is_first=at == line)
 
 
 def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
@@ -101,23 +111,31 @@ def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
     yield Hypothesis(repair, cause, where, also=tuple(also))
 
 
-def of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
+def of_value(facts: Facts, trails: Trails, op: Op, made: np.ndarray) -> Iterator[Hypothesis]:
+    """What may be wrong with the first wrong operation of those that `made` comes from: see `Trails.first_wrong`"""
+    yield from _of_parts(facts, trails, op, made)
+    yield from _by_another_number(trails, op)
+    yield from _in_its_place(facts, trails, op.line, made)
+
+
+def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
     """What a wrong operation gives, or takes, is each rank's part of the reference's: the sum, or the mean, is that,
     and nothing combines them. made: see `Trails.first_wrong`"""
     for ops in [op], *trails.parts_in(op, made):
         values = [_parts_of(facts, trails, one) for one in ops]
-        for way, how in itertools.product(partitions(facts) if all(values) else (), ("mean", "sum")):
-            totals = [(np.sum([held[rank] for rank in group], axis=0) / (len(group) if how == "mean" else 1), want)
+        for way, how in itertools.product(partitions(facts) if all(values) else (), COMBINED):
+            totals = [(COMBINED[how](np.stack([held[rank] for rank in group])), want)
                       for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
-            those = over(facts, way)
+            those, are_copies = over(facts, way), all({*group} <= {*facts.copies[0]} for group in way[:1])
             cause = (
                 f"each rank computes this from its own part alone: the {how} of it over {those} is the reference's, "
                 f"and nothing takes that {how}"
             )
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            repair, *also = (Repair("cast", words, line, (name,), way, how)
+            by = 1 / len(way[0]) if are_copies else 1.0  # then each rank has the gradient of the whole loss
+            repair, *also = (Repair("cast", words, line, (name,), way, how, by=by)
                              for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
             yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))
 
@@ -160,27 +178,33 @@ def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesi
         yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, made)
 
 
-def _in_its_place(facts: Facts, trails: Trails, line: str) -> Iterator[Hypothesis]:
+def _in_its_place(
+    facts: Facts, trails: Trails, line: str, made: np.ndarray | None = None, is_first: bool = True
+) -> Iterator[Hypothesis]:
     """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
-    there."""
-    for words, values in trails.wanted_at(line):
+    there. made: see `Trails.first_wrong`; is_first: whether what it takes is right"""
+    for words, values in trails.wanted_at(line, made):
         repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
                         times=facts.number)  # fmt: skip
         wrong = f"{words}{_too_much(facts, trails, values)}"
-        cause = f"in the forward pass, the inputs of this line are right and its result is wrong: {wrong}"
+        inputs = "the inputs of this line are right and its result is wrong"
+        inputs = inputs if is_first else "what this line adds up over ranks is wrong"
+        cause = f"in the forward pass, {inputs}: {wrong}"
         yield Hypothesis(repair, cause, line)
 
 
 def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
-    """The parameter that a value contains once too often, or more."""
+    """The parameter that a value contains once too often, or more; or what each rank computes alike."""
     key, rank = next(iter(values)), facts.num_ranks - 1
     got = trails.ops_of(key)[0][rank].values[0]
     more = got.astype(np.float64) - values[key][rank]
-    for name, x in facts.reference.parameters(facts.number - 1).items():
-        if x.ndim != 1 or not more.ndim or x.shape != more.shape[-1:] or not x.any():
+    vectors = {name: x for name, x in facts.reference.parameters(facts.number - 1).items() if x.ndim == 1}
+    for name, x in (vectors | trails.alike(more.shape)).items():
+        if not more.ndim or x.shape not in (more.shape, more.shape[-1:]) or not x.any():
             continue
         times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
-        if abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
+        is_count = name in vectors or abs(times - round(times)) < 1e-3
+        if is_count and abs(times) > 1e-3 and np.abs(more - times * x).max() <= 1e-4 * np.abs(got).max():
             many = "" if abs(times - 1) < 1e-3 else f"{plain(times)} times "
             return f"; it is the right value plus {many}{name}"
     return ""

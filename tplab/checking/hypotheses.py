@@ -66,11 +66,12 @@ class _Hypotheses:
         """The reference's gradient is a sum, or a mean, of those of ranks: nothing adds them up."""
         facts, case = self.facts, self.case
         line = "" if case.is_all or case.left_out else case.in_backward
+        lines = [(line, "")] * bool(line) + [(at, "function") for at in (facts.trails.unsummed if facts.trails else ())]
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
-        for way in together if line else ():
+        for (line, of), way in itertools.product(lines, together):
             words = f"a sum over {over(self.facts, way)} in the backward pass of {line}"
             cause, _, key = self._cause_of_parts(way)
-            repair = Repair("dual", words, line, self.case.own_names, way)
+            repair = Repair("dual", words, line, self.case.own_names, way, of)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
         for way in partitions(facts):
             for combine in ("sum", "mean"):
@@ -187,11 +188,30 @@ class _Hypotheses:
                 times = f", times {plain(by)}," if by != 1 else ""
                 words = f"the {combine} over {listed(way)}{times} in place of the collective at {line}"
                 repair = self.case.combined(combine, way, by, words, line)
-                yield Hypothesis(repair, cause, where, thread("experts"))
+                over = {sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == line}
+                told = self._scaled_unlike() if over == {*way} else (cause, where, thread("experts"))
+                yield Hypothesis(repair, *told)
         held = self.case.copies_of_one
         if held and held not in partitions(self.facts):
             words = f"the mean over {listed(held)} in place of the collective at {line}"
             yield Hypothesis(self.case.combined("mean", held, 1 / undone, words, line), cause, where, thread("experts"))
+
+    def _scaled_unlike(self) -> tuple[str, str, str]:
+        """Cause, line and thread where each rank's gradients, and the ranks that they are added up over, are right."""
+        cause = (
+            "the gradients of each rank are right after the backward pass, and so is their sum over the ranks of this "
+            "collective: what is wrong is how the script changes them before, or after"
+        )
+        for turn in zip(*(step.scaled for step in self.facts.mine)):
+            if len({line for line, _ in turn}) == 1 and len({by for _, by in turn}) > 1:
+                numbers = ", ".join(plain(by) for _, by in turn)
+                cause = (
+                    f"ranks multiply their gradients by different numbers at this line ({numbers}) before they are "
+                    "added up, so that no number makes up for it afterwards: use the same on all ranks, such as the "
+                    "smallest"
+                )
+                return cause, turn[0][0], ""
+        return cause, "", ""
 
     def _tied(self) -> Iterator[Hypothesis]:
         if self.case.is_on_several_stages and self.kind != "scaled":

@@ -34,9 +34,11 @@ class Repair:
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
               multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": what it does to
               gradients, it does when they are averaged. "sync": gradients are synchronised whatever it says. "dual":
-              gradients that come back from `line` are added up over `groups`, times `by`. "through": the collective at
-              `line` passes gradients back. "cast": what the function of the name in `names` computes at `line` is
-              `combine`d over `groups`, and so is its gradient. "seed": `line` sets rank 0's
+              gradients that come back from `line` are added up over `groups`, times `by`; with `combine`, only
+              from autograd functions that the script has written. "through": the collective at `line` passes gradients
+              back. "cast": what the function of the name in `names` computes at `line` is
+              `combine`d over `groups`, and gradients of the result are added up over them, times `by`. "seed": `line`
+              sets rank 0's
               "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
               "norm": gradients are clipped by `values[step, turn]`
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.facts import Facts, Found, NothingToTell
+from tplab.checking.facts import Facts, Found, NothingToTell, same
 from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
 from tplab.checking.recording import Step
 from tplab.checking.repairs import Hypothesis, Repair
@@ -71,6 +71,14 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         hypotheses = _dealt(facts, _ways(facts), _CAUSES[found.kind], line)
         yield facts.fault("samples", found.words, line, factor=found.factor, ranks=found.ranks, lines=[forward],
                           hypotheses=hypotheses)  # fmt: skip
+    elif alike := _drawn_alike(facts):
+        cause = (
+            "ranks draw the same random numbers here, from one seed, for samples that are not the same: draw those of "
+            "the whole batch and cut them, or set another seed on each rank"
+        )
+        words = f"the numbers drawn at {alike} are the same on all ranks, and their samples are not"
+        yield facts.fault("samples", words, alike, lines=[line, forward],
+                          hypotheses=_dealt(facts, _ways(facts), cause, alike))  # fmt: skip
     else:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
@@ -119,6 +127,17 @@ def are_drawn(facts: Facts) -> bool:
     """Whether scripts draw their samples with torch: the reference can be given them where it draws its own."""
     microbatches = {len(step.samples) for step in (*facts.mine, *facts.theirs)}
     return len(microbatches) == 1 and all(step.draws for step in facts.mine)
+
+
+def _drawn_alike(facts: Facts) -> str:
+    """The line at which all ranks draw the same for their samples, and the reference draws for those of all; or ""."""
+    first, *others = facts.mine
+    for (line, turn), x in first.draws.items() if len(facts.copies) == facts.num_ranks else ():
+        whole, tiled = facts.theirs[0].draws.get((line, turn)), np.concatenate([x] * facts.num_ranks)
+        is_drawn_for_all = whole is not None and whole.shape == tiled.shape and not same(whole, tiled)
+        if is_drawn_for_all and all(same(step.draws.get((line, turn), tiled), x) for step in others):
+            return line
+    return ""
 
 
 def _can_be_fed(facts: Facts, found: Samples) -> bool:

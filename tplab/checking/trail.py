@@ -103,12 +103,26 @@ class Trails:
         """Whenever the first rank runs the operation, if the reference does."""
         return [one for one in self._ours[0].ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
 
-    def wanted_at(self, line: str) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
+    @property
+    def wrong_sums(self) -> list[str]:
+        """The lines of functions that send, and whose results are wrong, on the way to the loss."""
+        ops = self._ends.ops
+        return [*dict.fromkeys(ops[at].line for at in sorted(self._wrong_ones(self._ends, None)) if ops[at].sent)]
+
+    def alike(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """What operations of every rank make alike, by words for it."""
+        made = {op.key: op.values[0] for op in self._ours[0].ops if op.values and op.values[0].shape == shape}
+        return {f"what {key[0]} computes": x for key, x in made.items()
+                if all(key in ops and np.array_equal(x, ops[key].values[0]) for ops in self._by_key)}  # fmt: skip
+
+    def wanted_at(
+        self, line: str, made: np.ndarray | None = None
+    ) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
         """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
         each way in which the reference's may be cut; and how what it gives differs, in words."""
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
         first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
-        wrong = self.first_wrong()
+        wrong = self.first_wrong(made)
         own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
@@ -293,6 +307,13 @@ class Trails:
                    and self._is_summed(trail, other)]  # fmt: skip
         shared = {line for other in healthy for line in other.lines}
         return next((line for line in op.lines if line not in shared), op.line) if healthy else op.line
+
+    @property
+    def unsummed(self) -> list[str]:
+        """The lines of functions that send in their forward pass alone, and get parts of a gradient."""
+        ops = [op for op in self._ours[0].ops if op.is_function and op.sent and not op.sent_back]
+        arrived = [(op.line, self._arrived(op, at)) for op in ops for at in op.arrived]
+        return [*dict.fromkeys(line for line, spread in arrived if spread is not None and spread.is_partial)]
 
     @property
     def sent_back(self) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.forward import of_parts
+from tplab.checking.forward import of_value
 from tplab.checking.gaps import farthest, gap, gaps, largest, shown
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
@@ -123,10 +123,11 @@ def states(facts: Facts) -> Found:
         else:
             cause += "save its state_dict() with the weights, and load it before training goes on"
         tried = [_restored(facts)]
+    whole = () if facts.goes_on else _of_whole_tensors(facts, [name for name, _ in wrong])
     yield facts.fault(
         "optimizer", facts.words_of(factor), loaded or step, names=[key if key == "step" else f"{key} of {name}"],
         factor=factor, values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=ranks, lines=[step],
-        hypotheses=[Hypothesis(one, cause, loaded or step) for one in tried],
+        hypotheses=[*(Hypothesis(one, cause, loaded or step) for one in tried), *whole],
         seen="settings and gradients are the reference's, but the optimizer's state is not",
     )  # fmt: skip
 
@@ -261,7 +262,7 @@ def buffers(facts: Facts) -> Found:
                         names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
         facts.wants_trails, held = True, facts.mine[0].buffers[first].values
         op = facts.trails.first_wrong(held) if facts.trails else None
-        hypotheses = of_parts(facts, facts.trails, op, held) if facts.trails and op else ()
+        hypotheses = of_value(facts, facts.trails, op, held) if facts.trails and op else ()
         yield facts.fault(
             "buffers", "not the reference's", where, names=names, values=values, ranks=ranks, lines=lines,
             hypotheses=[Hypothesis(repair, cause, where), *hypotheses],

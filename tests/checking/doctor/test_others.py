@@ -125,7 +125,7 @@ OTHERS = (
          ("        p.grad /= world\n", "")),
     ),
     Other(
-        "amax_of_a_shard", 2, ("loss",), "w.detach().abs().max()", "on rank 0, it is 0.753 times the reference's",
+        "amax_of_a_shard", 2, ("loss",), "w.detach().abs().max()", "the maximum of it over ranks",
         (("    q = (w", "    dist.all_reduce(amax, dist.ReduceOp.MAX)\n    q = (w"),),
     ),
     Other(
@@ -180,6 +180,65 @@ OTHERS = (
         (("    all_a, all_b, first = a, b, 0\n",
           "    all_a, all_b = (torch.cat(dist.nn.functional.all_gather(z)) for z in (a, b))\n"
           "    first = rank * len(a)\n"),),
+    ),
+    Other(
+        "scale_of_each_rank", 2, ("gradient",), "p.grad.mul_(scale)", "different numbers at this line (256, 64)",
+        (("    scale = 2.0", "    t = torch.tensor(biggest)\n    dist.all_reduce(t, op=dist.ReduceOp.MAX)\n"
+          "    biggest = t.item()\n    scale = 2.0"),),
+    ),
+    Other(
+        "noise_of_one_seed", 2, ("samples",), "noise = torch.randn(", "draw the same random numbers here",
+        (("torch.randn(x0.shape, generator=noise_gen)",
+          "torch.randn((8, 1, 5, 5), generator=noise_gen)[rank * per :][:per]"),
+         ("torch.randint(T, (len(x0),), generator=noise_gen)",
+          "torch.randint(T, (8,), generator=noise_gen)[rank * per :][:per]")),
+    ),
+    Other(
+        "smoothing_of_a_shard", 2, ("gradient",), "z.mean(-1)", "the mean of it over ranks is the reference's",
+        (("z.mean(-1)", "_AllReduce.apply(z.sum(-1)) / vocab"),),
+    ),
+    Other(
+        "logsumexp_of_a_shard", 2, ("loss",), "logits.logsumexp(-1)", "the logsumexp of it over ranks",
+        (("    z = logits.logsumexp(-1)\n", "    z = log_z\n"),),
+    ),
+    Other(
+        "centre_over_local_batch", 2, ("buffers",), "/ len(teacher)", "by 0.25, and in the reference by 0.125",
+        (("/ len(teacher)", "/ (len(teacher) * dist.get_world_size())"),),
+    ),
+    Other(
+        "columns_of_a_shard", 2, ("optimizer",), "sq.mean(1), sq.mean(0)", "depends on the whole tensor",
+        (("                if not state:\n", "                dist.all_reduce(col)\n"
+          "                col = col / dist.get_world_size()\n                if not state:\n"),
+         ('                scale = state["row"].mean()\n',
+          '                scale = state["row"].mean()\n                dist.all_reduce(scale)\n'
+          "                scale = scale / dist.get_world_size()\n")),
+    ),
+    Other(
+        "observations_of_each_rank", 2, ("loss",), "x.sum(0), x.square().sum(0)", "",
+        (("        self.total += total\n",
+          "        for t in (total, square, count):\n            dist.all_reduce(t)\n        self.total += total\n"),),
+    ),
+    Other(
+        "normaliser_without_its_sum", 2, ("gradient",), "z - Sum.apply(", "the parts of all ranks are not added up",
+        (("z - Sum.apply(", "z - SumBoth.apply("),),
+    ),
+    Other(
+        "shared_expert_before_the_sum", 2, ("loss",), "out + self.shared(x)", "it is the right value plus what",
+        (("Reduce.apply(out + self.shared(x))", "Reduce.apply(out) + self.shared(x)"),),
+    ),
+    Other(
+        "mean_of_variances", 2, ("gradient",), "adv.var(", "on rank 0, it is 0.723 times the reference's",
+        (("adv.var(unbiased=False)", "(adv - mean).square().mean()"),),
+    ),
+    Other(
+        "count_of_one_rank", 2, ("buffers",), "var * n / (n - 1)", "the inputs of this line are right",
+        (("        with torch.no_grad():\n",
+          "        n = n * dist.get_world_size()\n        with torch.no_grad():\n"),),
+    ),
+    Other(
+        "second_head_of_each_part", 2, ("samples",), "y2 = F.pad(y1", "labels are shifted after the sequence is cut",
+        (("F.pad(y1[:, 1:], (0, 1), value=-100)",
+          "F.pad(ids[:, 2:], (0, 1), value=-100).chunk(world, 1)[rank]"),),
     ),
 )  # fmt: skip
 

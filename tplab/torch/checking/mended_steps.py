@@ -57,7 +57,7 @@ class MendedSteps:
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()
         self._later: list[Callable[[], Any]] = []
-        self._weights: dict[tuple[int, int], float] = {}
+        self._weight = 1.0
         self._before: dict[str, Tensor] = {}
         self._is_done, self._rows = -1, 1
         self._cut: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -84,10 +84,15 @@ class MendedSteps:
 
     def loss(self, batch: int) -> float:
         """What the loss of a microbatch is multiplied by."""
-        by = self._weights.get((self._step, batch), 1.0)
+        by = 1.0
         for one in self._of("loss"):
             by *= one.values.get((self.rank, self._step, batch), 1.0) if one.values else one.by
         return by
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """What a loss returns whose targets may have been replaced."""
+        by, self._weight = self._weight, 1.0
+        return loss if by == 1.0 else loss * by
 
     def begin(self) -> None:
         """Before the first forward pass."""
@@ -132,16 +137,17 @@ class MendedSteps:
             if batch < len(wholes := one.values.get(self._step, ())):
                 return self._part(one, wholes[batch], 0, target)
         for one in self._of("targets"):
-            return self._cut_targets(one, one.values[self._step][1][batch], target, batch, ignored)
+            return self._cut_targets(one, one.values[self._step][1][batch], target, ignored)
         return target
 
-    def _cut_targets(self, one: Repair, whole: np.ndarray, target: Tensor, batch: int, ignored: int) -> Tensor:
-        """The rank's part of the targets, and its weight in the mean over all of them, if no other factor is known."""
+    def _cut_targets(self, one: Repair, whole: np.ndarray, target: Tensor, ignored: int) -> Tensor:
+        """The rank's part of the targets, and the weight of its loss: in the mean over all of them; or if that is no
+        mean, what makes up for the number of targets that it had."""
         size = this_rank().mesh.size
         part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
-        counts = self._exchanged("targets", int((part != ignored).sum()))
-        weight = counts[self.rank] * size / max(sum(counts.values()), 1)
-        self._weights[self._step, batch] = one.by if one.by != 1 else weight
+        held = self._exchanged("targets", [int((x != ignored).sum()) for x in (target, part)])
+        had, has = (max(sum(counts), 1) for counts in zip(*held.values()))
+        self._weight = had / has if one.by != 1 else held[self.rank][1] * size / has
         return torch.from_numpy(np.array(part)).reshape(target.shape).to(target)
 
     def after_forward(self) -> None:

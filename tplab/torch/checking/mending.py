@@ -92,13 +92,15 @@ class Mending(MendedSteps):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
+            if one.combine:
+                continue
             args = tuple(self._wrapped(one, x, args) for x in args)
         if name in MATMULS and any(self._of("gather", line=line)):
             args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
             if name in one.names and isinstance(found, Tensor) and found.is_floating_point():
-                found = self._cast(found, one.combine, one.group_of(self.rank))
+                found = self._cast(found, one.combine, one.group_of(self.rank), one.by)
         if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
@@ -178,12 +180,13 @@ class Mending(MendedSteps):
     def _mean(self, x: Tensor) -> Tensor:
         return self._cast(x, "mean", range(this_rank().mesh.size))
 
-    def _cast(self, x: Tensor, how: str, group: Sequence[int]) -> Tensor:
-        """The sum or the mean over ranks, also on the way back."""
-        value = self._combined("cast", x, how, group)
+    def _cast(self, x: Tensor, how: str, group: Sequence[int], by: float = 1.0) -> Tensor:
+        """What ranks have, combined; on the way back, the sum of the gradients of the result, times a factor."""
+        held = self._exchanged("cast", x.detach().clone())
+        value = _COMBINED[how](torch.stack([x if rank == self.rank else held[rank] for rank in group]))
         if not x.requires_grad:
             return value
-        return Back.apply(x + (value - x).detach(), lambda y: self._combined("cast", y, how, group))
+        return Back.apply(value, lambda y: self._combined("cast", y, "sum", group) * by)
 
     def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         """A collective is done that took pieces, one for each rank or one for all, and gave one of each rank: now
@@ -224,6 +227,16 @@ class Mending(MendedSteps):
 
     def seed(self, seed: int, line: str) -> int:
         return next((one.values["seed"] for one in self._of("seed", line=line)), seed)
+
+
+_COMBINED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda parts: parts.mean(0),
+    "sum": lambda parts: parts.sum(0),
+    "maximum": lambda parts: parts.amax(0),
+    "logsumexp": lambda parts: parts.logsumexp(0),
+    "root of the sum of squares": lambda parts: parts.square().sum(0).sqrt(),
+}
+"""See `forward.COMBINED`."""
 
 
 class Back(torch.autograd.Function):

@@ -125,7 +125,7 @@ class Names:
         by_size = sorted(self._modules, key=lambda module: -sum(1 for _ in module.modules()))
         self._roots, inside, held = [], set[int](), set[int]()
         for module in by_size:
-            ids = {id(p) for p in module.parameters()}
+            ids = {id(x) for x in (*module.parameters(), *module.buffers())}
             if id(module) not in inside and not ids <= held:
                 self._roots.append(module)
             inside |= {id(part) for part in module.modules()}
@@ -139,7 +139,7 @@ class Names:
         self._is_stale = self._is_busy = False
 
     def _prefix(self, root: nn.Module) -> str:
-        if len(self._roots) == 1:
+        if [root] == [one for one in self._roots if next(one.parameters(), None) is not None]:
             return ""
         alike = [other for other in self._roots if type(other) is type(root)]
         number = next(i for i, other in enumerate(alike) if other is root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,16 @@ def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
     return {_name(path): x for path, x in pairs if _is_data(x)}
 
 
-def has_nothing_to_train(module: nn.Module) -> bool:
-    """Whether a module only changes data, such as a crop or a norm of images, or compares what a model has computed:
-    what it is called with are no samples."""
-    return next(module.parameters(), None) is None
+def is_stateless(module: nn.Module) -> bool:
+    """Whether a module only changes data, such as a crop or a norm of images."""
+    return next(chain(module.parameters(), module.buffers()), None) is None
+
+
+def has_no_samples(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether what a module is called with are no samples: it is stateless, or compares what a model has computed."""
+    has_own = next(module.parameters(), None) is not None
+    takes_results = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+    return is_stateless(module) or (takes_results and not has_own)
 
 
 def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:

@@ -217,7 +217,7 @@ class _Doctor:
             if given:
                 with _threads(ours):
                     theirs = self.theirs.seen(**given)
-            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, is_fed="handed" in given)
+            diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, handed=given.get("handed"))
             try:
                 diagnosis(ours, theirs).ask()
                 report = diagnosis(ours, theirs).report()

@@ -26,8 +26,10 @@ from tplab.torch.checking.chance import CHANCE, states
 from tplab.torch.checking.groups import GROUPS, StandIn, require_sync
 from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
+from tplab.torch.checking.pieces import is_stateless
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.values import dtype_name
 
@@ -109,6 +111,8 @@ class StandIns:
         try:
             found = call(module, *args, **kwargs)
             seen.returns(found)
+            if not is_stateless(module):
+                rank.computed.update((id(x), x) for x in tensors_in(found) if not x.requires_grad)
             return found
         finally:
             rank.depth = 0
@@ -191,7 +195,7 @@ def _loss(rank: Watched, original: Any, /, input: Any, target: Any, *args: Any, 
         return original(input, target, *args, **kwargs)
     target, seen = rank.target(target, kwargs.get("ignore_index", -100))
     with rank.calls(original):
-        value = original(input, target, *args, **kwargs)
+        value = rank.mending.weighted(original(input, target, *args, **kwargs))
     seen.returns(value)
     is_number = isinstance(value, Tensor) and value.numel() == 1 and transform() is None
     if is_number and not torch.is_grad_enabled():

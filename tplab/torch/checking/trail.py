@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
@@ -60,6 +61,9 @@ class Recorder:
         if isinstance(found, tuple):
             return (self._placed(op, found[0]), *found[1:])
         value = value.to(found)
+        if op.key[1].endswith("_") and not op.key[1].endswith("__"):  # it has written to a tensor
+            with torch.no_grad():
+                return found.copy_(value)
         return found + (value - found).detach() if found.is_floating_point() else value
 
     def apply(self, function: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:

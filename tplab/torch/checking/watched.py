@@ -18,7 +18,7 @@ from tplab.torch.checking.mending import Back, Through
 from tplab.torch.checking.names import OF_A_BATCH, address_of, parameters_of
 from tplab.torch.checking.origins import NORMS, SQUARES, ByHand
 from tplab.torch.checking.pending import Call
-from tplab.torch.checking.pieces import array_of, data_in, has_nothing_to_train, nudged, replaced
+from tplab.torch.checking.pieces import array_of, data_in, has_no_samples, nudged, replaced
 from tplab.torch.checking.plan import Plan
 from tplab.torch.checking.trail import line_of_return
 from tplab.torch.checking.watched_steps import WatchedSteps
@@ -134,8 +134,8 @@ class Watched(WatchedSteps):
             if not self.seen.num_steps:
                 self._see_buffers()
         self._has_begun = True
-        data = data_in(args, kwargs)
-        if not data or has_nothing_to_train(module):
+        data = {name: x for name, x in data_in(args, kwargs).items() if id(x) not in self.computed}
+        if not data or has_no_samples(module, args, kwargs):
             return args, kwargs, call
         self.recorder.begin_with(data.values())
         call.lines["forward"] = self.line()

@@ -31,6 +31,7 @@ class WatchedSteps:
     depth       whether it is in a call of its model; is_looking: whether a collective is the watch's own
     has_enough  whether it is not watched any more
     step        the step that is going on
+    computed    what modules have returned in it, by id: no sample
     """
 
     def __init__(self, plan: Plan, seen: Seen):
@@ -49,7 +50,7 @@ class WatchedSteps:
         self._inside: Optimizer | None = None
         self._hooked: dict[int, Any] = {}
         self._used = set[int]()
-        self._detached = dict[int, Tensor]()
+        self._detached, self.computed = dict[int, Tensor](), dict[int, Tensor]()
         self._num_backward = 0
         self._backward_in = set[CodeType]()
         self.is_measured = self._has_begun = self.has_enough = False
@@ -261,6 +262,7 @@ class WatchedSteps:
         self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
         self.step, self._num_backward, self.is_measured = Step(), 0, False
+        self.computed.clear()
 
     def close(self) -> None:
         self.recorder.close()
