@@ -471,6 +471,15 @@ def test_a_sum_of_the_forward_pass_that_is_sent_with_gradients():
     ]
 
 
+def test_what_a_rank_keeps_is_not_sent():
+    """Ranks 0 and 3 have their pieces already, of two rows each."""
+    mesh = Mesh(dp=2, tp=2)
+    x = placed((8, 8), ("dp", "tp"), mesh=mesh)
+    found = explain(jax.jit(lambda x: x + 1, out_shardings=on(("tp", "dp"), mesh=mesh)), x)
+    assert [one.by_rank for one in found] == [(0, 64, 64, 0)]
+    assert repr(found).startswith("lambda on Mesh(dp=2, tp=2): a rank sends at most 64 B")
+
+
 def test_a_piece_of_a_sum_that_all_ranks_take_alike_is_no_reduce_scatter():
     """It has the size of a rank's own piece, but its place is one of the program."""
     product, weight = placed((16, 8), None, "dp"), placed((8, 4), "dp")

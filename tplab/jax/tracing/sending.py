@@ -130,6 +130,8 @@ def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[st
         by_rank = [0] * flow.mesh.size
         for _, array in merged(each for each in sent if each.op == op):
             for group in groups:
+                if len(set(group)) == 1:  # a rank keeps its own
+                    continue
                 for index, rank in enumerate(group[:1] if op == "ppermute" else group):  # of a pair, the first sends
                     by_rank[rank] += cost.bytes_sent(op, *array.units, len(group), index)
         found[op] = tuple(by_rank)
