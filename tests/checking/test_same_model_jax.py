@@ -130,6 +130,7 @@ def step_with_specs(times):
     return make
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="this JAX asks for out_sharding in the gradient of the step")
 @pytest.mark.parametrize("times", [1, 3])
 def test_arguments_with_explicit_axes_under_a_mesh_that_is_set(times):
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
