@@ -195,7 +195,7 @@ OTHERS = (
     ),
     Other(
         "smoothing_of_a_shard", 2, ("gradient",), "z.mean(-1)", "the mean of it over ranks is the reference's",
-        (("z.mean(-1)", "_AllReduce.apply(z.sum(-1)) / vocab"),),
+        (("z.mean(-1)", "Reduce.apply(z.sum(-1)) / vocab"),),
     ),
     Other(
         "logsumexp_of_a_shard", 2, ("loss",), "logits.logsumexp(-1)", "the logsumexp of it over ranks",
@@ -219,8 +219,8 @@ OTHERS = (
           "        for t in (total, square, count):\n            dist.all_reduce(t)\n        self.total += total\n"),),
     ),
     Other(
-        "normaliser_without_its_sum", 2, ("gradient",), "z - Sum.apply(", "the parts of all ranks are not added up",
-        (("z - Sum.apply(", "z - SumBoth.apply("),),
+        "normaliser_without_its_sum", 2, ("gradient",), "z - Reduce.apply(", "the parts of all ranks are not added up",
+        (("z - Reduce.apply(", "z - SumBoth.apply("),),
     ),
     Other(
         "shared_expert_before_the_sum", 2, ("loss",), "out + self.shared(x)", "it is the right value plus what",
