@@ -119,6 +119,12 @@ def test_rows_of_the_clock_that_cannot_be_measured_are_told_with_the_others():
     assert clock._table(iter([lambda: ["row"]] * 3), -1)["left_out"] == 3
 
 
+def test_tests_on_a_device_see_the_lines_of_their_programs():
+    """What the plugin does for them is no part of a program: a backward pass is where the program has it."""
+    figures = tests_of.run(["tests/data/test_units_are_named.py"], 60, "-k", "in_torch and simulated", device="cpu")
+    assert figures == {"passed": 1, "failed": 0, "mixed devices": 0}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without GPUs")
 def test_the_command_on_the_cpu(tmp_path: Path):
     out = tmp_path / "device.json"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import pytest
+import torch
+
+from tplab.checking.forward import COMBINED
 from tplab.checking.repairs import MOST_TRIED, Hypothesis, Repair, is_mended, proven
 from tplab.checking.same_model import Finding, Row, SameModel, What
+from tplab.torch.checking.mending import _COMBINED
 
 
 def repair(words: str) -> Repair:
@@ -111,3 +117,21 @@ def test_a_fault_of_the_log_is_mended_where_the_log_is_right():
 def test_what_is_logged_proves_nothing_of_training():
     right = [Row("gradient", 0, True, "")]
     assert is_mended(fault("a"), SameModel(right, [fault("", what="log")]), SameModel([], [fault("a")]))
+
+
+WHOLE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda x: x.mean(0),
+    "sum": lambda x: x.sum(0),
+    "maximum": lambda x: x.max(0),
+    "logsumexp": lambda x: np.log(np.exp(x).sum(0)),
+    "root of the sum of squares": lambda x: np.linalg.norm(x, axis=0),
+}
+
+
+@pytest.mark.parametrize("how", COMBINED)
+def test_what_ranks_have_of_their_parts_makes_up_what_is_of_the_whole(how: str):
+    assert [*COMBINED] == [*_COMBINED]
+    x = np.random.default_rng(0).normal(size=(12, 3))
+    parts = np.stack([WHOLE[how](part) for part in np.split(x, 4)])
+    np.testing.assert_allclose(COMBINED[how](parts), WHOLE[how](x), rtol=1e-12)
+    np.testing.assert_allclose(_COMBINED[how](torch.from_numpy(parts)).numpy(), WHOLE[how](x), rtol=1e-12)
