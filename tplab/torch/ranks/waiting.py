@@ -10,6 +10,7 @@ from typing import Self
 
 from tplab.cost.lanes import AFTER, MARK
 from tplab.errors import OutsideRunError
+from tplab.torch.private import phase
 from tplab.torch.ranks.clocked import ClockedRank
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import Call, current_rank_or_none
@@ -162,7 +163,11 @@ class WaitingRank(ClockedRank):
         seat.is_at_end = False
 
     def _line(self, frame: FrameType) -> str:
-        """The program's line; for a thread that runs an installed package, the line that has started it."""
-        if self.began_at and not is_program(frame.f_code.co_filename):
-            return self.began_at
+        """The program's line; where none is on the stack, the line that has started this thread, or "a step of the
+        backward pass", if somebody else has started that."""
+        if not is_program(frame.f_code.co_filename):
+            if self.began_at:
+                return self.began_at
+            if phase() == "backward":
+                return "a step of the backward pass"
         return self.world.lines.text(frame)
