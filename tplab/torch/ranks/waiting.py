@@ -163,11 +163,7 @@ class WaitingRank(ClockedRank):
         seat.is_at_end = False
 
     def _line(self, frame: FrameType) -> str:
-        """The program's line; where none is on the stack, the line that has started this thread, or "a step of the
-        backward pass", if somebody else has started that."""
-        if not is_program(frame.f_code.co_filename):
-            if self.began_at:
-                return self.began_at
-            if phase() == "backward":
-                return "a step of the backward pass"
+        """The program's line. Where none is on the stack: the line that has started this thread, or "a step of ..."."""
+        if not is_program(frame.f_code.co_filename) and (self.began_at or phase() == "backward"):
+            return self.began_at or "a step of the backward pass"
         return self.world.lines.text(frame)
