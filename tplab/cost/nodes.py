@@ -11,9 +11,8 @@ and all cards are always busy, and the slower of the two levels sets the pace:
 
 Of the R-1 hops of one lap, k-1 lead to another node. The tree is a chain within each node and two binary trees over the
 nodes, which share the tensor. It has (R/k - 1) + log2 k hops instead of R-1, and sends slightly more: S bytes instead
-of (R-1)/R S each way. So it is best for few bytes. In one node the tree is just the chain, with as many hops as the
-ring. So 16 ranks in one node take longer for few bytes than in two nodes of 8, where the tree has 2 (7 + 1) hops
-instead of 30.
+of (R-1)/R S each way. So it is best for few bytes. In one node the tree is just a chain, with as many hops as the ring:
+for few bytes, 16 ranks in one node take longer, with 30 hops, than in two nodes of 8, with 2 (7 + 1).
 
 In an all_to_all, each rank sends to other nodes through the cards of its node, and to its own node over its own link,
 both at once.

@@ -55,8 +55,7 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None) -> tuple[Bucket, ...]:
-    """Put each gradient into a bucket, from the last gradient to the first. Buckets are in the order in which they
-    fill.
+    """Put gradients into buckets, from the last gradient to the first. Buckets are in the order in which they fill.
 
     gradients      in the order of the parameters, which is that of the forward pass
     bucket_bytes   the size limit of a bucket. A larger gradient gets its own bucket; None: every gradient does

@@ -11,8 +11,7 @@ again for the backward pass, and reduce-scatters gradients. With two levels, eac
     all three                                                  M/2          0         M/4     0.75 M
 
 and 4 bytes of scale for each block of codes. The second piece is cut from the parameters that the forward pass gathers.
-The ranks of a node together hold all parameters, so the backward pass gathers unquantised inside the node, over fast
-links.
+The ranks of a node together hold all of them, so the backward pass gathers inside the node, over fast links, uncoded.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.

@@ -176,8 +176,7 @@ def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
 
     These are the beginnings of backward passes: in the head, or in the layers, after that microbatch's logits are
     freed. Rows: the kind of rank; whether the pass begins in the head; how many layers, dense layers, embeddings and
-    heads are kept over all microbatches; how many of these heads end then; and how many more of these five each further
-    microbatch adds.
+    heads are kept over all microbatches; how many of these heads end; how many of the five each further one adds.
     """
     rule, ranks, virtual, microbatches, stages = shape
     placement, found = Plan(pp=ranks, virtual=virtual, schedule=rule).placement, list[tuple[int, ...]]()

@@ -65,8 +65,7 @@ class Model:
     qkv_bias, output_bias, mlp_bias, head_bias      whether only these have a bias: query, key and value; attention's
                           output projection; the MLP; the head
     qk_norm               whether query and key have a norm per head
-    norms, end_norms      norms per layer; norms outside the layers: the final one, and if 2 also one after the
-                          embedding
+    norms, end_norms      norms per layer; norms outside the layers: the final one, and with 2 one after the embedding
     shared_gate           whether the shared MLP has a gate of h parameters
     window                tokens that a token attends to in some layers; 0: all. Longer sequences are refused
     dropout               whether it is trained with dropout, whose masks are kept

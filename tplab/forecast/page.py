@@ -60,8 +60,7 @@ def _layouts(reason: str) -> str:
 
 
 def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str, int]) -> str:
-    """An HTML page of the plans in `found`, the best first; `lost` maps each reason to the number of plans that
-    lost."""
+    """An HTML page of the plans in `found`, the best first; `lost`: reason -> how many plans lost for it."""
     parts = [{name: one.parts.get(name, 0.0) for name in _PARTS} for one in found]
     kinds = [{name: getattr(one.peak, name) / GIB for name in NAMES} for one in found]
     reasons = sorted(lost.items(), key=lambda reason: -reason[1])

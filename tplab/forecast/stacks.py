@@ -94,8 +94,7 @@ class Stack:
     host       s that the host takes to launch the kernels of one layer, forward and backward
     hidden     with overlap, the share of the layers' messages that is hidden, and the largest share of gradients that
                can be. It is the same for all stacks whose runs were measured
-    gathers_each       whether every matmul of a tensor-parallel layer gathers its input separately, as in torch's
-                       DTensor
+    gathers_each       whether every matmul of a tensor-parallel layer gathers its own input, as in torch's DTensor
     gathers    how often ZeRO 3 gathers a recomputed layer for each microbatch: 2, early enough for computing to hide
                it; 3, each time when it is needed, so that no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
@@ -132,8 +131,7 @@ class Stack:
     source: str = ""
 
     def on(self, cluster: Cluster) -> Stack:
-        """The stack on this cluster: `routing` is that of its chip, and with a data sheet all fitted constants are
-        off."""
+        """The stack on this cluster: `routing` is that of its chip. A data sheet removes all fitted constants."""
         if cluster.fitted is None:
             return replace(self, factor=1.0, host=0.0, attention_share=1.0)
         of_chips = constants()["routing"] if self.name == "megatron" else {}

@@ -130,8 +130,7 @@ def _layer(fields: Array) -> Layer:
 
 
 def _after(block: Block, family: Family, total: Array, place: int) -> Array:
-    """Seconds of a rank's gradients and parameters that are not hidden, and of its optimizer
-    [pairs, recomputes, zeros, 2]."""
+    """Seconds of a rank's unhidden gradients and parameters, and of its optimizer [pairs, recomputes, zeros, 2]."""
     own, once = _layer(np.tensordot(block.micro, total, axes=(2, 0))), block.once(family, place)
     found = []
     for at, zero in enumerate(block.zeros):
