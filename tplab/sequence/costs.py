@@ -1,4 +1,4 @@
-"""What attention over a sequence that ranks share costs: bytes sent, bytes kept, and from when on messages are hidden.
+"""What attention over a sequence that ranks share costs: bytes sent, and from how many tokens on messages are hidden.
 
 S tokens over p ranks, n = S/p on each; h query heads and g key and value heads of width d; b bytes per number. `KV` is
 n 2g d b: the keys and values of one rank.
