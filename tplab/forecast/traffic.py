@@ -264,7 +264,7 @@ def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack
     microbatch, and with ZeRO 3 parameters before every use."""
     grad, size = ITEMSIZE[plan.grad_dtype], ITEMSIZE[plan.dtype]
     held = held_parameters(model, plan, pipeline_rank, stack)
-    for numbers, ranks in ((held.dense, plan.copies), (held.experts, plan.expert_copies)):
+    for numbers, ranks, known in ((held.dense, plan.copies, held.embedding), (held.experts, plan.expert_copies, 0)):
         if ranks == 1 or not numbers:
             continue
         op = "reduce_scatter" if plan.zero else "all_reduce"
@@ -274,10 +274,10 @@ def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack
             yield Sent("dp", ranks, "all_gather", numbers * size, 1, "parameters", "step")
         elif plan.zero == 3:
             yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "forward")
-            known = held.embedding if stack.plain and numbers == held.dense else 0  # its backward needs no weight
             if plan.recompute == "full" and stack.gathers == 3:
                 yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "recompute")
-            yield Sent("dp", ranks, "all_gather", (numbers - known) * size, times, "parameters", "backward")
+            late = numbers - known if stack.plain else numbers  # the embedding's backward pass needs no weight
+            yield Sent("dp", ranks, "all_gather", late * size, times, "parameters", "backward")
     stages = stages_on(model, plan, pipeline_rank)
     if stages[0].share < 1:  # the other direction has replicas of these stages
         twice = model.tied and stack.plain and any(stage.is_first for stage in stages)
