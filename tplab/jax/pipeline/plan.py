@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What a program's passes keep: the buffers that F fills, which of these W also needs, and the buffers that I fills."""
+    """What a program's passes keep: the buffers that F fills, those that W needs too, and the buffers that I fills."""
 
     saved: tuple[Buffer, ...]
     outlasting: frozenset[Buffer]
