@@ -113,8 +113,7 @@ def _piece(pieces: Array, index: Array) -> Array:
 
 
 def _collected(rising: Sequence[Any], sinking: Sequence[Any], axis: Axis) -> tuple[Any, Any]:
-    """Two sums that travel at once, to which each rank adds one part before each hop. Returns what arrives; None: no
-    parts."""
+    """Two sums that travel at once; each rank adds one part before each hop. Returns what arrives; None: no parts."""
     up = down = None
     for hop in range(max(len(rising), len(sinking))):
         if hop < len(rising):

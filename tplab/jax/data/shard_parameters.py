@@ -51,8 +51,7 @@ def shard_parameters(
     replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
     compute_dtype          of the whole parameters: for example bfloat16, with pieces in float32
     reduce_dtype           the dtype in which gradients are sent; by default, that of the whole parameters
-    gather, reduce         the collectives: functions as in `tplab.jax.data.pieces`, or None for all_gather and
-                           reduce_scatter
+    gather, reduce         the collectives, as in `tplab.jax.data.pieces`; None: all_gather, reduce_scatter
 
     states    16/R bytes per parameter with Adam, besides the whole units
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward

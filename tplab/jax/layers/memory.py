@@ -54,9 +54,8 @@ def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTenso
 def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, but of the results of `all_gather` inside it, only this rank's piece is kept for the backward pass.
 
-    Sequence parallelism gathers the inputs of attention and of the MLP. If these are kept whole, they are the only two
-    tensors of a layer that are not divided by the number of ranks R. If they are gathered a second time for the
-    backward pass, they are divided too.
+    Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, these are the only two tensors of a
+    layer that are not divided by the number of ranks R. Gathered again for the backward pass, they are divided too.
 
     forward   as fn
     backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole

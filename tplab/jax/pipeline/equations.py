@@ -67,8 +67,7 @@ class Equations:
         return var
 
     def without_cheap(self, variables: Iterable[Var], given: set[Var], data: set[Var]) -> list[Var]:
-        """Leave out the variables that cheap operations can compute from the others, from `given`, and from variables
-        that are not `data`."""
+        """The variables that cheap operations cannot compute from the others, from `given`, or from non-`data`."""
         kept = self.in_order(variables)
         for var in reversed(kept[:]):
             if self._is_cheap(var, given.union(kept) - {var}, data):
