@@ -248,10 +248,10 @@ class Bucket:
         self.row = None
 
     def follow(self) -> None:
-        """Take what the program has written to the parameters, where pieces in their dtype are not their memory."""
+        """Take what the program has written to the parameters; other elements keep the bits of their master copy."""
         for piece, held in self.copies():
-            if piece.dtype == held.dtype:
-                piece.copy_(held)
+            written = held != piece.to(held.dtype)
+            piece.copy_(torch.where(written, held.to(piece.dtype), piece))
 
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""

@@ -2,7 +2,7 @@
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so that the gradients of scale and bias are sums over ranks: `sequence_axis` puts them through copy_to, whose
-backward pass is that sum (Megatron-LM has forgotten it twice).
+backward pass is that sum. Statistics of 16-bit numbers are computed in 32 bits, as torch does.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis. `batch_norm` is that of a batch which is spread over an axis: one replica's statistics would change
@@ -84,9 +84,10 @@ class ParallelLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelLayerNorm", x.shape, self.weight.shape[0], self.width)
-        centred = x - _mean(x, self.width, self.axis)
+        wide = _wide(x)
+        centred = wide - _mean(wide, self.width, self.axis)
         variance = _mean(centred.square(), self.width, self.axis)
-        return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
+        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.axis!r}, eps={self.eps}"
@@ -108,10 +109,15 @@ class ParallelRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelRMSNorm", x.shape, self.weight.shape[0], self.width)
-        return x * (_mean(x.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight
+        wide = _wide(x)
+        return (wide * (_mean(wide.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.axis!r}, eps={self.eps}"
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
 
 
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
@@ -139,7 +145,7 @@ def batch_statistics(x: Tensor, axis: Axis, *, counted: Tensor | None = None) ->
     backward  the same: the effect of a rank's x on the others' outputs comes back to it
     The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits.
     """
-    x = x.float() if x.element_size() < 4 else x
+    x = _wide(x)
     rows = x.reshape(-1, x.shape[-1])
     is_counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if counted is None else counted.reshape(-1, 1)
     rows = torch.where(is_counted, rows, 0)
@@ -159,7 +165,8 @@ def batch_norm(
     counted [...]   which rows of x count; the others are treated as zeros
     cost      that of `batch_statistics`; for a running average, call it for the mean and variance
     backward  the gradients of weight and bias are each rank's part: data parallelism averages them, like any others
-    It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images.
+    It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images. Its running variance is
+    N / (N-1) times that of `batch_statistics`.
     """
     mean, variance = batch_statistics(x, axis, counted=counted)
     used = x if counted is None else torch.where(counted.unsqueeze(-1), x, 0)

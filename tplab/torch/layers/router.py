@@ -107,7 +107,7 @@ def balance_loss(
     sequence_axis: Axis | None = None,
     sequence: int | None = None,
 ) -> Tensor:
-    """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
+    """E sum_e f_e p_e: 1 if tokens choose all experts equally, at most E/k if all choose the same k.
 
     over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
                     "global": those of all ranks along `axis`, which the other two do not accept
@@ -144,7 +144,7 @@ def excess_load(routed: Routed, bias: Tensor) -> Tensor:
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
-    """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
+    """The next bias of a router: higher by `rate` for experts chosen less often than the mean, lower for more often.
 
         router.bias = balanced_bias(router.bias, chosen_counts(routed, "ep"))     after each step
 
