@@ -2,7 +2,7 @@
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` puts them through copy_to, whose
-backward pass is that sum. JAX would insert it by itself, as x varies along the axis and the parameters do not.
+backward pass is that sum. JAX would insert it by itself, because x varies along the axis and the parameters do not.
 Statistics of 16-bit numbers are computed in 32 bits, as torch does.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are

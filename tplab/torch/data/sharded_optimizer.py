@@ -29,6 +29,7 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
+from tplab.torch.layers.parameters import cuts_of
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
@@ -58,6 +59,7 @@ class ShardedOptimizer(Optimizer):
             made: dict[Tensor, nn.Parameter] = {}
             if (axis := group.pop("axis", None)) is not None:
                 check_copies(this_rank().mesh, about.axis, axis, about.replicate_axis)
+            _check_cuts(group["params"], axis or about.axis, about.replicate_axis)
             for bucket in _buckets(group["params"], about, axis or about.axis):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
@@ -300,6 +302,18 @@ def _check_kind(given: Any, is_right: bool) -> None:
             f"shard_optimizer(torch.optim.Adam, model.parameters()); it was given an object of type "
             f"{type(given).__name__}"
         )
+
+
+def _check_cuts(parameters: Sequence[Tensor], axis: Axis, replicate_axis: Axis | None) -> None:
+    """Raise ValueError if ranks that would share a parameter hold different pieces of it, as of experts."""
+    mesh = this_rank().mesh
+    names = [name for axes in (axis, replicate_axis) if axes for name in mesh.names(axes) if mesh.axis_size(name) > 1]
+    for parameter in parameters:
+        if cut := [name for name in names if name in cuts_of(parameter)]:
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is cut along {cut[0]!r}: its ranks hold different pieces, not "
+                'copies; give such parameters a group of their own, {"params": [...], "axis": the axes of their copies}'
+            )
 
 
 def _buckets(parameters: Sequence[Tensor], about: About, axis: Axis) -> Iterable[Bucket]:
