@@ -59,10 +59,10 @@ class ShardedOptimizer(Optimizer):
             made: dict[Tensor, nn.Parameter] = {}
             if (axis := group.pop("axis", None)) is not None:
                 check_copies(this_rank().mesh, about.axis, axis, about.replicate_axis)
-            _check_cuts(group["params"], axis or about.axis, about.replicate_axis)
             for bucket in _buckets(group["params"], about, axis or about.axis):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
+            _check_cuts(group["params"], axis or about.axis, about.replicate_axis)
             group["params"] = [made[p] for p in group["params"]]
         self._wholes = seen  # kept alive here, not by the buckets
         self.inner = make(groups)

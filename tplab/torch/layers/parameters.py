@@ -115,7 +115,8 @@ def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = Tru
     known = {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told=True).items()}
 
     def copies(parameter: Tensor) -> Axis:
-        if both := [axis for axis in vars(parameter).get(_MEANS, ()) if axis in names and are_averaged]:
+        both = [axis for axis in vars(parameter).get(_MEANS, ()) if axis in names]
+        if both and are_averaged and parameter.requires_grad:
             raise mean_already(f"a parameter {tuple(parameter.shape)}", both)
         cut = known.get(parameter) or cuts_of(parameter)
         return axis if set(cut).isdisjoint(names) else tuple(name for name in names if name not in cut)
