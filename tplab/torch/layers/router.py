@@ -144,7 +144,7 @@ def excess_load(routed: Routed, bias: Tensor) -> Tensor:
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
-    """The next bias of a router: higher by `rate` for experts chosen less often than the mean, lower for more often.
+    """The next bias of a router: higher by `rate` for experts below the mean count, lower for those above it.
 
         router.bias = balanced_bias(router.bias, chosen_counts(routed, "ep"))     after each step
 
