@@ -3,7 +3,8 @@
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so the gradients of scale and bias are sums over ranks. `sequence_axis` passes them through copy_to,
 whose backward pass is that sum; Megatron-LM has lacked it twice (its issues 443 and 1446). JAX would insert it itself,
-because x varies along the axis and the parameters do not. Statistics of 16-bit numbers are computed in 32 bits, as torch does.
+because x varies along the axis and the parameters do not. Statistics of 16-bit numbers are computed in 32 bits, as
+torch does.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis. `batch_norm` is for a batch that is sharded over an axis: statistics of one replica would change the
