@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from tplab.jax.comm.collectives import all_reduce
 from tplab.jax.comm.regions import copy_to
-from tplab.jax.layers.linear import check_share, share
+from tplab.jax.layers.linear import check_share, share, shared
 from tplab.jax.layers.parameters import Params, here
 from tplab.mesh import Axis
 from tplab.models.checks import check_norm_input
@@ -55,7 +55,7 @@ class LayerNorm:
         wide = _wide(x)
         centred = wide - wide.mean(-1, keepdims=True)
         y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
-        weight, bias = (_used(params[name], self.sequence_axis) for name in ("weight", "bias"))
+        weight, bias = (shared(params[name], self.sequence_axis) for name in ("weight", "bias"))
         return (y * weight + bias).astype(jnp.result_type(x, weight))
 
 
@@ -83,7 +83,7 @@ class RMSNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        wide, weight = _wide(x), _used(params["weight"], self.sequence_axis)
+        wide, weight = _wide(x), shared(params["weight"], self.sequence_axis)
         y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         return (y * weight).astype(jnp.result_type(x, weight))
 
@@ -158,10 +158,6 @@ def _wide(x: Array) -> Array:
 def _mean(x: Array, width: int, axis: Axis) -> Array:
     """The mean over the features of all ranks, which each rank then uses for its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdims=True), axis) / width, axis)
-
-
-def _used(parameter: Array, sequence_axis: Axis | None) -> Array:
-    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 # --- of a batch -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -149,26 +150,23 @@ class ShardedOptimizer(Optimizer):
         return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
 class About:
     """How pieces are made and what they send: the options of `shard_optimizer` and `shard_gradients`."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        op: str,
-        replicate_axis: Axis | None,
-        master_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        bucket_bytes: float | None,
-        is_reduced: bool,
-        gather: Gather | None,
-        reduce: Reduce | None,
-    ):
-        data_axes(this_rank().mesh, axis, replicate_axis)
-        one_of("op", op, OPS)
-        self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
-        self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
-        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+    axis: Axis
+    op: str
+    replicate_axis: Axis | None
+    master_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    bucket_bytes: float | None
+    is_reduced: bool
+    gather: Gather | None
+    reduce: Reduce | None
+
+    def __post_init__(self) -> None:
+        data_axes(this_rank().mesh, self.axis, self.replicate_axis)
+        one_of("op", self.op, OPS)
 
 
 class Bucket:
@@ -218,7 +216,7 @@ class Bucket:
         message = message_of(self.pieces, grads, self.shards[0], dtype)
         count_as("gradients", message)
         self._let_go()
-        self._handle = about.reduce(message, self.axis, about.op)
+        self._handle = (about.reduce or reduce_rows)(message, self.axis, about.op)
 
     def end(self) -> None:
         """Wait for what `begin` started, and add this rank's part to its row."""
@@ -258,7 +256,7 @@ class Bucket:
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        message = self.about.gather(row, self.axis).read()
+        message = (self.about.gather or gather_rows)(row, self.axis).read()
         wholes = wholes_in(self.pieces, message)
         count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):

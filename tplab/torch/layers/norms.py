@@ -20,7 +20,7 @@ from tplab.mesh import Axis
 from tplab.models.checks import check_norm_input
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
-from tplab.torch.layers.linear import share
+from tplab.torch.layers.linear import share, shared
 from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.ranks.rank import this_rank
 
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        weight, bias = _used(self.weight, self.sequence_axis), _used(self.bias, self.sequence_axis)
+        weight, bias = shared(self.weight, self.sequence_axis), shared(self.bias, self.sequence_axis)
         return F.layer_norm(x, (self.width,), weight, bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        return F.rms_norm(x, (self.width,), _used(self.weight, self.sequence_axis), self.eps)
+        return F.rms_norm(x, (self.width,), shared(self.weight, self.sequence_axis), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, sequence_axis={self.sequence_axis!r}"
@@ -124,10 +124,6 @@ def _wide(x: Tensor) -> Tensor:
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
     """The mean over the features of all ranks, for each rank's use on its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdim=True), axis) / width, axis)
-
-
-def _used(parameter: Tensor, sequence_axis: Axis | None) -> Tensor:
-    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def _check_axis(axis: Axis | None) -> None:

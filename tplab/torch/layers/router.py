@@ -13,7 +13,7 @@ from tplab.experts.routing import Routing
 from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
-from tplab.torch.comm.regions import copy_to
+from tplab.torch.layers.linear import shared
 from tplab.torch.layers.parameters import drawn_uniform
 
 
@@ -56,8 +56,7 @@ class Router(nn.Module):
         rule = self.routing
         x = x.reshape(-1, self.width)
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight if self.sequence_axis is None else copy_to(self.weight, self.sequence_axis)
-        logits = F.linear(x.to(wide), weight.to(wide))
+        logits = F.linear(x.to(wide), shared(self.weight, self.sequence_axis).to(wide))
         scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         if choices is None:
             choices = _with_room(_chosen(scores.detach() + self.bias, rule), rule)
