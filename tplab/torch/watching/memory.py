@@ -78,7 +78,7 @@ class KindsOfMemory(Listener):
     parameters    memory of an nn.Parameter
     gradients     memory of the `.grad` of one
                   (these three count as such from their beginning, though their kind becomes known only later)
-    activations   what autograd has saved, until it frees it: results of autograd from their beginning, everything else
+    activations   what autograd has saved, until it frees it: tensors of the graph from their beginning, everything else
                   from the time it is saved. Also what a backward pass computes with grad mode on: recomputation
     other         everything else, and the program's arguments
     `count_as` takes precedence over all this. With `is_meta`, tensors on the device "meta" count as if they were real.
