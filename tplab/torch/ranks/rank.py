@@ -166,7 +166,7 @@ class Pending(ABC):
             not_compiled(vars(cls)["wait"])
 
 
-UNWAITED = "this is a collective that was started, not yet its result; call .wait(), which gives the tensor"
+UNWAITED = "this is a collective that has been started, not its result; call .wait(), which returns the tensor"
 
 
 def _refused(self: Pending, *_: Any) -> Any:

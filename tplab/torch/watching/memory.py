@@ -60,7 +60,7 @@ def memory_of(
     """The memory of all ranks, as `KindsOfMemory` has followed it; `times` maps its moments to times."""
     held = [one.at_times(times(one.times)) for one in held]
     if any(one.leaves_out for one in held) and not any(one.peak for one in held):
-        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
+        text = "count_memory counts 0 B, because tensors on the device meta have no memory; give device='meta' to count"
         warn(f"{text} what real ones would take", stacklevel=3)
     name = None if cluster is None else f"{cluster.name}, {cluster.kind_on(mesh.size)}"
     return Memory(mesh, held, title=title, clock=clock, unit="steps" if in_steps else "s", cluster=name)
