@@ -76,7 +76,7 @@ class Placement:
 
 
 def contiguous(experts: int, ranks: int) -> Placement:
-    """Expert e on rank e // (experts / ranks). Raises ShapeError where the ranks do not divide the experts."""
+    """Expert e on rank e // (experts / ranks). Raises ShapeError if the ranks do not divide the experts."""
     each = share(experts, ranks, "the number of experts is", axis="ep", least=1)
     return Placement(tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks)))
 

@@ -43,7 +43,7 @@ def attention_bytes(
     head         (p-1)/p of q, k, v and o             the same of their gradients
     head_ring    head over `head_ranks` of the ranks, then ring over the others
 
-    Raises ShapeError where ranks cannot share tokens or heads.
+    Raises ShapeError if ranks cannot share tokens or heads.
     """
     one_of("scheme", scheme, SCHEMES)
     exchanging = {"head": num_ranks, "head_ring": head_ranks}.get(scheme, 1)

@@ -31,7 +31,7 @@ class TokenLayout:
 
     A token's id, label, position and document go with it. So reorder each whole array by `arrange`, and cut it in equal
     pieces, as `P` does; `restore` puts the ranks' results back in order.
-    Raises ShapeError where p (zigzag: 2p) does not divide S.
+    Raises ShapeError if p (zigzag: 2p) does not divide S.
     """
 
     name: LayoutName

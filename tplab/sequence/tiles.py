@@ -52,7 +52,7 @@ class AttentionMask:
     def seen(self, positions: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The first and the last position that each query sees: positions [n]   ->   [n], [n], both included.
 
-        Raises ShapeError where the documents do not add up to the sequence.
+        Raises ShapeError if the documents do not add up to the sequence.
         """
         starts, ends = self._bounds(num_tokens)
         document = np.searchsorted(ends, positions, "right")

@@ -112,7 +112,7 @@ class Recipe:
             share(experts.routing.experts, mesh.axis_size("ep"), "experts is", axis="ep")
 
     def tokens_on(self, mesh: Mesh, length: int) -> TokenLayout:
-        """Which tokens of a sequence each context-parallel rank has. Raises ShapeError where they cannot share it."""
+        """Which tokens of a sequence each context-parallel rank has. Raises ShapeError if they cannot share it."""
         axis = context_axis(mesh)
         if axis is None:
             return TokenLayout("contiguous", length, 1)

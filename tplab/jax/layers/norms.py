@@ -1,13 +1,13 @@
-"""Norms: of features that every rank holds, and of features that are spread over an axis of the mesh.
+"""Norms: of features that every rank holds, and of features that are sharded over an axis of the mesh.
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
-sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` puts them through copy_to, whose
-backward pass is that sum (Megatron-LM has forgotten it twice). JAX would insert it by itself, as x varies along the
-axis and the parameters do not.
+sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` passes them through copy_to,
+whose backward pass is that sum (Megatron-LM has omitted it twice). JAX would insert it itself, because x varies along
+the axis and the parameters do not.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
-sums over the axis. `batch_norm` is that of a batch which is spread over an axis: one replica's statistics would change
-the function.
+sums over the axis. `batch_norm` is for a batch that is sharded over an axis: statistics of one replica would change the
+function.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerNorm:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(), "bias": P()}
 
     def init(self, key: Any = None) -> Params:
@@ -71,7 +71,7 @@ class RMSNorm:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P()}
 
     def init(self, key: Any = None) -> Params:
@@ -100,7 +100,7 @@ class ParallelLayerNorm:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(self.axis), "bias": P(self.axis)}
 
     def init(self, key: Any = None) -> Params:
@@ -131,7 +131,7 @@ class ParallelRMSNorm:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(self.axis)}
 
     def init(self, key: Any = None) -> Params:
@@ -163,7 +163,7 @@ def batch_statistics(x: Array, axis: Axis, *, counted: Array | None = None) -> t
     forward   two all_reduces, of C + 1 numbers (sums and a count) and of C (squares about the mean)
     backward  the same: the effect of a rank's x on the others' outputs comes back to it
     The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits. All ranks have
-    arrays of one shape here: `counted` says which rows belong to a smaller batch.
+    arrays of one shape in JAX: `counted` marks the rows of a smaller batch.
     """
     x = x.astype(jnp.result_type(jnp.float32, x.dtype))
     rows = x.reshape(-1, x.shape[-1])
