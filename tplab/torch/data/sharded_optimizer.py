@@ -296,7 +296,7 @@ def _groups(make: Any, params: Params) -> list[dict[str, Any]]:
 def _check_kind(given: Any, is_right: bool) -> None:
     if not is_right:
         raise TypeError(
-            "a sharded optimizer takes what makes an optimizer, and parameters or groups of them, as in "
+            "a sharded optimizer takes an optimizer class, and parameters or groups of them, as in "
             f"shard_optimizer(torch.optim.Adam, model.parameters()); it was given an object of type "
             f"{type(given).__name__}"
         )

@@ -91,8 +91,8 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
             piece = module._parameters.get(name)
             if piece is None and not is_told and getattr(module, name, None) is not None:
                 raise ValueError(
-                    f"{name!r} of {type(module).__name__} {path!r} is a piece of a parameter, and is made of other "
-                    "parameters now, of which nothing says how they are cut: give specs, {name: P}"
+                    f"{name!r} of {type(module).__name__} {path!r} is a piece of a parameter, and is now computed "
+                    "from other parameters, whose cuts are unknown: give specs, {name: P}"
                 )
             if piece is not None:
                 names = (name for axis in axes for name in this_rank().mesh.names(axis))

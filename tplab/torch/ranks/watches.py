@@ -188,7 +188,7 @@ def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float)
         return said
     return (
         f"{said}, and has had the turn for {turn:.0f} s. The others go on when it communicates, sleeps or ends; so if "
-        "it waits for one of them there, let it look in a loop with time.sleep"
+        "it waits for one of them there, let it poll in a loop with time.sleep"
     )
 
 
