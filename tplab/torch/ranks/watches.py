@@ -209,5 +209,5 @@ _MOMENT = 5e-4  # s
 _OUTSIDE = 300.0
 """Seconds in which a library's thread or a process may help. Some never end, such as the thread of a progress bar."""
 _MOST_LATE, _LOOKING, _COUNTING = 3, 10.0, 120.0
-"""A thread that sleeps and looks again must not hide a deadlock forever. It may do so this many times, then for this many
-seconds if it only looks, or if something in its program changes each time, such as a counter."""
+"""A thread that sleeps and looks again must not hide a deadlock forever. It may do so this many times, then for this
+many seconds if it only looks, or if something in its program changes each time, such as a counter."""
