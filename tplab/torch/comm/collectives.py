@@ -70,7 +70,7 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
 
 
 def _collective(call_of: Callable[Concatenate[Tensor, Params], Call]) -> Callable[Concatenate[Tensor, Params], Tensor]:
-    """From a function that describes the call, the collective, which makes it and waits. `start` reads `.call_of`."""
+    """Decorate a function that describes a call: the result makes the call and waits. `start` reads `.call_of`."""
 
     @wraps(call_of)
     def collective(x: Tensor, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
