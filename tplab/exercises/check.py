@@ -81,7 +81,8 @@ def _graded(
                 if wrong := _wrong(trial.found, exercise, mesh, tensors, framework):
                     text, by, panels, result = wrong
                     mistake = _known_mistake(fn, exercise, framework, result, seed)
-                    refuse(f"{text}\n{mistake.hint if mistake else by}", panels)
+                    said = [mistake.hint] if mistake else [by, *filter(None, [exercise.reminders.get(result)])]
+                    refuse("\n".join([text, *said]), panels)
                 _refuse(trial, exercise)
                 traces.append(trial.trace)
                 shown |= trial.found[0] if not seed else {}

@@ -131,7 +131,7 @@ def run(
     such as a random number generator, it is traced at every call. Pass a large NumPy array as an argument rather than a
     global: the comparison reads a global whole.
 
-    Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError where a collective is in a branch or loop
+    Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError if a collective is in a branch or loop
     that only some of its ranks may take, and anything that `fn` raises while it is traced.
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)

@@ -126,7 +126,7 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
     ring      each rank sends (R-1)/R of x, in R-1 hops
     backward  dx = all_gather(dy)   (mean: / R; max, min: to the ranks that hold the extreme)
-    Raises ShapeError where R does not divide the dim; TypeError as all_reduce does.
+    Raises ShapeError if R does not divide the dim; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce_scatter", x)
     dim = dim_of(x.shape, dim, "reduce_scatter")
@@ -150,7 +150,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> A
     x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
     cost      each rank sends (R-1)/R of x
     backward  dx = all_to_all(dy), dims exchanged
-    Raises ShapeError where R does not divide `split_dim`.
+    Raises ShapeError if R does not divide `split_dim`.
     """
     place, x = _place(axis), _array("all_to_all", x)
     split_dim, concat_dim = dim_of(x.shape, split_dim, "all_to_all"), dim_of(x.shape, concat_dim, "all_to_all")
@@ -178,7 +178,7 @@ def reduce(x: Any, axis: Axis, root: int = 0, op: str = "sum") -> Array:
     x [...]   ->   y [...] on the root, zeros elsewhere
     cost      that of all_reduce: JAX has no reduce, so the others get the result, too, and leave it
     backward  dx = broadcast(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
-    Raises MeshError where the axis has no such position; TypeError as all_reduce does.
+    Raises MeshError if the axis has no such position; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce", x)
     root, op = root_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
@@ -196,7 +196,7 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
     x [.., n, ..]   ->   y [.., R n, ..] on the root, zeros elsewhere
     cost      that of all_gather: JAX has no gather, so the others get the pieces, too, and leave them
     backward  dx = scatter(dy)
-    Raises MeshError where the axis has no such position.
+    Raises MeshError if the axis has no such position.
     """
     place, x = _place(axis), _array("gather", x)
     root, dim = root_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
@@ -211,7 +211,7 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
     x [.., R n, ..]   ->   y [.., n, ..]: piece i of the root's x on the rank at index i
     cost      that of reduce_scatter: JAX has no scatter, so zeros are added to what the root holds
     backward  dx = gather(dy): on the root, zeros elsewhere
-    Raises MeshError where the axis has no such position, ShapeError where R does not divide the dim.
+    Raises MeshError if the axis has no such position, ShapeError if R does not divide the dim.
     """
     place, x = _place(axis), _array("scatter", x)
     root, dim = root_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")

@@ -62,7 +62,7 @@ def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
     x [.., R n, ..], the same on every rank   ->   y [.., n, ..]: piece i on the rank at index i
     forward   nothing is sent
     backward  dx = all_gather(dy)    each rank sends (R-1)/R of x
-    Raises ShapeError where R does not divide the dim.
+    Raises ShapeError if R does not divide the dim.
     """
     mesh, x = this_mesh(), jnp.asarray(x)
     names, dim = mesh.names(axis), dim_of(x.shape, dim, "scatter_to")

@@ -54,7 +54,7 @@ def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
 
 
 def check_reduced(gradients: Any, axis: Axis, specs: Any = None) -> None:
-    """Raises ValueError where a gradient differs along `axis` by JAX's types, and specs do not say that it is cut."""
+    """Raises ValueError if a gradient differs along `axis` by JAX's types, and specs do not say that it is cut."""
     names, leaves = this_mesh().names(axis), jax.tree_util.tree_flatten_with_path(gradients)[0]
     for (path, gradient), spec in zip(leaves, spread(specs, gradients, "specs"), strict=True):
         differs = [name for name in names if name in varying_axes(gradient) and name not in spec.axis_names]

@@ -31,7 +31,7 @@ def gradient_norm(gradients: Any, specs: Any = None, *, norm_type: float = 2.0) 
     one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
     Gradients of copies must already be equal: average them first.
     cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
-    Raises SpecError where JAX's types say that an array differs along an axis that its spec does not name, or the
+    Raises SpecError if JAX's types say that an array differs along an axis that its spec does not name, or the
     reverse.
     """
     p = check_norm_type(norm_type)

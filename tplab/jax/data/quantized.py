@@ -84,7 +84,7 @@ def quantized_reduce_scatter(
               (I-1) O times as much inside, O-1 times across
     error     half a step of each rank's block, added up; with `inside`, plus that of the block of each node's sum
     backward  dx = all_gather(dy), in full precision: as if nothing had been rounded
-    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
+    Raises ShapeError if R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
     Wang et al. 2023, section 3.3.
     """
     x, names = jnp.asarray(x), this_mesh().names(axis)

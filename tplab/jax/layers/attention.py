@@ -41,7 +41,7 @@ class ParallelSelfAttention:
     context_axis   the ranks that share the sequence for attention too: S is then the number of tokens that each of them
                    has, in this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention`
                    of this rank's heads, and so on
-    Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
+    Raises ShapeError if H does not divide D, K does not divide H, or R does not divide them.
     """
 
     width: int

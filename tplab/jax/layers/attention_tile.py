@@ -12,7 +12,7 @@ merged o and lse. With s = scale q k^T, P = e^(s - lse), the shares of the whole
 
 Dao et al. 2022, "FlashAttention", appendix B. Everything is computed in float32 at least.
 
-q, o [B, h, m, d]   k, v [B, g, t, d]   lse, D [B, h, m, 1]   seen [m, t], or None where all keys are seen. Each
+q, o [B, h, m, d]   k, v [B, g, t, d]   lse, D [B, h, m, 1]   seen [m, t], or None if all keys are seen. Each
 of the g key heads serves h/g query heads next to each other.
 """
 

@@ -23,7 +23,7 @@ def dropout(x: Array, p: float, *, key: Any, axis: Axis | None = None) -> Array:
            ("dp", "tp"), or "dp" outside the regions: with data parallelism, where each rank has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Raises ValueError where the types say that the key already differs along an axis, as `rank_key()` does, and x does
+    Raises ValueError if the types say that the key already differs along an axis, as `rank_key()` does, and x does
     not.
     For evaluation leave it out, or pass p=0.
     """

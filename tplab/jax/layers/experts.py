@@ -41,7 +41,7 @@ class ParallelExperts:
 
     All ranks have the same number of tokens. Of a rank's tokens an expert computes no more than C, which a router with
     the same capacity chooses. Differentiate the mean of the ranks' losses, and all gradients are right.
-    Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
+    Raises ShapeError if R does not divide E, or the ranks of tensor_axis H.
     """
 
     width: int

@@ -51,7 +51,7 @@ class ColumnParallelLinear:
     gather_output   y [..., F] on every rank: one more all_gather
     sequence_dim    x is this rank's piece along that dim: all_gather(x) first; dx = reduce_scatter(dy @ weight). Each
                     sends (R-1)/R of the whole x
-    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator f.
+    Raises ShapeError if R does not divide F. Shoeybi et al. 2019, operator f.
     """
 
     in_features: int
@@ -100,7 +100,7 @@ class RowParallelLinear:
     sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
                         The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
     reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
-    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator g.
+    Raises ShapeError if R does not divide F. Shoeybi et al. 2019, operator g.
     """
 
     in_features: int
@@ -233,7 +233,7 @@ def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
 
 
 def share(size: int, axis: Axis, what: str) -> int:
-    """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
+    """How many of `size` things each rank has. Raises ShapeError if they cannot be shared equally."""
     return sharding.share(size, axis_size(axis), f"{what} is", axis=axis, least=1)
 
 
@@ -244,7 +244,7 @@ def check_share(size: int, axis: Axis, what: str) -> None:
 
 
 def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) -> None:
-    """Raise ShapeError where a rank's weight has a different shape."""
+    """Raise ShapeError if a rank's weight has a different shape."""
     if tuple(weight.shape) != shape:
         raise ShapeError(
             f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, but got "

@@ -56,7 +56,7 @@ def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, dir
     backward    dx = matmul_reduce_scatter(dy, weight.T): R-1 hops beside 2R products. dweight is made from the
                 pieces that arrived in the forward pass
     memory      all pieces of x and the weight are kept for the backward pass
-    Raises ShapeError where the sizes do not fit.
+    Raises ShapeError if the sizes do not fit.
     """
     ring, by_tokens = ring_of("gather", x, weight, axis, dim, direction)
     if not by_tokens:
@@ -73,7 +73,7 @@ def matmul_reduce_scatter(x: Array, weight: Array, axis: Axis, *, dim: int = -1,
     forward     R-1 hops of y beside R products; the last one is this rank's own part
     backward    dx = all_gather_matmul(dy, weight.T), and dweight of the same pieces: R-1 hops of dy beside 2R products
     memory      x and weight are kept for the backward pass
-    Raises ShapeError where R does not divide F, or the tokens.
+    Raises ShapeError if R does not divide F, or the tokens.
     """
     ring, by_tokens = ring_of("scatter", x, weight, axis, dim, direction)
     if not by_tokens:
@@ -96,7 +96,7 @@ class AsyncLinear:
 
     `async_weight` puts the weight of a blocking layer in this order; `blocking_weight` does the reverse. A layer's
     specs concatenate the pieces of all ranks, [R R, F/R, D/R].
-    Raises ShapeError where R does not divide D and F.
+    Raises ShapeError if R does not divide D and F.
     """
 
     in_features: int

@@ -194,7 +194,7 @@ def _empty(shape: tuple[int, ...], like: Array) -> Array:
 def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction: str) -> tuple[Ring, bool]:
     """The ring of a call of one of the two functions, and whether tokens are cut rather than features.
 
-    Raises ShapeError where sizes do not fit.
+    Raises ShapeError if sizes do not fit.
     """
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     one_of("direction", direction, DIRECTIONS)

@@ -64,7 +64,7 @@ def ring_attention(
     backward   p-1 hops of k and v again, and p of dk and dv, in float32 at least: the last one takes them home
     scale      of the scores, above 0; None: 1/sqrt(d)
     return_lse    return (o, lse [B, h, n]): the logarithm of each query's sum of exponentials, without a gradient
-    Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
+    Raises ShapeError if the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
     Liu et al. 2023, "Ring attention with blockwise transformers".
     """
     mask = AttentionMask(causal, window, documents)
@@ -114,7 +114,7 @@ def head_attention(
 
     forward    an all_to_all of q, one of k and v, stacked, and one of o: (p-1)/p of each is sent
     backward   the same of their gradients
-    Other arguments, and errors, as for `ring_attention`; also a ShapeError where p does not divide h and g.
+    Other arguments, and errors, as for `ring_attention`; also a ShapeError if p does not divide h and g.
     Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
     mask = AttentionMask(causal, window, documents)

@@ -35,7 +35,7 @@ class ParallelMLPBlock:
     up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
     cost      (R-1)/R of all of x is gathered and the same is scattered, either way
-    One key gives the same model either way. Raises ShapeError where R does not divide width and hidden.
+    One key gives the same model either way. Raises ShapeError if R does not divide width and hidden.
     """
 
     width: int

@@ -26,7 +26,7 @@ def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
 
     state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
     A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), of which the last are smaller.
-    Raises SpecError where the names of state and specs differ.
+    Raises SpecError if the names of state and specs differ.
     """
     return pure.split_state(state, specs, mesh)
 
@@ -35,7 +35,7 @@ def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:
     """The whole parameters, of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
     states   one per rank, as run(...).per_rank gives them. Where ranks hold copies, the lowest rank's is used
-    Raises ShapeError where the number of states is not the number of ranks, SpecError where names differ.
+    Raises ShapeError if the number of states is not the number of ranks, SpecError if names differ.
     """
     return pure.merge_state(states, specs, mesh, jnp.concatenate)
 

@@ -77,7 +77,7 @@ def vary(x: Any, names: tuple[str, ...]) -> Any:
 
 @contextmanager
 def without_mesh(devices: Iterable[Any], *arrays: Any) -> Iterator[None]:
-    """Inside, there is no mesh of `jax.set_mesh`: a run has its own, of these devices. Raises MeshError where JAX
+    """Inside, there is no mesh of `jax.set_mesh`: a run has its own, of these devices. Raises MeshError if JAX
     cannot do that."""
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes:

@@ -1,4 +1,4 @@
-"""Messages from one rank to another: only these two take part, and sending never waits."""
+"""Messages from one rank to another. Only these two take part, and sending never waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Payload = Tensor | tuple[Tensor, ...]
 def send(x: Payload, axis: Axis, target: int) -> None:
     """Send x, a tensor or a tuple of them, to the rank at position `target` of `axis`, and go on at once.
 
-    What this rank writes to x later is not sent. The k-th send to a rank matches the k-th `receive` there, whatever the
+    Later writes to x do not change what is sent. The k-th send to a rank matches the k-th `receive` there, whatever the
     shapes and axes are; other ranks take no part. Each tensor is a message of its own.
     No graph is sent: the gradient is a message in the other direction, which the program sends itself.
     Raises ValueError for a tensor that requires grad, MeshError for a position that the axis does not have.
@@ -41,9 +41,9 @@ def send(x: Payload, axis: Axis, target: int) -> None:
 
 
 def receive(axis: Axis, source: int) -> Payload:
-    """Wait for what the rank at position `source` of `axis` sends here: a tensor, or a tuple as it was sent.
+    """Wait for the next message from position `source` of `axis`: a tensor, or a tuple if one was sent.
 
-    `start(receive, axis, source)` only reserves it, and returns a handle whose `wait` returns it.
+    `start(receive, axis, source)` only reserves the message, and returns a handle whose `wait` returns it.
     """
     return start_receive(axis, source).wait()
 
@@ -58,8 +58,8 @@ def start_receive(axis: Axis, source: int) -> Receipt:
 
 
 class Receipt(Pending):
-    """A message that this rank will take. It may be several, a tuple, so the same sender's next one begins when the one
-    before it is complete."""
+    """A message that this rank will receive. It may be a tuple of several tensors, so the next receipt from the same
+    sender begins only when this one is complete."""
 
     __slots__ = ("_before", "_call", "_first", "_next", "_result")
 

@@ -1,4 +1,4 @@
-"""An optimizer of which each rank keeps a part: ZeRO's first two stages."""
+"""An optimizer whose states are sharded: ZeRO's first two stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
-"""What torch's optimizers take: parameters, or groups of them with options."""
+"""The arguments of torch's optimizers: parameters, or groups of them with options."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -43,7 +43,7 @@ class ShardedOptimizer(Optimizer):
     Use it like any other: `step()`, `zero_grad()`, `param_groups`, `state_dict()`, a learning rate scheduler. Its
     parameters are the pieces [n], in the given groups and order, and so are its states.
 
-    reduce_gradients()   what `step` does first: afterwards each piece's `.grad` is this rank's part of the reduced
+    reduce_gradients()   the first part of `step`: afterwards each piece's `.grad` is this rank's part of the reduced
                          gradient, so that you can clip or inspect it, until `step` frees it. Call it once before each
                          step, on all ranks
     num_bytes()          what this rank keeps: (parameters, gradients, optimizer)
@@ -62,7 +62,7 @@ class ShardedOptimizer(Optimizer):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
             group["params"] = [made[p] for p in group["params"]]
-        self._wholes = seen  # kept alive here and not by the buckets
+        self._wholes = seen  # kept alive here, not by the buckets
         self.inner = make(groups)
         self._is_reduced = self._has_all = False
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -74,7 +74,7 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError for parameters that come later: they are cut when the optimizer is made."""
+        """Raise RuntimeError for parameters that come later: all are cut when the optimizer is made."""
         if self._has_all:
             raise RuntimeError(
                 f"add_param_group: {len(self.param_groups)} groups were cut over the ranks when this optimizer was "
@@ -102,7 +102,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in self.buckets:
             bucket.follow()
         self.inner.step()
-        self.inner.zero_grad()  # model.zero_grad() does not know the pieces
+        self.inner.zero_grad()  # model.zero_grad() does not reach the pieces
         self._is_reduced = False
         for bucket in self.buckets:
             bucket.gather()
@@ -117,15 +117,15 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: states have the shapes of its pieces. "master" has the pieces that are copies of the
-        parameters, by the same numbers as "state"."""
+        parameters, under the same numbers as "state"."""
         copies = {piece for bucket in self.buckets for piece, _ in bucket.copies()}
         master = {number: piece.detach() for number, piece in enumerate(self._pieces()) if piece in copies}
         return self.inner.state_dict() | ({"master": master} if master else {})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Copies that it does not have are made from the parameters, so
-        load those first."""
+        """Load what `state_dict` returned on this rank. Missing copies are made from the parameters: load those
+        first."""
         self.inner.load_state_dict(state_dict)
         self._share()
         numbers = {piece: number for number, piece in enumerate(self._pieces())}
@@ -174,10 +174,10 @@ class Bucket:
 
     axis     along which ranks hold copies of them: `about.axis`, or a part of it
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
-    row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
+    row      this rank's part of the reduced gradient, until the optimizer gets it; None if there is none yet
     in_backward   whether it leaves during the backward pass
 
-    It does not keep the parameters alive, since their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
+    It does not keep the parameters alive, because their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About, axis: Axis):
@@ -196,12 +196,12 @@ class Bucket:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Its parameters: all of them, as long as the optimizer exists."""
+        """Its parameters: all of them, while the optimizer exists."""
         return [parameter for held in self._parameters if (parameter := held()) is not None]
 
     @property
     def has_taken(self) -> bool:
-        """Whether it has gradients that the pieces have not got yet."""
+        """Whether it has gradients that the pieces have not received yet."""
         return self.row is not None or self._handle is not None
 
     @property
@@ -210,7 +210,7 @@ class Bucket:
         return self.about.is_reduced
 
     def begin(self) -> None:
-        """Begin to combine the gradients over the ranks, and free them. That of a parameter that is gone is zero."""
+        """Start combining the gradients over the ranks, and free them. A parameter that is gone counts as zeros."""
         grads = [getattr(held(), "grad", None) for held in self._parameters]
         about, dtype = self.about, self.about.reduce_dtype or self.dtype
         message = message_of(self.pieces, grads, self.shards[0], dtype)
@@ -219,10 +219,10 @@ class Bucket:
         self._handle = about.reduce(message, self.axis, about.op)
 
     def end(self) -> None:
-        """Wait for what was begun, and add this rank's part to its row."""
+        """Wait for what `begin` started, and add this rank's part to its row."""
         if self._handle is not None:
             row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
-            if self.about.op == "mean" and self.axis != self.about.axis:  # the ranks that hold other pieces count too
+            if self.about.op == "mean" and self.axis != self.about.axis:  # ranks that hold other pieces count too
                 row = row * (axis_size(self.axis) / axis_size(self.about.axis))
             self.row = row if self.row is None else self.row + row
             count_as("gradients", self.row)
@@ -248,7 +248,7 @@ class Bucket:
         self.row = None
 
     def follow(self) -> None:
-        """Take what the program has written to the parameters, where pieces in their dtype are not their memory."""
+        """Copy the parameters, which the program may have changed, to pieces of their dtype with their own memory."""
         for piece, held in self.copies():
             if piece.dtype == held.dtype:
                 piece.copy_(held)
@@ -263,7 +263,7 @@ class Bucket:
             parameter.copy_(whole)
 
     def copies(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The pieces that are not memory of a parameter, each with the corresponding part of the parameter."""
+        """The pieces that have their own memory, each with the corresponding part of its parameter."""
         held = held_of(self.pieces, self.index, self.parameters)
         for piece, own, parameter in zip(self.shards, held, self.parameters):
             if storage_id(piece.untyped_storage()) != storage_id(parameter.untyped_storage()):
@@ -335,20 +335,20 @@ def shard_optimizer(
     `step` combines the gradients, so that each rank gets its piece [ceil(n/R)] of each parameter's gradient [n]; it
     steps the pieces; and it gathers them, so that every rank has the whole parameters again.
 
-    optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. What it does to an
+    optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. Its update of an
                     element may depend only on that element, as in SGD, Adam or AdamW: it never sees a whole matrix
     params          as for the optimizer: model.parameters(), or groups with options. Frozen parameters are left out; a
-                    tied one counts once. A parameter without a gradient is stepped with zeros. Of experts that are cut
-                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies of them;
-                    then `axis` names all axes, and replicate_axis none
+                    tied one counts once. A parameter without a gradient is stepped with zeros. For experts that are cut
+                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies; then `axis`
+                    names all axes, and replicate_axis none
     op              how gradients are combined: "mean" or "sum"
     replicate_axis  the axis along which pieces have copies: gradients are combined along it too
-    master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16
+    master_dtype    the dtype of the pieces: float32 keeps an exact copy of bfloat16 parameters
     reduce_dtype    the dtype in which gradients travel; by default, their own
     bucket_bytes    the most that travels in one message; None: each parameter by itself
     is_reduced      whether the gradients have already been combined (`average_gradients`, `data_parallel`): then
                     nothing is sent for them
-    gather, reduce  what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather and reduce_scatter
+    gather, reduce  how to send: functions as in `tplab.torch.data.pieces`, or None for all_gather and reduce_scatter
 
     states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
     sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, the same as an all_reduce of the

@@ -1,12 +1,12 @@
-"""Norms: of features that every rank holds, and of features that are spread over an axis of the mesh.
+"""Norms: of features that every rank holds, and of features that are sharded over an axis of the mesh.
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
-sequence, so that the gradients of scale and bias are sums over ranks: `sequence_axis` puts them through copy_to, whose
+sequence, so the gradients of scale and bias are sums over ranks: `sequence_axis` passes them through copy_to, whose
 backward pass is that sum (Megatron-LM has forgotten it twice).
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
-sums over the axis. `batch_norm` is that of a batch which is spread over an axis: one replica's statistics would change
-the function.
+sums over the axis. `batch_norm` is for a batch that is spread over an axis: statistics of one replica alone would
+change the function.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ParallelRMSNorm(nn.Module):
 
 
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
-    """The mean over the features of all ranks, which each rank then uses for its own features."""
+    """The mean over the features of all ranks, for each rank's use on its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdim=True), axis) / width, axis)
 
 
@@ -128,13 +128,13 @@ def _check_axis(axis: Axis | None) -> None:
         this_rank().place(axis)
 
 
-# --- of a batch -------------------------------------------------------------------------------------------------------
+# --- batch norm -------------------------------------------------------------------------------------------------------
 
 
 def batch_statistics(x: Tensor, axis: Axis, *, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean and variance of each feature over the batches of all ranks of `axis`, the same on every rank.
 
-    x [..., C], this rank's part, of any size   counted [...], which rows of it count; all if None   ->   [C], [C]
+    x [..., C], this rank's part, of any size   counted [...], which of its rows count; all if None   ->   [C], [C]
     forward   two all_reduces, of C + 1 numbers (sums and a count) and of C (squares about the mean)
     backward  the same: the effect of a rank's x on the others' outputs comes back to it
     The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits.
@@ -153,12 +153,12 @@ def batch_statistics(x: Tensor, axis: Axis, *, counted: Tensor | None = None) ->
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, axis: Axis, *, counted: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, by the statistics of the whole batch (Ioffe & Szegedy).
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, with statistics of the whole batch (Ioffe & Szegedy).
 
     x [..., C], this rank's part   weight, bias [C], the same on every rank   ->   y [..., C]
     counted [...]   which rows of x count; the others are treated as zeros
     cost      that of `batch_statistics`; for a running average, call it for the mean and variance
-    backward  the gradients of weight and bias are each rank's part: data parallelism averages them, like any others
+    backward  the gradients of weight and bias are each rank's part: data parallelism averages them like any others
     It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images.
     """
     mean, variance = batch_statistics(x, axis, counted=counted)
