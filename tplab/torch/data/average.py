@@ -61,8 +61,8 @@ def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor],
 
 
 def send_bucket(bucket: Bucket, named: Named) -> Handle | Tensor:
-    """Start the all_reduce of a bucket over its copies, or return the bucket if there are none. None counts as
-    zeros."""
+    """Start the all_reduce of a bucket over its copies, or return the bucket if there are none. A missing
+    gradient counts as zeros."""
     with torch.no_grad():
         gradients = []
         for index in bucket.indices:
