@@ -205,6 +205,33 @@ def test_ranks_and_reference_that_draw_in_different_orders():
     assert "--reference-args" not in unseen.reason
 
 
+def test_each_rank_of_a_reference_is_given_the_targets_of_all_its_losses():
+    """A reference of two ranks, each with two losses, in the place of four ranks that draw in another order."""
+
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        x = torch.arange(128.0).reshape(32, 4).sin()
+        first, second = torch.arange(32.0)[:, None].cos(), torch.arange(32.0)[:, None].sin()
+        order = torch.arange(32) if world == 4 else torch.arange(32).flip(0)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in order[rank::world].split(8 // world):
+            optimizer.zero_grad()
+            y = model(x[part])
+            loss = torch.nn.functional.mse_loss(y, first[part]) + torch.nn.functional.mse_loss(y, second[part])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+
+    report = same_model(train, ranks=4, reference=2)
+    assert report.verdict == "same" and "because it draws in another order" in str(report), str(report)
+
+
 def test_samples_are_marked_with_a_word_and_not_with_a_factor(script: Path):
     rows = same_model(script, ["--bug", "same data"], ranks=2, steps=1).rows
     assert [row.mark for row in rows if row.what == "samples"] == ["WRONG"]
