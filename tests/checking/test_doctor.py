@@ -30,7 +30,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank if args.bug == "seed" else 0)
 model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-if args.bug in ("", "loss", "log", "fixed", "own data"):
+if args.bug in ("", "loss", "log", "multiple", "fixed", "own data"):
     model = DistributedDataParallel(model)
 lr = 0.1 * world if args.bug == "rate" else 0.1
 optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -61,7 +61,9 @@ for step in range(0 if args.bug == "never" else 5):
         dist.all_reduce(total)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total.sqrt())
     optimizer.step()
-    if args.bug != "log":
+    if args.bug == "multiple":
+        loss = 3 * loss
+    elif args.bug != "log":
         loss = loss.detach()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     if rank == 0:
@@ -132,6 +134,7 @@ def test_flat_parameters_are_not_judged():
         ("rate", "optimizer", 4.0, "optimizer = torch.optim.SGD", "learning rate"),
         ("norm", "norm", 4.0**0.5, "nn.utils.clip_grads_with_norm_", "copies"),
         ("log", "log", None, "print(f", "own samples"),
+        ("multiple", "log", None, "print(f", "own samples: average it"),
         ("same data", "samples", 2 / 8, "loss = nn.functional.mse_loss(model(x), y)", "the same samples"),
         ("seed", "weights", None, "torch.manual_seed(rank", "seeds 0, 1, 2, 3"),
     ],

@@ -56,10 +56,8 @@ class Handed:
         """As much as the reference's model is called with, in the place of `asked`."""
         if self.is_drawn or step >= len(self._steps):
             return asked
-        return {
-            name: self._steps[step].take(self._steps[step].data, slot, x)
-            for slot, (name, x) in enumerate(asked.items())
-        }
+        queues = self._steps[step]
+        return {name: queues.take(queues.data, slot, x) for slot, (name, x) in enumerate(asked.items())}
 
     def drawn(self, step: int, key: tuple[str, int], found: Tensor) -> Tensor:
         """What all ranks have drawn, in the place of what the reference has."""
