@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 REPOSITORY = "https://github.com/tplab/tplab"
-"""Where tplab is installed from: it is in no package registry."""
+"""Where tplab is installed from; it is not in a package registry."""
 
 
 class TplabError(Exception):
@@ -91,13 +91,13 @@ class PlanError(TplabError, ValueError):
 
 
 def one_of(name: str, given: str, choices: Sequence[str]) -> None:
-    """Raise ValueError if `given`, which the caller knows as `name`, is not one of the choices."""
+    """Raise ValueError if `given` is not one of the choices; the message calls it `name`."""
     if given not in choices:
         raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")
 
 
 def near(given: str, choices: Iterable[str]) -> str:
-    """The end of a sentence that says that nothing is called so: what may be meant, or what there is."""
+    """The end of a sentence about an unknown name: the names it resembles, or else all known names."""
     known = [*choices]
     found = get_close_matches(given.lower(), known, 3)
     return f"; did you mean {' or '.join(found)}?" if found else f"; there are {', '.join(known)}"

@@ -56,7 +56,7 @@ def expected_copies(routing: Routing, places: int) -> float:
         sum_j C(g, j) C(G - g, G' - j) / C(G, G') (1 - C(G' n - j m, k) / C(G' n, k))     j of its groups are chosen
 
     A router whose groups compete by their best experts reaches more: at most min(k, G') groups.
-    Of these copies 1/places stay where the token is, if tokens are spread equally. Raises ShapeError where a place
+    Of these copies 1/places stay where the token is, if tokens are spread equally. Raises ShapeError if a place
     would have a part of one group and a part of another.
     """
     here = share(routing.experts, places, "the number of experts is", axis="place", least=1)

@@ -28,10 +28,10 @@ class GPTExperts:
     routing   how many experts there are, how many of them a token goes through, and how they are chosen
     hidden    H, the features of each expert
     blocks    the numbers of the blocks that have experts; None: all of them
-    balance   what the balance loss of each of these blocks is multiplied by; 0: there is none
-    over      which tokens it wants to be balanced (`tplab.experts.losses`): "sequence", each sequence by itself, is the
+    balance   the factor of the balance loss of each of these blocks; 0: there is none
+    over      the tokens over which it balances (`tplab.experts.losses`): "sequence", each sequence by itself, is the
               same loss on every mesh; "microbatch", those of a data-parallel rank, and "global", those of all of them,
-              are too if a rank has the same sequences in a microbatch, since choices are counted in each by itself
+              are the same if a rank's microbatches have the same sequences, since choices are counted in each
     shared    features of an MLP without biases beside the experts, which every token goes through; 0: there is none
     bias_rate   how far `train` moves the bias of an expert in a step: up if fewer choices than the mean fell on it, and
               down if more, as `balanced_bias` does. The bias selects and does not weight; 0: there is none
@@ -106,7 +106,7 @@ class GPTConfig:
         return experts if experts is not None and (experts.blocks is None or block in experts.blocks) else None
 
     def first_like(self, block: int) -> int:
-        """The first block that has what this one has, experts or an MLP."""
+        """The first block of the same kind as this one: with experts, or with an MLP."""
         return next(i for i in range(self.num_layers) if self.experts_in(i) == self.experts_in(block))
 
 

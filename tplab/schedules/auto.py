@@ -26,8 +26,8 @@ from tplab.schedules.simulation import peak_activations
 _TASTES = [Taste(*choice) for choice in product((True, False), (True, False), (0.0, 0.5, 1.0))]
 
 _MANY, _MOST = 20_000, 250_000
-"""Actions. Each guess places them one by one, in Python: above the first number there are fewer guesses, so that an
-answer takes seconds; above the second there is none."""
+"""Numbers of actions. Each guess places them one by one, in Python. Above the first number there are fewer guesses, so
+that an answer takes seconds; above the second, `auto_schedule` raises."""
 
 
 def auto_schedule(

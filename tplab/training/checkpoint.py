@@ -196,7 +196,7 @@ def _checked(folder: str | Path, step: int) -> dict[str, Any]:
 
 
 def _way_out(folder: str | Path, steps: list[int]) -> str:
-    """What to do where the last of these steps is damaged."""
+    """Advice for the error message if the last of these steps is damaged."""
     *older, newest = steps
     for step in reversed(older):
         try:
@@ -315,13 +315,13 @@ INDEX = "index.json"
 
 
 def of_file(path: Path) -> dict[str, Any]:
-    """What the index says about a file."""
+    """The index's entry for a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def sealed(index: Mapping[str, Any]) -> dict[str, Any]:
-    """The index with a checksum of all that it says."""
+    """The index with a checksum of its contents."""
     return {**index, "checksum": _digest(index)}
 
 

@@ -147,7 +147,7 @@ def layout_lab(
     About a hundred plans are shown: the fastest, the best of each layout of ranks, and those for which no other is both
     faster and smaller. At first all of them are forecast, so that to choose one needs no kernel. After a change of the
     settings, the chosen one and the best are; the others have the search's estimates, most within 1 %.
-    Raises PlanError where no plan is possible, and ValueError for settings that no control has.
+    Raises PlanError if no plan is possible, and ValueError for settings that no control has.
     """
     models = {} if isinstance(model, str) else {model.name or "yours": replace(model, name=model.name or "yours")}
     clusters = {} if isinstance(cluster, str) else {find(cluster).name: cluster}

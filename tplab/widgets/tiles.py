@@ -58,6 +58,6 @@ def tiles(
     trace     of a run of `ring_attention` with this one layout and mask, on ranks of `axis`: its timeline is shown
               below, under the same playhead. It may have more tokens than the picture
     step      where the playhead starts: 0 is before the first step, 1 after it
-    Raises ShapeError and ValueError where layouts, or the trace, do not fit together.
+    Raises ShapeError and ValueError if layouts, or the trace, do not fit together.
     """
     return Tiles(shown(layouts, AttentionMask() if mask is None else mask, trace, axis), step)

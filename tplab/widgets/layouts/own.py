@@ -27,7 +27,7 @@ def is_own(text: str) -> bool:
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """The sizes in such a text. Raises ValueError where one is missing, or is no number that its control takes."""
+    """The sizes in such a text. Raises ValueError if one is missing, or is no number that its control takes."""
     found = {}
     for pair in text.split(","):
         name, _, number = (part.strip() for part in pair.partition("="))

@@ -54,7 +54,7 @@ class Page(NamedTuple):
 
 def draw(score: Score) -> Scene | None:
     """One row per rank, one column per item (or one item of each group): a cell where there is room for letters, else a
-    small square. Its keys are those of `key_of_cell`. None where nothing travels."""
+    small square. Its keys are those of `key_of_cell`. None if nothing travels."""
     if not score.items:
         return None
     of = columns(score)
