@@ -115,9 +115,8 @@ def _candidates(
     many = _num_actions(held, microbatches, split) > _MANY
     chooses = any(len(stages) > 1 for stages in held)  # between a later stage and an earlier one
     for policy in _POLICIES:
-        if not (policy.deep_first or chooses) or (
-            (quick or many) and not (policy.backward_first and policy.deep_first)
-        ):
+        is_usual = policy.backward_first and policy.deep_first
+        if not (policy.deep_first or chooses) or ((quick or many) and not is_usual):
             continue
         yield Schedule(list_schedule(held, microbatches, durations, slots, split, policy), held)
     known = [rule for rule in _rules(held, microbatches, split) if _fits(rule, slots)]

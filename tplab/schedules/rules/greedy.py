@@ -28,7 +28,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a free rank prefers.
+    """Which of the ready actions a free rank takes.
 
     backward_first   it prefers a ready backward to a ready forward
     deep_first       it prefers the forward of its later stage to that of its earlier one
