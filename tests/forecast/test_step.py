@@ -1,6 +1,7 @@
 """Seconds of a step: parts by hand, the pipeline against its whole simulation, and what hides what."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from tplab.forecast.classes import class_of
 from tplab.forecast.layers import Layer, layer_seconds, local
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
-from tplab.forecast.pipelines import Shape, makespans
-from tplab.forecast.plan import few, takes_virtual
+from tplab.forecast.pipelines import Shape, in_flight, makespans
+from tplab.forecast.plan import GROUPED, few, takes_virtual
 from tplab.forecast.stacks import find_stack
 from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.step import step
 from tplab.schedules import RULES, Costs, simulate
+from tplab.schedules.action import F, I
 
 SMALL = Model(layers=8, hidden=64, heads=8, vocab=256)
 # Only matmuls take time: 1 TFLOP/s, memory and links of no cost
@@ -65,6 +67,21 @@ def test_rounds_repeat_themselves(rule: str):
             shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), what)
             ((found,),) = makespans([shape], [seconds[None]], [np.array([count])])
             assert found == pytest.approx(simulate(schedule, costs).makespan, rel=0.01 if count > 15 else 1e-9)
+
+
+@pytest.mark.parametrize("rule", GROUPED)
+@pytest.mark.parametrize(("ranks", "virtual", "count"), [(4, 4, 31), (8, 2, 99), (8, 4, 108), (6, 3, 100)])
+def test_so_do_groups_of_which_not_all_are_equal(rule: str, ranks: int, virtual: int, count: int):
+    """Where m is not a multiple of p, in time and in memory."""
+    stages = ranks * virtual
+    schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(count)
+    costs = Costs([1.0] * stages, [1.0] * stages, [1.0] * stages, 0.3)
+    shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), ((1, 0, False, False),) * stages)
+    ((found,),) = makespans([shape], [np.array([[1.0, 2.0, *[0] * 14, 0.3]])], [np.array([count])])
+    assert found == pytest.approx(simulate(schedule, costs).makespan, rel=1e-9) and shape.microbatches < count
+    held = [max(sum(of) for _, of in moments) for moments in in_flight(rule, ranks, virtual, count)]
+    change = np.select([schedule.kind == F, schedule.kind != I], [1, -1])
+    assert held == [np.cumsum(change[a:b]).max() for a, b in pairwise(schedule.offsets)]
 
 
 DEEPSEEK = Model.find("deepseek-v3")
