@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Progress(NamedTuple):
-    """What is known after a step.
+    """The report after a step.
 
     step, steps     steps done, and steps in total
     loss            of the step's batch, before its update
@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass
 class Trained:
-    """What `train` returns.
+    """The result of `train`.
 
     state      of the whole GPT: name -> NumPy array, as `split_state` and `save_state` expect it
     losses     of every step of this call, starting with step `first`

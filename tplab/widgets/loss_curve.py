@@ -14,7 +14,7 @@ SECONDS_BETWEEN = 0.5
 
 
 class Progress(Protocol):
-    """What a training run reports after a step: see `tplab.training.progress`."""
+    """A training run's report after a step: see `tplab.training.progress`."""
 
     @property
     def step(self) -> int: ...
