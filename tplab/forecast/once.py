@@ -52,7 +52,7 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
             buckets = units if plan.zero == 3 else max(1, round(one.bytes / stack.bucket))
             most = max(most, buckets)
             sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
-    kept = held.total / (plan.copies if plan.zero else 1)
+    kept = held.dense / plan.copies + held.experts / plan.expert_copies if plan.zero else held.total
     grad = ITEMSIZE[plan.grad_dtype]
     optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]
     gradients, parameters = sums["gradients"], sums["parameters"]
