@@ -208,6 +208,20 @@ def test_the_optimizer_updates_what_memory_says_a_rank_keeps():
         assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
 
 
+ADAM = {
+    Plan(): 30, Plan(dtype="float8"): 30, Plan(grad_dtype="bfloat16"): 28, Plan(dtype="float32"): 28,
+    Plan(state_dtype="bfloat16"): 16, Plan(state_dtype="bfloat16", grad_dtype="bfloat16"): 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "moved"), ADAM.items(), ids=str)
+def test_the_optimizer_reads_and_writes_what_its_states_have(plan: Plan, moved: int):
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("megatron")
+    grad = 2 if plan.grad_dtype == "bfloat16" else 4
+    took = from_memory(cluster, (moved + 2 * grad) * model.parameters)
+    assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
+
+
 def test_zero_3_hides_what_layers_compute_long_enough_for():
     model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("fsdp")
     plan = Plan(dp=8, zero=3)

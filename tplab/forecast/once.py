@@ -16,9 +16,6 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.traffic import step_traffic
 
-ADAM_BYTES = 30
-"""Read and written per parameter by AdamW: gradient, master copy and both moments in float32; parameter in 16 bit."""
-
 
 class Once(NamedTuple):
     """Seconds of one rank outside the layers: sending all gradients, sending all parameters, and its optimizer.
@@ -54,7 +51,7 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
             sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
     kept = held.dense / plan.copies + held.experts / plan.expert_copies if plan.zero else held.total
     grad = ITEMSIZE[plan.grad_dtype]
-    optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]
+    optimizer = from_memory(cluster, kept * adam_bytes(plan) + 2 * grad * held.total) + sums["tied"]
     gradients, parameters = sums["gradients"], sums["parameters"]
     if plan.zero < 3:
         has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's gradients
@@ -66,6 +63,13 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
         hidden = stack.hidden[1] if plan.overlap and not stack.plain else 0.0
         return Once(gradients, (1.5 if again else 1) * parameters, optimizer, hidden=hidden)
     return Once(gradients, parameters, optimizer, (gradients + parameters) / units, stack.hidden[1])
+
+
+def adam_bytes(plan: Plan) -> int:
+    """Read and written per parameter by AdamW: the gradient; both moments and the parameter itself, there and back;
+    and from a parameter in float32 the one in 16 bit. 30 with states in float32, and 16 with all of them in 16 bit."""
+    size, state = plan.kept_size, ITEMSIZE[plan.state_dtype or "float32"]
+    return ITEMSIZE[plan.grad_dtype] + 4 * state + 2 * max(size, state) + (size if size < state else 0)
 
 
 def at_end(plan: Plan, busy: Layer, once: Once, count: Any) -> tuple[Any, Any]:
