@@ -50,8 +50,10 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
             most = max(most, buckets)
             sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
     kept = held.dense / plan.copies + held.experts / plan.expert_copies if plan.zero else held.total
-    grad = ITEMSIZE[plan.grad_dtype]
-    optimizer = from_memory(cluster, kept * adam_bytes(plan) + 2 * grad * held.total) + sums["tied"]
+    grad, size, state = ITEMSIZE[plan.grad_dtype], plan.kept_size, ITEMSIZE[plan.state_dtype or "float32"]
+    # AdamW reads the gradient, reads and writes both moments and the parameter, and writes its narrower copy, if any
+    moved = grad + 4 * state + 2 * max(size, state) + size * (size < state)
+    optimizer = from_memory(cluster, kept * moved + 2 * grad * held.total) + sums["tied"]
     gradients, parameters = sums["gradients"], sums["parameters"]
     if plan.zero < 3:
         has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's gradients
@@ -63,13 +65,6 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
         hidden = stack.hidden[1] if plan.overlap and not stack.plain else 0.0
         return Once(gradients, (1.5 if again else 1) * parameters, optimizer, hidden=hidden)
     return Once(gradients, parameters, optimizer, (gradients + parameters) / units, stack.hidden[1])
-
-
-def adam_bytes(plan: Plan) -> int:
-    """Read and written per parameter by AdamW: the gradient; both moments and the parameter itself, there and back;
-    and from a parameter in float32 the one in 16 bit. 30 with states in float32, and 16 with all of them in 16 bit."""
-    size, state = plan.kept_size, ITEMSIZE[plan.state_dtype or "float32"]
-    return ITEMSIZE[plan.grad_dtype] + 4 * state + 2 * max(size, state) + (size if size < state else 0)
 
 
 def at_end(plan: Plan, busy: Layer, once: Once, count: Any) -> tuple[Any, Any]:
