@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 
 class Progress(NamedTuple):
@@ -41,8 +41,8 @@ class PlainLine:
     It decides where to print when it is created, because output of a simulated rank only appears when the run is over.
     """
 
-    def __init__(self, stream: TextIO | None = None):
-        self._stream = sys.stdout if stream is None else stream
+    def __init__(self) -> None:
+        self._stream = sys.stdout
 
     def __call__(self, progress: Progress) -> None:
         every = max(1, progress.steps // 10)
