@@ -58,7 +58,10 @@ class Cluster:
 
     wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages within the node
                  share (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and
-                 down a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
+                 down a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus.
+                 Collectives go around in one direction: that is what they take along an axis whose ends are not joined
+                 (of a v5e, one of fewer than 16 chips), and twice what XLA's take along one that is a ring, where both
+                 directions carry half each (Austin et al. 2025, How to Scale Your Model, part 3)
     """
 
     name: str
@@ -119,7 +122,7 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """Where its times come from: "data sheet", at peak rates, or "forecast", fitted to measurements."""
+        """The source of its times: "data sheet", at peak rates, or "forecast", fitted to measurements."""
         return "data sheet" if self.fitted is None else "forecast"
 
     @property

@@ -33,6 +33,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1
 AXES = ("pp", "dp", "cp", "tp")
 ROUNDS = {"naive": 2, "gpipe": 2, "one_f_one_b": 2, "chimera": 2, "zb_h1": 3, "looped_bfs": 3, "hanayo": 3}
 """The round from which a schedule repeats itself; for rules not listed, the fourth."""
+GROUPED = ("interleaved_1f1b", "interleaved_zb")
+"""In these, m modulo p of the first groups have more microbatches than the others: only the others repeat."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +269,8 @@ class Plan:
             self.rule(int(few(self.rule_name, self.pp, microbatches)))
         except TplabError as error:
             return f"{self.schedule}: {error}"
-        if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
-            return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
+        if self.rule_name == "interleaved_1f1b" and microbatches < self.pp:
+            return f"{microbatches} microbatches are fewer than pp={self.pp}, the fewest that Megatron-LM interleaves"
         return None
 
     def __str__(self) -> str:
@@ -293,9 +295,9 @@ def round_of(rule: str, ranks: int) -> int:
 
 def few(rule: str, ranks: int, microbatches: Any) -> Any:
     """The number of microbatches without the rounds that repeat the previous one. Takes a number, or an array."""
-    return microbatches - np.maximum(0, microbatches // round_of(rule, ranks) - ROUNDS.get(rule, 4)) * round_of(
-        rule, ranks
-    )
+    each = round_of(rule, ranks)
+    unequal = microbatches % each + 2 if rule in GROUPED else 0
+    return microbatches - np.maximum(0, microbatches // each - np.maximum(ROUNDS.get(rule, 4), unequal)) * each
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What each rank sends in one step: which collectives over which axes, how large, how often, and for what."""
+"""The traffic of each rank in one step: which collectives over which axes, how large, how often, and for what."""
 
 from __future__ import annotations
 
@@ -223,17 +223,15 @@ def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterato
     if plan.sequence_parallel:
         yield Sent("tp", plan.tp, "all_gather", whole, 1, "embedding", "backward")
         if model.positions and stack.plain:
-            yield Sent(
-                "tp", plan.tp, "all_gather", sequence // plan.cp * model.hidden * size, 1, "embedding", "backward"
-            )
+            table = sequence // plan.cp * model.hidden * size
+            yield Sent("tp", plan.tp, "all_gather", table, 1, "embedding", "backward")
 
 
 def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
     """Each rank has the logits of its part of the vocabulary. The loss needs one maximum and two sums per token."""
     if plan.tp == 1:
         return
-    size = ITEMSIZE[plan.dtype]
-    tokens = plan.microbatch * sequence // plan.cp
+    tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
     whole = tokens * model.hidden * size
     for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
         if plan.sequence_parallel:

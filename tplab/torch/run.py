@@ -131,13 +131,13 @@ def run(
                 without numbers, for which the modelled clock counts what real ones of any size would cost. With
                 distributed, "cpu" maps every mention of cuda in the program to the CPU: see Result.mapped
     distributed whether `fn` is a program for torch.distributed, which is then initialised with the mesh as its world;
-    `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv, and Python's
-    and NumPy's random numbers are each rank's own, as are modules that it imports first
+                `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
+                and Python's and NumPy's random numbers are each rank's own, as are modules that it imports first
     count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
-                  optimizer states and activations after every operation. This slows down the run, and measured times
-                  with it. With device="meta" it counts what real tensors of these shapes would take, in addition to
-                  those that the program makes on another device. Not for programs with torch.func.grad or vjp, which
-                  torch refuses while saved tensors are followed
+                optimizer states and activations after every operation. This slows down the run, and measured times with
+                it. With device="meta" it counts what real tensors of these shapes would take, in addition to those that
+                the program makes on another device. Not for programs with torch.func.grad or vjp, which torch refuses
+                while saved tensors are followed
 
     types       whether to work out what each tensor is along each axis, for `Result.types`: replicated, invariant,
                 varying or partial (see the page "Types of tensors on ranks"). The program then runs a second time, with

@@ -155,7 +155,7 @@ def _smallest(mesh: Mesh) -> Mesh:
 
 def _assumed(asked: Mesh, small: Mesh) -> str:
     return (
-        f"typed on {small} in place of {asked}, assuming that the script takes all sizes from its groups of ranks, and "
+        f"typed on {small} instead of {asked}, assuming that the script takes all sizes from its groups of ranks, and "
         "that no rank is of a kind which only the larger mesh has, such as a stage in the middle of a pipeline"
     )
 
@@ -229,7 +229,7 @@ def _mesh(ranks: int | None, mesh: Mesh | None) -> Mesh:
 def _per_node(size: int, num_nodes: int) -> int:
     """The number of ranks per node. Raises ValueError if nodes would differ."""
     if num_nodes < 1 or size % num_nodes:
-        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts as many on each")
+        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts equally many on each")
     return size // num_nodes
 
 

@@ -36,7 +36,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
     forward   nothing is sent
     backward  dx = all_reduce(dy)    2(R-1)/R of x is sent by each rank
     """
-    this_rank().place(axis)  # raises for an axis that the mesh does not have now, not in the backward pass
+    this_rank().place(axis)  # so that an unknown axis raises here, not in the backward pass
     return varying(check_tensor("copy_to", x), axis)
 
 

@@ -103,7 +103,7 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
         all_specs = [spec for of_stage in specs_in(specs) for spec in specs_in(of_stage)]
     elif isinstance(model, Mapping) and any(isinstance(module, nn.Module) for module in model.values()):
         raise TypeError(
-            "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of made"
+            "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of returned"
         )
     else:
         all_specs = specs_in(specs)
@@ -133,8 +133,8 @@ def _known_cuts(model: Any, named: Named, is_told: bool) -> dict[Tensor, tuple[s
     for key, piece, axes in where_gradients_are(() if modules or is_told else named, {}):
         if piece.grad is not None and any(mesh.axis_size(axis) > 1 for axis in mesh.axis_names if axis not in axes):
             raise ValueError(
-                f"nothing says how {text(key)} lies on {mesh}: give the module that it belongs to, which knows how it "
-                "is cut, or specs with a P for each parameter by its name, P() for one that every rank holds whole"
+                f"nothing says how {text(key)} is placed on {mesh}: give its module, which knows how it is cut, or "
+                "specs with a P for each parameter by name, P() for one that every rank holds whole"
             )
     return {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told).items()}
 

@@ -62,7 +62,7 @@ def check_dense(key: Key, gradient: Tensor) -> Tensor:
     """Return the gradient. Raises TypeError if it is sparse, because ranks would have different rows of it."""
     if gradient.layout is not torch.strided:
         raise TypeError(
-            f"{text(key)} has a sparse gradient, which has other rows on every rank; make it with sparse=False"
+            f"{text(key)} has a sparse gradient, whose rows differ between ranks; create it with sparse=False"
         )
     return gradient
 
@@ -83,7 +83,7 @@ def _named(model: Any) -> Iterable[tuple[Key, Any]]:
 
 
 class Owner(Protocol):
-    """Combines the gradients of whole parameters over ranks, and has this rank's pieces of them stepped."""
+    """Combines the gradients of whole parameters over ranks, and owns this rank's pieces of them."""
 
     @property
     def has_taken(self) -> bool:

@@ -80,7 +80,7 @@ class Asked:
         return self._run(self._call("all_gather", (0,)), _rows(x), opts, [output])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """output_lists[rank][i] gets the rank's inputs[i]."""
+        """output_lists[rank][i] gets that rank's inputs[i]."""
         self._check_count("all_gather_coalesced", output_lists)
         pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
         return self._together([self.allgather([outputs], [x], _Started(opts)) for outputs, x in pairs], opts)
@@ -351,7 +351,7 @@ def _write(output: Tensor, y: Tensor) -> None:
 
 def _copy(output: Tensor, y: Tensor) -> None:
     if y.dtype != output.dtype:
-        raise TypeError(f"what arrives is {y.dtype}, and the tensor for it {output.dtype}; give both one dtype")
+        raise TypeError(f"the result is {y.dtype}, and the tensor for it is {output.dtype}; use one dtype for both")
     output.data.copy_(y if y.shape == output.shape else y.view(output.shape))
     if (rank := current_rank_or_none()) is not None and rank.types is not None:
         rank.types.carried(y, output)
@@ -374,7 +374,7 @@ def in_memory(op: str, x: Tensor, elementwise: bool = False) -> Tensor:
     if (x.storage_offset() + x.numel()) * x.element_size() > x.untyped_storage().nbytes():
         raise ShapeError(f"{about}, which ends before the last one; pass x.contiguous()")
     if rank is not None and not (elementwise and fills_its_memory(x)):
-        rank.lines.warning(f"{about}. gloo takes them as they are there, nccl refuses them; pass x.contiguous()")()
+        rank.lines.warning(f"{about}. gloo uses the order of memory, nccl refuses the tensor; pass x.contiguous()")()
     with no_dispatch():
         return x.detach().as_strided(x.shape, strides)
 

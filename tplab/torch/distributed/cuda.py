@@ -89,7 +89,7 @@ class CudaOnCpu:
             return None
         first, more = list(self.lines)[:_MOST_LINES], len(self.lines) - _MOST_LINES
         at = "; ".join(first) + (f"; and {more} more lines" if more > 1 else "; and 1 more line" if more == 1 else "")
-        asked = ", and its memory was not counted: torch.cuda says 0"
+        asked = ", and its memory was not counted: torch.cuda returns 0"
         return f"cuda was mapped to the cpu at {at}{asked if self._devices.was_asked_for_memory else ''}"
 
     # --- modules of torch that the program is the first to import ------------------------------------------------

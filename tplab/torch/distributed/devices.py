@@ -106,7 +106,7 @@ class Devices:
         )
 
 
-_NAME = "the CPU in place of a GPU"
+_NAME = "the CPU instead of a GPU"
 _CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU also has
 _MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _NOTHING = (

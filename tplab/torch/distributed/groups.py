@@ -146,7 +146,7 @@ class Groups:
             said = "\n".join(f"  rank {rank}: new_group({its}) at {line}" for rank, its, line in sorted(sides))
             error = CollectiveMismatchError(
                 f"new_group number {name} is not the same on all ranks:\n{said}\nevery rank must make every group, in "
-                "the same order, also those that it is not in, unless all say use_local_synchronization=True"
+                "the same order, also those that it is not in, unless all pass use_local_synchronization=True"
             )
             member.seat.turns.fail(error)
             raise error

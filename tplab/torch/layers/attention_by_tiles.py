@@ -116,8 +116,8 @@ def _arriving(
 def _check_equal_shares(arrived: Tensor, expected: int, axis: Axis) -> None:
     if arrived.shape[-2] != expected:
         raise ShapeError(
-            f"attention over axis {axis!r}: the keys of {arrived.shape[-2]} tokens arrived, and with as many on each "
-            f"rank as here it would be {expected}; every rank needs equally many tokens: pad the sequence"
+            f"attention over axis {axis!r}: the keys of {arrived.shape[-2]} tokens arrived instead of {expected}; "
+            "every rank needs the same number of tokens: pad the sequence"
         )
 
 

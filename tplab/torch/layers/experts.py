@@ -30,14 +30,15 @@ class ParallelExperts(nn.Module):
     y_t = sum_j weights_tj down_e (silu(gate_e x_t) * up_e x_t),  e = choices_tj
 
     dispatch    how tokens travel. Rows of D numbers sent to other ranks, forward and again backward:
-        "all_to_all"   a row for each choice to the expert's rank, and one back: 2 (R-1)/R T k rows if loads are equal
-        "per_rank"     a row for each rank that holds any of the token's experts: tplab.experts.expected_copies has
-                       their expected number; the k choices and weights travel with it
-        "gather"       every row to every rank, and the sum of results back: 2 (R-1) T rows, whatever is chosen
-        "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
-      tensor_axis       each expert's H features are also cut over these ranks, which exchange their tokens within it
-      same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added
-                        up: 2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
+      "all_to_all"   a row for each choice to the expert's rank, and one back: 2 (R-1)/R T k rows if loads are equal
+      "per_rank"     a row for each rank that holds any of the token's experts: tplab.experts.expected_copies has their
+                     expected number; the k choices and weights travel with it
+      "gather"       every row to every rank, and the sum of results back: 2 (R-1) T rows, whatever is chosen
+      "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
+    tensor_axis       each expert's H features are also cut over these ranks, which exchange their tokens
+    same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
+                      2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
+
     Meta tensors have no choices: all experts count as chosen equally often, and a token's experts as evenly spaced.
     Ranks may have different numbers of tokens, also none. Gradients of experts are sums over the tokens of all ranks;
     their mean is over all ranks that have tokens, not over the copies of an expert: `average_gradients` handles this.
@@ -116,7 +117,7 @@ class ParallelExperts(nn.Module):
 
 
 def _equally_often(tokens: int, rule: Routing) -> Tensor:
-    """Choices [T, k] in place of those of meta tensors: each expert is chosen equally often, give or take one."""
+    """Choices [T, k] to replace those of meta tensors: each expert is chosen equally often, give or take one."""
     with no_dispatch():
         first = torch.arange(tokens, device="cpu")[:, None]
         return (first + torch.arange(rule.top_k, device="cpu") * (rule.experts // rule.top_k)) % rule.experts

@@ -266,5 +266,5 @@ def _check_arrived(arrived: Tensor, mine: Tensor, ring: Ring) -> None:
     if arrived.shape != mine.shape:
         raise ShapeError(
             f"the ranks of axis {ring.axis!r} have pieces of different shapes, as matrices {list(mine.shape)} here and "
-            f"{list(arrived.shape)} on another; give every rank as many tokens and features"
+            f"{list(arrived.shape)} on another; give every rank the same number of tokens and features"
         )

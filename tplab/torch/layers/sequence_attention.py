@@ -53,7 +53,8 @@ def ring_attention(
 
     q [B, h, n, d]   k, v [B, g, n, d], of this rank's tokens   ->   o [B, h, n, d]; g divides h
     forward    p-1 hops of k and v, each beside the tile of scores of the k and v before it
-    backward   p-1 hops of k and v again, and p of dk and dv, the last of which takes them home; in float32 if k is not
+    backward   p-1 hops of k and v again, and p of dk and dv, the last of which takes them home; in float32
+               if k is narrower
     layout     which tokens a rank has: "contiguous", "zigzag", "striped", or a TokenLayout
     causal, window, documents   which keys a query sees, as in AttentionMask; tiles in which it sees none are skipped
     scale      above 0; 1/sqrt(d) if None

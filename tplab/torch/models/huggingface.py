@@ -140,7 +140,7 @@ class Column(nn.Module):
         if x.shape[-1] != self.in_features:
             raise PlanError(
                 f"{self.name} is planned as a column, which takes all {self.in_features} features, but was given "
-                f"{x.shape[-1]}; plan the layer before it, whose output it takes, so that it gives them all"
+                f"{x.shape[-1]}; plan the layer before it so that its output has them all"
             )
         return F.linear(self.entrance(x), self.weight.T if self.is_transposed else self.weight, self.bias)
 

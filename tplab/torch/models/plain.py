@@ -24,7 +24,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
         if kind != ("layer", "gelu_tanh", True, True):
-            raise ShapeError(f"PlainGPT is for models as GPT-2 is, with GPTConfig's defaults, not for {config}")
+            raise ShapeError(f"PlainGPT is for models like GPT-2, with GPTConfig's defaults, not for {config}")
         width = config.width
         self.config = config
         self.embedding, self.positions = nn.Embedding(config.vocab_size, width), nn.Embedding(config.context, width)

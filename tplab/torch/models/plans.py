@@ -142,8 +142,8 @@ def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Plann
     """
     if not isinstance(plan, Mapping):
         raise PlanError(
-            f"the plan is of type {type(plan).__name__}; it must be a dict of module names and what becomes of them, "
-            "as gpt2_plan(model) gives it"
+            f"the plan is of type {type(plan).__name__}; it must be a dict from module names to how they are sharded, "
+            "as gpt2_plan(model) returns it"
         )
     modules = dict(model.named_modules())
     found: dict[str, tuple[str, Kind]] = {}
@@ -410,7 +410,7 @@ def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Mo
             )
     known = list(dict.fromkeys(_pattern(name) for name in modules if name))
     near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
-    return f"{pattern!r} matches no module of {type(model).__name__}; near it are {', '.join(map(repr, near))}"
+    return f"{pattern!r} matches no module of {type(model).__name__}; similar names are {', '.join(map(repr, near))}"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -425,6 +425,6 @@ def _check_family(model: nn.Module, plan: Plan, family: str, function: str) -> N
     missing = [pattern for pattern in plan if not any(_matches(pattern, name) for name in names)]
     if missing:
         raise PlanError(
-            f"{function} is for models built as {family} is, and {type(model).__name__} has no "
+            f"{function} is for models built like {family}, and {type(model).__name__} has no "
             f"{', '.join(map(repr, missing))}; write a plan for it: module name -> {', '.join(map(repr, KINDS))}"
         )

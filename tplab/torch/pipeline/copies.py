@@ -63,7 +63,7 @@ class GradientSync:
         self._index = this_rank().place(axis).index
         self._copies = list(self._find(placement, tied))
         self._reduced: set[int] = set()
-        self._gone: set[nn.Parameter] = set()  # that already have their gradients
+        self._gone: set[nn.Parameter] = set()  # parameters that already have their gradients
         copied = {place for copies in self._copies for place in copies.here}
         self._alone = {
             n: [] if data_axis is not None else [p for name, p in names.items() if (n, name) not in copied]

@@ -2,9 +2,9 @@
 
 The gradient flows down a chain of nodes from the output to the input. Weights join the chain from the side:
 
-        output <- addmm <- gelu <- layer_norm <- addmm <- input        the chain, run by I
-                    |                 |            |
-                    W2              gamma         W1                   the side branches, run by W
+    output <- addmm <- gelu <- layer_norm <- addmm <- input        the chain, run by I
+                |                 |            |
+                W2              gamma         W1                   the side branches, run by W
 
 I runs the chain alone, and keeps the gradient that each node with a side branch receives. W passes that gradient to the
 node again and asks only for the branch: for an addmm, dW = dy^T x. Nothing is computed twice: I and W together have the

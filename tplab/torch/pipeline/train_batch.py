@@ -51,9 +51,10 @@ def train_batch(
                   that runs the last stage reads the targets; a tuple as input is several tensors
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, in float64, the same on every rank. Its gradients are added to
-    `.grad` of the parameters, as by `backward`. Hooks of tensors run once per microbatch, as in plain accumulation. A
-    parameter's post-accumulate-grad hooks run once per batch, when its gradient is complete: at the end of the batch if
-    other ranks have parts of it (data_axis, copies), otherwise in the last backward pass of its stage
+                  `.grad` of the parameters, as by `backward`. Hooks of tensors run once per microbatch, as in plain
+                  accumulation. A parameter's post-accumulate-grad hooks run once per batch, when its gradient is
+                  complete: at the end of the batch if other ranks have parts of it (data_axis, copies), otherwise in
+                  the last backward pass of its stage
 
     data_axis     along which ranks hold copies of the stages and have different microbatches: losses and gradients are
                   the mean over it
@@ -63,8 +64,8 @@ def train_batch(
                   gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them. Copies
                   of one stage on two ranks (Chimera, DualPipe) are tied automatically
     checkpoint_every  only the input of each group of this many layers of a stage (an nn.Sequential) is kept; the rest
-                      is recomputed in the backward pass. Buffers are not written again: BatchNorm statistics are
-                      updated once per microbatch
+                  is recomputed in the backward pass. Buffers are not written again: BatchNorm statistics are updated
+                  once per microbatch
     costs         how long actions take on the clock that counts steps, which `run` uses without a cluster; without
                   costs they take no time. So the trace of a real run can be laid over `simulate(schedule, costs)`
     first         the number of the first microbatch, if the batch of one optimizer step is run in several calls:
@@ -75,12 +76,11 @@ def train_batch(
                   in the same order. False: one runs after the other
 
     What each action does:
-            F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss
-            B   from the gradient of the output, compute those of input and parameters
-            I   compute that of the input only; keep what W needs, free the rest       W   compute those of the
-                parameters
-        B is I and W at once, to the FLOP. Outputs and gradients travel as separate messages, and a send never waits, so
-        no schedule that passes `check` can deadlock. A STEP is left to the caller.
+        F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss
+        B   from the gradient of the output, compute those of the input and the parameters
+        I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
+    B is I and W at once, to the FLOP. Outputs and gradients travel as separate messages, and a send never waits, so no
+    schedule that passes `check` can deadlock. A STEP is left to the caller.
 
     The trace has each action as an event, with the bytes that the rank then holds for backward passes (`held`).
     Dropout draws from the seed of the run, the number of the batch, the stage and the microbatch: the same numbers in
@@ -113,7 +113,7 @@ def train_batch(
 
 
 def _cells(row: Sequence[Action], overlap: bool) -> list[list[Action]]:
-    """The units that run one after another: single actions or, with overlap, pairs of F and a backward pass."""
+    """Single actions and, with overlap, pairs of a forward and a backward pass, to run one after the other."""
     cells: list[list[Action]] = []
     for action in row:
         if overlap and action.joined and (action.kind == "F") != (cells[-1][0].kind == "F"):

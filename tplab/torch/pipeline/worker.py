@@ -250,7 +250,7 @@ def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, lab
     if not isinstance(stages, Mapping | Sequence):
         raise TypeError(
             f"a pipeline takes an nn.Module for each stage, not {stages!r}; stages_of(layers, schedule) makes them, "
-            "also of functions"
+            "also from functions"
         )
     if not isinstance(stages, Mapping):
         if len(stages) != len(held):
@@ -267,7 +267,7 @@ def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, lab
         )
     for n in held:
         if not isinstance(stages[n], nn.Module):
-            raise TypeError(f"stage {n} is {stages[n]!r}; it must be an nn.Module: stages_of makes one of functions")
+            raise TypeError(f"stage {n} is {stages[n]!r}; it must be an nn.Module: stages_of makes one from functions")
     return {n: stages[n] for n in held}
 
 

@@ -132,7 +132,7 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     if mesh.size != here.num_ranks:
         raise MeshError(
             f"torchrun has started {here.num_ranks} processes, and {mesh} has {mesh.size} ranks; give torchrun "
-            f"--nnodes and --nproc-per-node that make {mesh.size}, or run takes a mesh of {here.num_ranks}"
+            f"--nnodes and --nproc-per-node that make {mesh.size}, or run on a mesh of {here.num_ranks}"
         )
     check_arguments(job)
     program = Program(job, Settings.here(1), {})

@@ -125,8 +125,8 @@ class Arguments:
             mine = copy.deepcopy(leaf, memo)
         except Exception as error:
             raise TypeError(
-                f"argument {place} is or holds a {type(leaf).__name__}, of which the ranks cannot have their own copy: "
-                f"{error};\nmake it inside the program, or let the program read it from around it: ranks then share it"
+                f"argument {place} is or holds a {type(leaf).__name__}, which cannot be copied for each rank: "
+                f"{error};\nmake it inside the program, or let the program read it from outside: ranks then share it"
             ) from error
         return mine.to(self._device) if isinstance(mine, nn.Module) and self._device is not None else mine
 

@@ -208,8 +208,8 @@ class _Draws:
             state, now = self._states.get(seed.untyped_storage()), torch.get_rng_state()
             if state is None:
                 raise RuntimeError(
-                    "scaled_dot_product_attention: what its dropout drew is not known any more, because a hook on "
-                    "saved tensors has copied them; run without that hook, or without the cluster of a GPU"
+                    "scaled_dot_product_attention: the random state of its dropout is no longer known, because a hook "
+                    "has copied the saved tensors; run without that hook, or without a GPU's cluster"
                 )
             torch.set_rng_state(state)
             _, z = _unfused(q, k, v, bias, dropout_p, is_causal, scale)

@@ -180,8 +180,8 @@ def crossed(log: Log) -> list[str]:
 
 
 _SENTENCE = (
-    "{0} and {1} are in flight together, and ranks issue them in opposite orders: rank {2} the one, then the other; "
-    "rank {3} the other way. NCCL may hang here; issue them in the same order on every rank, or wait for one of them "
+    "{0} and {1} are in flight together, and ranks issue them in opposite orders: rank {2} in this order, rank {3} "
+    "in the other. NCCL may hang here; issue them in the same order on every rank, or wait for one of them "
     "before you start the other"
 )
 

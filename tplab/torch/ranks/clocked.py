@@ -139,7 +139,7 @@ class ClockedRank(Rank):
         return time.perf_counter()
 
     def _catch_up(self) -> None:
-        """Advance the measured clock by the time since the last call, in which this rank was running."""
+        """Advance the measured clock by the time that this rank has been running, since `_seen_at`."""
         entry = self.log.add(self.lane, COMPUTE, self._now() - self._seen_at)
         if self._doing is not None:
             self._doing.add(entry)

@@ -127,14 +127,14 @@ def check_tensor(op: str, x: Any) -> Tensor:
         return x
     if isinstance(x, Pending):
         raise TypeError(f"{op}: {UNWAITED}")
-    raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
+    raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor converts numbers")
 
 
 @cache
 def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
     """Raise ValueError for an unknown reduction, TypeError for one that `dtype` does not have."""
     if dtype in WITHOUT_KERNELS and reduction in comm.REDUCTIONS:
-        raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) makes numbers of it")
+        raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) turns it into numbers")
     comm.check_reduction(op, reduction, dtype, is_fraction=dtype.is_floating_point, is_complex=dtype.is_complex)
 
 

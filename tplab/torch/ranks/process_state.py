@@ -27,7 +27,7 @@ class Generator(NamedTuple):
     fresh: Callable[[int], Tensor]
 
     def state(self, seed: int, rank: int) -> Tensor:
-        """The state that a rank starts with: it depends on (seed, rank) only, and no other has the same."""
+        """The state that a rank starts with: it depends only on (seed, rank), and differs for every other pair."""
         return self.fresh(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0]))
 
 

@@ -76,8 +76,7 @@ class Call:
     """A collective as one rank calls it: its row of the table, the rank's place, and its parameters (`about`: by name).
 
     key      what must be the same on every rank
-    peers    for operations between pairs (ppermute, ring_shift, send, receive): the ranks to send to and receive from,
-             or None
+    peers    for ppermute, ring_shift, send, receive: the ranks to send to and to receive from, None if there is none
     splits   the size of this rank's piece for each position, where ranks may split their inputs differently
     takes    the size that this rank has room for from each position: empty if it receives nothing, None if unsaid
 
@@ -167,7 +166,7 @@ class Pending(ABC):
             not_compiled(vars(cls)["wait"])
 
 
-UNWAITED = "this is a collective that was started, not yet its result; call .wait(), which gives the tensor"
+UNWAITED = "this is a collective that has been started, not its result; call .wait(), which returns the tensor"
 
 
 def _refused(self: Pending, *_: Any) -> Any:

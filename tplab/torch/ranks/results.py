@@ -65,7 +65,7 @@ def _tensor(leaf: Any, rank: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise SpecError(
             f"out_specs puts tensors together, but rank {rank} returned {leaf!r}, of type {type(leaf).__name__}; "
-            "return tensors or numbers, or leave out_specs away and read .per_rank"
+            "return tensors or numbers, or omit out_specs and read .per_rank"
         ) from None
 
 

@@ -243,10 +243,10 @@ def start(folder: str | Path = FOLDER) -> Recording:
     if current_rank_or_none() is not None:
         return Recording(None)
     if issubclass(type(c10d.ProcessGroup), type(RecordedGroup)):
-        raise RuntimeError("this process is being recorded already; start once, at the top of the script")
+        raise RuntimeError("this process is already being recorded; start once, at the top of the script")
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is initialised already, and a recording has to begin before that: call "
+            "torch.distributed is already initialised, and a recording has to begin before that: call "
             "tplab.torch.record.start above init_process_group, or leave it out and run the script with "
             "torchrun -m tplab.record"
         )

@@ -60,7 +60,7 @@ def memory_of(
     """The memory of all ranks, as `KindsOfMemory` has followed it; `times` maps its moments to times."""
     held = [one.at_times(times(one.times)) for one in held]
     if any(one.leaves_out for one in held) and not any(one.peak for one in held):
-        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
+        text = "count_memory counts 0 B, because tensors on the device meta have no memory; give device='meta' to count"
         warn(f"{text} what real ones would take", stacklevel=3)
     name = None if cluster is None else f"{cluster.name}, {cluster.kind_on(mesh.size)}"
     return Memory(mesh, held, title=title, clock=clock, unit="steps" if in_steps else "s", cluster=name)
@@ -78,7 +78,7 @@ class KindsOfMemory(Listener):
     parameters    memory of an nn.Parameter
     gradients     memory of the `.grad` of one
                   (these three count as such from their beginning, though their kind becomes known only later)
-    activations   what autograd has saved, until it frees it: results of autograd from their beginning, everything else
+    activations   what autograd has saved, until it frees it: tensors of the graph from their beginning, everything else
                   from the time it is saved. Also what a backward pass computes with grad mode on: recomputation
     other         everything else, and the program's arguments
     `count_as` takes precedence over all this. With `is_meta`, tensors on the device "meta" count as if they were real.
@@ -167,7 +167,7 @@ class KindsOfMemory(Listener):
         held.becomes("activations", held.came if is_new else len(self._ledger) - 1)
         return _Token(held, self._ledger)
 
-    # --- what is where -------------------------------------------------------------------------------------------
+    # --- following memory ----------------------------------------------------------------------------------------
 
     def _open_row(self, op: str, moment: float | None = None) -> None:
         rank = self._rank
