@@ -202,7 +202,7 @@ def added_up(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
         if t <= tt.axis_index("cp"):
             parts.append(attend(q, k, v, t * len(q), window))
-    return sum(o for o, _ in parts)
+    return torch.stack([o for o, _ in parts]).sum(0)
 
 
 def gathers_first(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
