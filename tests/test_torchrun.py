@@ -232,5 +232,5 @@ def test_after_a_deadlock_it_says_what_was_never_received(tmp_path: Path, capsys
     page = tmp_path / "run.html"
     assert torchrun.main(["--nproc-per-node", "2", "--html", str(page), str(path)]) == 1
     shown = capsys.readouterr()
-    assert "never received:\n  send from rank 0 to rank 1, 32 B at stuck.py:4\n" in shown.out
+    assert "of these, never received:\n  send from rank 0 to rank 1, 32 B at stuck.py:4\n" in shown.out
     assert "DeadlockError" in shown.err and page.exists()
