@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -29,6 +30,7 @@ class Parser(argparse.ArgumentParser):
         unknown, flags = message.removeprefix("unrecognized arguments: "), list(self._option_string_actions)
         if unknown != message and (meant := get_close_matches(unknown.split()[0].partition("=")[0], flags, 1)):
             message += f"; did you mean {meant[0]}?"
+        message = re.sub(r"^argument (\S+): invalid int value: (.*)", r"\1 is \2; give a whole number", message)
         self.refuse(f"{message} (--help lists the flags)")
 
     def refuse(self, why: object) -> NoReturn:
