@@ -24,7 +24,7 @@ Array = TypeVar("Array")
 class Row:
     """One collective over R ranks, or one kind of message.
 
-    takes        whose inputs it uses: "all" ranks', only the "root"'s, for a message "one" rank's; "": nothing is sent
+    takes        whose inputs it uses: those of "all" ranks, the "root", or for a message "one" rank; "": of none
     gives        what ranks receive: "all" receive the whole result, position i receives its own one of R "pieces", only
                  the "root" receives it, for a message only "one" rank does; "": there is no result
     combines     whether inputs are combined element by element (sum, max, ...); otherwise they are joined along a dim

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--skew", type=float, metavar="X", help="how unequally experts are chosen (default: 0)")
     most = f"stages per pipeline rank, at most (default: {VIRTUAL})"
     parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=most)
-    parser.add_argument("--outside", action="store_true", help="search plans of classes that nobody measured, too")
+    parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
