@@ -223,6 +223,12 @@ def test_as_a_command_in_another_folder(script: Path):
     assert "[rank 2] sum 3.0 []" in done.stdout and "all_reduce" in done.stdout
 
 
+def test_a_flag_behind_the_script_is_named_where_there_is_one_rank(script: Path, capsys):
+    assert torchrun.main([str(script), "--nproc-per-node", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert "on 1 rank: --nproc-per-node comes after" in shown and "so it is an argument of the script" in shown
+
+
 def test_after_a_deadlock_it_says_what_was_never_received(tmp_path: Path, capsys):
     path = tmp_path / "stuck.py"
     path.write_text(

@@ -76,7 +76,7 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
     [
         (["llama3-8b"], "give a model, --gpus and --batch"),
         (["lama3-8b", *SMALL[1:]], "no model is named 'lama3-8b'; did you mean llama3-8b"),
-        ([*SMALL, "--clustr", "h100"], "unrecognized arguments: --clustr h100; did you mean --cluster? (--help lists"),
+        ([*SMALL, "--clustr", "h100"], "unrecognized argument: --clustr; did you mean --cluster? (--help lists"),
         ([*SMALL, "--fabric", "efa"], "no fabric is named 'efa'; there are 'playbook'"),
         ([*SMALL, "--attention", "flash4"], "argument --attention: invalid choice: 'flash4'"),
         (["--rows", "a.csv", "--out", "b.csv", "--cards", "4"], "--cards is a column of the table of --rows"),

@@ -77,7 +77,7 @@ def _read_all(folder: Path) -> list[RankFile]:
     paths = sorted(folder.glob("rank*.jsonl"))
     if not paths:
         what = f"there is no folder {folder}" if not folder.is_dir() else f"{folder} has no files rank*.jsonl"
-        raise TraceError(f"{what}; tplab.torch.record writes one for each rank of a run")
+        raise TraceError(f"{what}; tplab.record writes one for each rank of a run")
     files = [read(path) for path in paths]
     _, newest = max(zip(paths, files, strict=True), key=lambda pair: pair[0].stat().st_mtime)
     for path, file in zip(paths, files, strict=True):
