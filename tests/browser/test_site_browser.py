@@ -289,6 +289,11 @@ def test_the_page_of_the_search_has_a_field_and_the_front_page_a_name(page: Page
     page.wait_for_load_state("networkidle")
 
 
+def test_a_choice_that_the_front_page_does_not_have_leaves_its_link(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html?ranks=16&shift=1")
+    page.wait_for_url(re.compile(r"\?ranks=4&shift=1&without="))
+
+
 def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: str, said: list[str]):
     page.goto(f"{site}/index.html")
     card = page.locator(".try figure.card.alive")

@@ -75,7 +75,10 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
     ("arguments", "why"),
     [
         (["llama3-8b"], "give a model, --gpus and --batch"),
-        (["lama3-8b", *SMALL[1:]], "no model is named 'lama3-8b'; did you mean llama3-8b"),
+        (
+            ["lama3-8b", *SMALL[1:]],
+            "no model is named 'lama3-8b', nor is that the path of a config.json; did you mean llama3-8b",
+        ),
         ([*SMALL, "--clustr", "h100"], "unrecognized argument: --clustr; did you mean --cluster? (--help lists"),
         ([*SMALL, "--fabric", "efa"], "no fabric is named 'efa'; there are 'playbook'"),
         ([*SMALL, "--attention", "flash4"], "argument --attention: invalid choice: 'flash4'"),
