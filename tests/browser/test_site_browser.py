@@ -283,7 +283,7 @@ def test_the_page_of_the_search_has_a_field_and_the_front_page_a_name(page: Page
     expect(field).to_be_focused()
     field.fill("DeadlockError")
     page.keyboard.press("Enter")
-    front = page.locator("#search-results li", has=page.get_by_role("link", name="tplab", exact=True))
+    front = page.locator("#search-results li", has=page.get_by_role("link", name="Front page", exact=True))
     expect(front.locator("p.context")).to_be_visible()
     expect(page.locator("#search-results")).not_to_contain_text("<no title>")
     page.wait_for_load_state("networkidle")
