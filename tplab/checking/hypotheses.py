@@ -68,8 +68,10 @@ class _Hypotheses:
         line = "" if case.is_all or case.left_out else case.in_backward
         lines = [(line, "")] * bool(line) + [(at, "function") for at in (facts.trails.unsummed if facts.trails else ())]
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
+        lines[1:1] = [(line, "copies")] * bool(line)
         for (line, of), way in itertools.product(lines, together):
-            words = f"a sum over {over(self.facts, way)} in the backward pass of {line}"
+            alike = " of what ranks have alike there" * (of == "copies")
+            words = f"a sum over {over(self.facts, way)} in the backward pass of {line}{alike}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self.case.own_names, way, of)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
