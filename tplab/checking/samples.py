@@ -65,12 +65,12 @@ def compare_samples(ours: Sequence[Step], theirs: Sequence[Step]) -> Samples:
 
 
 def on_several(ours: Sequence[Seen], theirs: Seen) -> int:
-    """How many samples several ranks see in any of the steps, where no rank, nor the reference, sees any twice."""
+    """How many samples several ranks see in any of the steps, where no rank, nor the reference, sees any twice; 0 for
+    so few that it may be chance, as where samples are drawn again and again."""
     each = [sum((_rows(_of(step)[0]) for step in seen.steps if step.samples), Counter()) for seen in (*ours, theirs)]
     *mine, _ = distinct = {tuple(sorted(rows.items())): rows for rows in each}.values()
-    if any(max(rows.values(), default=0) > 1 for rows in distinct):
-        return 0
-    return sum(count > 1 for count in sum(mine, Counter()).values())
+    count = sum(count > 1 for count in sum(mine, Counter()).values())
+    return count if count > 2 and all(max(rows.values(), default=0) < 2 for rows in distinct) else 0
 
 
 def _of(step: Step) -> list[list[np.ndarray]]:
